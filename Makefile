@@ -1,0 +1,32 @@
+# Everything runs in .venv, which is made on first use. Needs Python 3.10 or newer, pip and make.
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: venv demo test lint bench clean
+
+venv: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python scripts/demo.py --json demo.json
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python scripts/bench.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis demo.json
+	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Presets, packaged so that `DSQConfig.preset(name)` finds them wherever the package is installed."""

@@ -1,0 +1,50 @@
+"""Compressed training checkpoints for PyTorch.
+
+    import dsq_ckpt
+    dsq_ckpt.save(state_dict, "run/step-000500")
+    dsq_ckpt.load(state_dict, "run/step-000500")
+
+`DSQStorageWriter` and `DSQStorageReader` are arguments of `torch.distributed.checkpoint`'s own functions.
+"""
+
+from dsq_ckpt.api import async_save, describe, load, save
+from dsq_ckpt.chain import forget, latest
+from dsq_ckpt.config import DSQConfig, exact_config
+from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
+from dsq_ckpt.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    CodingError,
+    ConfigError,
+    CorruptCheckpoint,
+    DSQError,
+    LossyTensor,
+    NonFiniteTensor,
+    SaveFailed,
+    UnsupportedFormat,
+)
+from dsq_ckpt.version import __version__
+
+__all__ = [
+    "CheckpointExists",
+    "CheckpointNotFound",
+    "CodingError",
+    "ConfigError",
+    "CorruptCheckpoint",
+    "DSQConfig",
+    "DSQError",
+    "DSQStorageReader",
+    "DSQStorageWriter",
+    "LossyTensor",
+    "NonFiniteTensor",
+    "SaveFailed",
+    "UnsupportedFormat",
+    "__version__",
+    "async_save",
+    "describe",
+    "exact_config",
+    "forget",
+    "latest",
+    "load",
+    "save",
+]

@@ -1,0 +1,177 @@
+"""`save`, `async_save` and `load`: `torch.distributed.checkpoint` with our writer and reader."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from dsq_ckpt import chain
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
+from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.manifest import Manifest
+
+ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def save(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    config: ConfigLike = None,
+    parent: str | os.PathLike[str] | None = "auto",
+    overwrite: bool = False,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    pinned: bool = False,
+    no_dist: bool = False,
+) -> Metadata:
+    """Save a nested state dict, compressed; collective over `process_group`.
+
+    The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
+
+    Raises:
+        CheckpointException: DCP's wrapper around what failed, on every rank; earlier checkpoints are untouched.
+    """
+    writer = DSQStorageWriter(
+        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
+    )
+    metadata = dcp.save(
+        state_dict, storage_writer=writer, process_group=process_group,
+        no_dist=no_dist or not (dist.is_available() and dist.is_initialized()),
+    )
+    chain.remember_committed(Path(path), Manifest.read(Path(path)).save_id)
+    return metadata
+
+
+class _Background:
+    """The asynchronous save under way, and the process groups they run on."""
+
+    def __init__(self) -> None:
+        self.groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self.future: Future[Any] | None = None
+
+    def group(self, like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """A gloo group of its own for the saving thread, over the ranks of `like`; collective when new."""
+        if not (dist.is_available() and dist.is_initialized()):
+            self.groups.clear()
+            return None
+        base = like if like is not None else dist.group.WORLD
+        assert base is not None
+        if base not in self.groups:  # ranks outside of `like` do not take part in its making
+            ranks = dist.get_process_group_ranks(base)
+            self.groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=like is not None)
+        return self.groups[base]
+
+    def wait(self) -> None:
+        """Wait for the previous save; its failure was reported by its own future."""
+        if self.future is not None:
+            self.future.exception()
+            self.future = None
+
+
+_background = _Background()
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    config: ConfigLike = None,
+    parent: str | os.PathLike[str] | None = "auto",
+    overwrite: bool = False,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    pinned: bool = False,
+    processes: bool = False,
+) -> Future[Any]:
+    """Save in the background; training goes on as soon as the codes are there.
+
+    The call returns after sketch, quantization and the copy of what is stored exactly; entropy coding and files follow
+    in a thread on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the
+    one before it.
+
+    Returns:
+        A future of DCP's metadata; its `result()` raises what the save raised.
+    """
+    no_dist = not (dist.is_available() and dist.is_initialized())
+    if processes and (no_dist or process_group is not None):
+        raise SaveFailed(
+            "processes=True needs torch.distributed, and saves on all of its ranks: initialize a process group and pass "
+            "none here, or leave processes out"
+        )
+    _background.wait()
+    writer = DSQStorageWriter(
+        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
+    )
+    kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
+    response = dcp.async_save(
+        state_dict, storage_writer=writer, async_checkpointer_type=kind, no_dist=no_dist,
+        process_group=None if processes else _background.group(process_group),
+    )
+    future = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+    _background.future = future
+    return cast("Future[Any]", future)
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    refinement: Refinement = "auto",
+    exact: Sequence[str] = (),
+    allow_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
+
+    The arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
+
+    Raises:
+        CheckpointException: DCP's wrapper around what failed, on every rank.
+    """
+    reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
+    dcp.load(
+        state_dict, storage_reader=reader, process_group=process_group,
+        no_dist=no_dist or not (dist.is_available() and dist.is_initialized()),
+    )
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Sizes of a checkpoint as plain numbers.
+
+    Returns:
+        bytes_logical (uncompressed), bytes_written (by its save), bytes_kept (now, without linked ancestors), keyframe,
+        depth, seconds, refinement, and by_kind: {kind: {bytes_logical, bytes_base, bytes_refinement}}.
+    """
+    directory = Path(path)
+    manifest = Manifest.read(directory)
+    overhead = (directory / "manifest.json").stat().st_size
+    dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
+    kept = manifest.bytes_in("own", "index", "refinement") + overhead
+    return {
+        "bytes_logical": sum(sizes.logical for sizes in manifest.kinds.values()),
+        "bytes_written": kept + dropped,
+        "bytes_kept": kept,
+        "keyframe": manifest.depth == 0,
+        "depth": manifest.depth,
+        "seconds": manifest.seconds,
+        "refinement": manifest.refinement,
+        "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created)),
+        "by_kind": {
+            kind: {"bytes_logical": s.logical, "bytes_base": s.base, "bytes_refinement": s.refinement}
+            for kind, s in manifest.kinds.items()
+        },
+    }

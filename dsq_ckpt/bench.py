@@ -1,0 +1,265 @@
+"""`dsq bench`: kernels against memcpy, a whole save and load against DCP's own, on the machine at hand.
+
+Every figure is a median with its spread, and a peer is measured in the same run: machines are noisy, ratios less so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+
+from dsq_ckpt import api, chain, kernels
+from dsq_ckpt.codebook import fit_group
+from dsq_ckpt.codebook.kmeans import exact_kmeans
+from dsq_ckpt.coding import RansCoder
+from dsq_ckpt.config import DSQConfig, Lattice
+from dsq_ckpt.keys import FULL
+from dsq_ckpt.version import __version__
+
+_TARGETS = {  # name: (target, whether more is better)
+    "sketch / memcpy": (0.4, True),
+    "joint sketch / memcpy": (0.3, True),
+    "table quantize / memcpy": (0.3, True),
+    "rANS encode, G codes/s": (0.15, True),
+    "rANS decode, G codes/s": (0.25, True),
+    "k-means, all k to 32, 3000 buckets, ms": (50.0, False),
+    "save keyframe / dcp.save": (0.7, False),
+    "save delta / dcp.save": (0.7, False),
+    "load keyframe / dcp.load": (1.0, False),
+    "save memory / fp32 bytes": (0.6, False),
+}
+
+
+def run_bench(parameters: int, threads: int, directory: Path, moments: bool = True, repeats: int = 5) -> dict[str, Any]:
+    """Run everything; returns medians, spreads and the machine, ready for JSON.
+
+    Args:
+        parameters: size of the model; with `moments` the state has three times as many elements.
+        threads: worker threads of saves and loads (0: as a save would choose).
+        directory: where checkpoints are written, so on the disk that is to be measured.
+        moments: whether the state holds Adam's moments.
+        repeats: runs per figure.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    _kernels(min(parameters, 25_000_000), repeats, rows)
+    _clustering(repeats, rows)
+    for with_moments in (False, True) if moments else (False,):
+        _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
+    return {
+        "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"dsq_ckpt": __version__, "torch": torch.__version__, "numpy": np.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def print_bench(result: dict[str, Any], console: Console) -> None:
+    """The result as a table."""
+    table = Table(title=f"dsq bench: {result['parameters']:,} parameters, {result['threads']} thread(s)")
+    for name, justify in (("figure", "left"), ("median", "right"), ("min", "right"), ("max", "right"), ("aim", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, row in result["rows"].items():
+        target = _TARGETS.get(name.removesuffix(" (weights + moments)"))
+        aim = "" if target is None else f"{'≥' if target[1] else '≤'} {target[0]:g}"
+        table.add_row(name, *(f"{row[key]:.3g}" for key in ("median", "min", "max")), aim)
+    console.print(table)
+
+
+def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    rng = np.random.default_rng(0)
+    before = rng.normal(0, 0.02, count).astype(np.float32)
+    after = before + rng.normal(0, 0.002, count).astype(np.float32)
+    target, codes, parent = np.empty_like(after), np.empty(count, np.uint8), np.empty(count, np.uint8)
+    counts = np.zeros((1, FULL.size), np.int64)
+    kernels.sketch(before, FULL.lo, FULL.hi, 1.0, counts[0])
+    first = fit_group(counts, FULL, Lattice(step=0.5), None)
+    kernels.quantize(before, None, 0, FULL.lo, FULL.hi, 1.0, first.table, parent)
+    window, symbols = first.codebook.window, first.codebook.symbols
+    joint = np.zeros((symbols + 1, window.size), np.int64)
+    kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, joint)
+    second = fit_group(joint, window, Lattice(step=0.5), first.codebook)
+    kernels.quantize(after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes)
+    coder = RansCoder.fit(second.counts)
+    data = coder.encode(codes, parent)
+    decoded = np.empty_like(codes)
+    single, scratch = np.zeros(FULL.size, np.int64), np.zeros_like(joint)
+    work: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: np.copyto(target, after),
+        "sketch": lambda: kernels.sketch(after, FULL.lo, FULL.hi, 1.0, single),
+        "joint sketch": lambda: kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, scratch),
+        "table quantize": lambda: kernels.quantize(
+            after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes),
+        "rANS encode": lambda: coder.encode(codes, parent),
+        "rANS decode": lambda: coder.decode(data, parent, decoded),
+    }
+    seconds = _interleaved(work, repeats)
+    rows["memcpy, G elements/s"] = _summary([count / s / 1e9 for s in seconds["memcpy"]])
+    for name in ("sketch", "joint sketch", "table quantize"):
+        rows[f"{name} / memcpy"] = _summary([a / b for a, b in zip(seconds["memcpy"], seconds[name], strict=True)])
+    for name in ("rANS encode", "rANS decode"):
+        rows[f"{name}, G codes/s"] = _summary([count / s / 1e9 for s in seconds[name]])
+    rows["bits per code in this run"] = _summary([8 * len(data) / count])
+
+
+def _clustering(repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    rng = np.random.default_rng(0)
+    points = np.sort(rng.normal(size=3000))
+    weights = np.exp(-points**2 / 2) * 1e5
+    seconds = _interleaved({"k-means": lambda: exact_kmeans(points, weights, 32)}, repeats)
+    rows["k-means, all k to 32, 3000 buckets, ms"] = _summary([1e3 * s for s in seconds["k-means"]])
+
+
+def _checkpoints(
+    parameters: int, moments: bool, threads: int, directory: Path, repeats: int, rows: dict[str, dict[str, float]]
+) -> None:
+    suffix = " (weights + moments)" if moments else ""
+    config = DSQConfig().with_values(**{"storage.threads": threads})
+    state = synthetic_state(parameters, moments)
+    drifted = _drift(state)
+    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    fp32 = sum(tensor.numel() for tensor in state.values()) * 4
+    directory.mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, list[float]] = {}
+    memory = []
+    with tempfile.TemporaryDirectory(dir=directory) as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root = Path(scratch)
+        for number in range(repeats + 1):  # the first round warms caches and compiles kernels
+            plain, first, second = (root / f"{name}-{number}" / "c" for name in ("dcp", "key", "delta"))
+            chain.forget()
+            timed = {
+                "dcp.save": lambda path=plain: dcp.save(
+                    state, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True),
+                "save keyframe": lambda path=first: api.save(state, path, config=config, no_dist=True),
+                "dcp.load": lambda path=plain: dcp.load(
+                    into, storage_reader=dcp.FileSystemReader(path), no_dist=True),
+                "load keyframe": lambda path=first: api.load(into, path, no_dist=True),
+            }
+            for name, work in timed.items():
+                os.sync()
+                seconds.setdefault(name, []).append(_seconds(work))
+            chain.forget()
+            base = root / f"base-{number}" / "c"
+            api.save(state, base, config=config, no_dist=True)
+            os.sync()
+            _resident_peak(reset=True)
+            resident = _resident()
+            elapsed = _seconds(lambda path=base.parent / "d": api.save(drifted, path, config=config, no_dist=True))
+            previous = fp32 / 4  # the parent's codes were resident already: one byte per element
+            memory.append((_resident_peak(reset=False) - resident + previous) / fp32)
+            seconds.setdefault("save delta", []).append(elapsed)
+            if number == 0:
+                rows["ratio of a keyframe" + suffix] = _summary([_ratio(first)])
+                rows["ratio of a delta" + suffix] = _summary([_ratio(base.parent / "d")])
+            shutil.rmtree(root / f"base-{number}")
+            for path in (plain, first):
+                shutil.rmtree(path.parent)
+    chain.forget()
+    for name, peer in (("save keyframe", "dcp.save"), ("save delta", "dcp.save"), ("load keyframe", "dcp.load")):
+        ratios = [a / b for a, b in zip(seconds[name][1:], seconds[peer][1:], strict=True)]
+        rows[f"{name} / {peer}{suffix}"] = _summary(ratios)
+    for name in ("dcp.save", "save keyframe", "save delta", "dcp.load", "load keyframe"):
+        rows[f"{name}, s{suffix}"] = _summary(seconds[name][1:])
+    rows[f"save memory / fp32 bytes{suffix}"] = _summary(memory[1:])
+
+
+def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
+    """A transformer-shaped state: matrices of a width that fits `parameters`, an embedding, norms; real-shaped values."""
+    width = max(64, int((parameters / (12 * 8 + 64)) ** 0.5) // 64 * 64)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (64 * width, width)}
+    layer = 0
+    while sum(int(np.prod(shape)) for shape in shapes.values()) + 12 * width * width <= parameters:
+        for name, rows_, columns in (("qkv", 3, 1), ("out", 1, 1), ("up", 4, 1), ("down", 1, 4)):
+            shapes[f"layers.{layer}.{name}.weight"] = (rows_ * width, columns * width)
+        shapes[f"layers.{layer}.norm.weight"] = (width,)
+        layer += 1
+    generator = torch.Generator().manual_seed(0)
+    state: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        scale = 0.02 * 2 ** (0.5 * float(torch.randn((), generator=generator)))
+        state[f"model.{name}"] = torch.empty(shape).normal_(0, scale, generator=generator)
+        if moments:
+            first = torch.empty(shape).normal_(0, 1e-3, generator=generator)
+            spread = torch.empty(shape).normal_(0, 1.5, generator=generator).exp_()
+            state[f"optimizer.state.{name}.exp_avg"] = first * spread.sqrt()
+            state[f"optimizer.state.{name}.exp_avg_sq"] = spread * 1e-5
+    return state
+
+
+def _drift(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state some hundred steps later: weights a tenth of their size away, moments half renewed."""
+    generator = torch.Generator().manual_seed(1)
+    later = {}
+    for name, tensor in state.items():
+        noise = torch.empty(tensor.shape).normal_(0, 1, generator=generator)
+        if name.endswith("exp_avg_sq"):
+            later[name] = tensor * (0.3 * noise).exp_()
+        elif name.endswith("exp_avg"):
+            later[name] = 0.7 * tensor + noise.mul_(0.7 * tensor.std())
+        else:
+            later[name] = tensor + noise.mul_(0.1 * tensor.std())
+    return later
+
+
+def _ratio(path: Path) -> float:
+    sizes = api.describe(path)
+    return float(sizes["bytes_logical"] / sizes["bytes_written"])
+
+
+def _interleaved(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turns, so that a slow moment of the machine hits all of them; one warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(repeats + 1):
+        for name, run in work.items():
+            elapsed = _seconds(run)
+            if number:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_peak(reset: bool) -> int:
+    """High-water mark of resident memory in bytes (Linux); with `reset`, it starts anew."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,74 @@
+"""What a codebook is: the meaning of the codes of one group, independent of how it was fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.keys import KeyWindow
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Levels of a group's codes, in the group's own units (a tensor's scale multiplies them).
+
+    Code 0 is pruned (value 0), codes 1..k are `levels[1..k]` ascending, code k + 1 is protected (bf16, kept aside).
+
+    Attributes:
+        levels: float64, k + 1 entries; levels[0] = 0.
+        window: magnitudes the sketch of this group resolves, also for the next checkpoint of the chain.
+        domain: where distance and refinement are measured: "linear" (x) or "log" (the float's bits).
+        step: the lattice's step, 0 for other fits.
+        cell_low, cell_high: float64, k + 1 entries; the values a code stands for lie between them, in x for
+            "linear" and in bits(|x|) / 2^23 for "log" (the interpolated log2). Equal bounds: nothing to refine.
+    """
+
+    levels: Floats
+    window: KeyWindow
+    domain: Literal["linear", "log"]
+    step: float
+    cell_low: Floats
+    cell_high: Floats
+
+    @property
+    def symbols(self) -> int:
+        """Codes in the alphabet, pruned and protected included (at most 256)."""
+        return len(self.levels) + 1
+
+    @property
+    def protected(self) -> int:
+        """The code of protected elements."""
+        return len(self.levels)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers; float64 values survive JSON exactly."""
+        return {
+            "levels": self.levels.tolist(),
+            "window": [self.window.lo, self.window.hi],
+            "domain": self.domain,
+            "step": self.step,
+            "cells": [self.cell_low.tolist(), self.cell_high.tolist()],
+        }
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Codebook:
+        """The inverse of `to_json`.
+
+        Raises:
+            CorruptCheckpoint: the numbers do not describe a codebook.
+        """
+        try:
+            levels, low, high = (np.asarray(part, np.float64) for part in (tree["levels"], *tree["cells"]))
+            book = cls(levels, KeyWindow(*tree["window"]), tree["domain"], float(tree["step"]), low, high)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(f"codebook does not parse: {error!r}") from error
+        consistent = 1 <= len(levels) <= 255 and len(low) == len(high) == len(levels)
+        if not consistent or tree["domain"] not in ("linear", "log") or not np.isfinite(levels).all():
+            raise CorruptCheckpoint(f"codebook is inconsistent: {len(levels)} levels, {len(low)} cells")
+        return book

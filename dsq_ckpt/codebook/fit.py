@@ -1,0 +1,232 @@
+"""From a group's sketch to its codebook, its table and the exact counts of the codes to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsq_ckpt.codebook.base import Codebook, Floats
+from dsq_ckpt.codebook.kmeans import exact_kmeans
+from dsq_ckpt.codebook.lloyd import lloyd_kmeans, sample_weights
+from dsq_ckpt.codebook.table import (
+    Codes,
+    Counts,
+    code_counts,
+    entropy_bits,
+    nearest,
+    rate_distortion_table,
+)
+from dsq_ckpt.config import KMeans, Lattice
+from dsq_ckpt.keys import KeyWindow
+
+_OCTAVE = 64  # keys per power of two
+_PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
+_KEEP_STEP = 2**0.5  # a lattice keeps its parent's step while the fresh one is within this factor
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What quantizing and coding one group needs; the same on every rank, since it follows from global counts.
+
+    Attributes:
+        codebook: the meaning of the codes.
+        window: the window the sketch (and so `table`) was made with.
+        table: uint8[rows, window.size]; row = previous code, the last row for elements without one.
+        counts: int64[rows, symbols], how often each code follows each previous code, over all ranks.
+        uses_parent: False if the previous codes do not pay (then there is one row).
+        bits: expected size of all codes of the group, over all ranks.
+        mean_square: of the group's finite values, in the group's units.
+        error: mean squared error of the base layer over the elements not protected.
+    """
+
+    codebook: Codebook
+    window: KeyWindow
+    table: Codes
+    counts: Counts
+    uses_parent: bool
+    bits: float
+    mean_square: float
+    error: float
+
+
+def fit_group(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None) -> Fitted:
+    """Fit one group on its joint sketch.
+
+    Args:
+        joint: int64[rows, window.size] over all ranks: (previous code, key) pairs, the last row for elements without
+            a previous code. One row where there is no parent.
+        window: the key window of `joint`.
+        config: which codebook.
+        parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
+    """
+    fitted = _fit(joint, window, config, parent)
+    if joint.shape[0] == 1:
+        return fitted
+    alone = _fit(joint.sum(0, keepdims=True), window, config, parent)
+    return fitted if fitted.bits < _PAYS * alone.bits else alone
+
+
+def _fit(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None) -> Fitted:
+    total = joint.sum(0)
+    values = window.values()
+    finite = np.isfinite(values)
+    held = total * finite
+    count = max(int(held.sum()), 1)
+    mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
+    log = isinstance(config, KMeans) and config.domain == "log"
+    points = window.bit_values() if log else values
+    n = window.n
+    over = np.zeros(window.size, bool)
+    over[[n - 2, n - 1, 2 * n - 2, 2 * n - 1]] = True
+    if isinstance(config, Lattice):
+        step = _lattice_step(held, values, config, parent)
+        half = config.bins // 2
+        levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
+        forced = over | (np.abs(values) > (half + 0.5) * step)
+        pruned = np.zeros(window.size, bool)
+        spread = step * step
+    else:
+        step = 0.0
+        forced, pruned = _thresholds(held, values, config, over)
+        if log:
+            forced[n:] = True
+            forced[[0, n]] = False  # zero of either sign is code 0
+            pruned[[0, n]] = True
+        chosen = (held > 0) & ~forced & ~pruned
+        if not log:
+            chosen &= values != 0
+        levels = _levels(points[chosen], held[chosen], config)
+        spread = 0.0
+    positions, codes = _ascending(levels, log)
+    base = codes[nearest(np.where(finite, points, 0.0), positions)]
+    base[pruned] = 0
+    protected = len(levels) + 1
+    base[forced] = protected
+    movable = ~forced & ~(pruned & log)
+    by_code = np.zeros(protected + 1)
+    by_code[codes] = positions
+    gap = np.where(movable, points - by_code[base], 0.0)
+    if not spread:
+        spread = 12.0 * float((held * gap * gap).sum() / count)
+    table = rate_distortion_table(joint, points, base, movable, positions, codes, config.rate_distortion * spread)
+    counts = code_counts(joint, table, protected + 1)
+    real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
+    low, high = _cells(joint, table, window, protected, log)
+    book = Codebook(
+        real_levels, _next_window(held, window, real_levels, log), "log" if log else "linear", step, low, high
+    )
+    return Fitted(
+        book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
+        _error(joint, table, values, real_levels, protected),
+    )
+
+
+def _lattice_step(held: Counts, values: Floats, config: Lattice, parent: Codebook | None) -> float:
+    """Step from the root mean square without the top 0.5 % of |x|, which a few wild values would own."""
+    order = np.argsort(np.abs(values), kind="stable")
+    cumulative = np.cumsum(held[order])
+    kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]
+    weight = held[kept]
+    body = float((weight * values[kept] ** 2).sum() / max(int(weight.sum()), 1)) ** 0.5
+    if body == 0.0:  # all zeros, or too few distinct values to leave any out
+        finite = np.isfinite(values)
+        body = float((held[finite] * values[finite] ** 2).sum() / max(int(held.sum()), 1)) ** 0.5
+    fresh = config.step * body if body else 1.0
+    if parent is not None and parent.step and 1 / _KEEP_STEP < fresh / parent.step < _KEEP_STEP:
+        return parent.step
+    return fresh
+
+
+def _thresholds(held: Counts, values: Floats, config: KMeans, over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Masks of protected and of pruned bins: at most the configured fractions of all elements (section 4.2)."""
+    order = np.argsort(np.abs(values), kind="stable")
+    cumulative = np.cumsum(held[order])
+    total = cumulative[-1] if len(cumulative) else 0
+    forced, pruned = over.copy(), np.zeros(len(values), bool)
+    if total:
+        pruned[order[cumulative <= config.prune * total]] = True
+        if not config.prune:
+            pruned[:] = False
+        from_top = np.cumsum(held[order][::-1])[::-1]
+        top = (from_top <= config.protect * total) & (held[order] > 0)
+        forced[order[top]] = True
+    return forced, pruned & ~forced
+
+
+def _levels(points: Floats, held: Counts, config: KMeans) -> Floats:
+    if not len(points):
+        return np.array([1.0])
+    order = np.argsort(points)
+    points, weights = points[order], held[order].astype(np.float64)
+    if config.sigma < 1:
+        weights = sample_weights(weights, points, config.sigma)
+    bins = min(config.bins, len(points))
+    if config.fit == "lloyd":
+        return np.unique(lloyd_kmeans(points, weights, bins, seed=config.seed))
+    path = exact_kmeans(points, weights, bins)
+    return path.levels(path.k_max)
+
+
+def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:
+    """Levels with zero among them in ascending order, and the code of each; zero has no place on a log axis."""
+    if log:
+        return levels, np.arange(1, len(levels) + 1, dtype=np.uint8)
+    positions = np.concatenate([[0.0], levels])
+    order = np.argsort(positions, kind="stable")
+    return positions[order], order.astype(np.uint8)
+
+
+def _from_bits(levels: Floats) -> Floats:
+    """Floats whose bits, read as an integer, are level * 2^23."""
+    return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[Floats, Floats]:
+    """Bounds of the values that each code stands for, over all occupied table entries."""
+    if log:
+        n = window.n
+        keys = np.concatenate([[0], np.arange(window.lo, window.hi + 1), [window.hi + 1]]).astype(np.float64)
+        low_edge = np.tile(keys * (2.0**17 / 2.0**23), 2)
+        high_edge = np.tile(np.append(keys[1:], keys[-1] + 1) * (2.0**17 / 2.0**23), 2)
+        assert len(low_edge) == 2 * n
+    else:
+        low_edge, high_edge = window.edges()
+    low, high = np.zeros(protected), np.zeros(protected)
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    for code in range(1 if log else 0, protected):
+        mine = bins[codes == code]
+        if len(mine):
+            low[code], high[code] = low_edge[mine].min(), high_edge[mine].max()
+    return low, high
+
+
+def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> KeyWindow:
+    """Magnitudes worth resolving next time: what was seen, with three octaves to grow into.
+
+    Below a 64th of the smallest level nothing is decided any more, except on a log axis, where only true zeros may
+    fall under the window.
+    """
+    n = window.n
+    resolved = held[1 : n - 2] + held[n + 1 : 2 * n - 2]
+    occupied = np.flatnonzero(resolved)
+    top = window.lo + int(occupied[-1]) if len(occupied) else 127 * _OCTAVE
+    if held[n - 2] or held[2 * n - 2]:
+        top = window.hi + 8 * _OCTAVE
+    hi = min(top + 3 * _OCTAVE, 255 * _OCTAVE)
+    if log:
+        return KeyWindow(_OCTAVE, max(hi, 2 * _OCTAVE))
+    smallest = np.abs(levels[1:]).min()
+    bits = int(np.float32(smallest).view(np.uint32)) >> 17
+    lo = min(max(bits - 6 * _OCTAVE, _OCTAVE), hi - _OCTAVE)
+    return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
+
+
+def _error(joint: Counts, table: Codes, values: Floats, levels: Floats, protected: int) -> float:
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    kept = codes != protected
+    rows, bins, codes = rows[kept], bins[kept], codes[kept]
+    weight = joint[rows, bins]
+    return float((weight * (values[bins] - levels[codes]) ** 2).sum() / max(int(weight.sum()), 1))

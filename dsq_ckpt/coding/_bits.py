@@ -1,0 +1,76 @@
+"""Bits in a byte array, least significant bit first: bit i is bit i % 8 of byte i // 8.
+
+Writers expect a zeroed array that is long enough. Readers never read outside theirs: past its end there are
+zeros, and callers compare the position with the length when they are done. A number v >= 0 is written as an
+Exp-Golomb code: with k = bit_length(v + 1) - 1, k zeros, a one, then the k low bits of v + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+MAX_WIDTH = 16
+PADDING = 4  # zero bytes that `padded` appends, so that a read of MAX_WIDTH bits needs no check of each byte
+
+Array = npt.NDArray[Any]
+_i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
+
+
+@numba.njit(nogil=True, cache=True)
+def write_bits(buffer: Array, position: int, value: int, width: int) -> int:
+    """Write the `width` <= 16 low bits of value; return the position after them."""
+    byte = position >> 3
+    shifted = value << (position & 7)
+    while shifted:
+        buffer[byte] |= np.uint8(shifted & 0xFF)
+        shifted >>= 8
+        byte += 1
+    return position + width
+
+
+@numba.njit(nogil=True, cache=True)
+def write_number(buffer: Array, position: int, value: int) -> int:
+    """Write value in 0..65534 as an Exp-Golomb code; return the position after it."""
+    k = 0
+    while (value + 1) >> (k + 1):
+        k += 1
+    position = write_bits(buffer, position + k, 1, 1)
+    return write_bits(buffer, position, (value + 1) & ((1 << k) - 1), k)
+
+
+@numba.njit(nogil=True, cache=True)
+def read_bits(buffer: Array, position: int, width: int) -> int:
+    """The `width` <= 16 bits at position of a padded array; zeros past its end."""
+    byte = position >> 3
+    if byte + PADDING > buffer.size:
+        return 0
+    bits = _i64(buffer[byte]) | _i64(buffer[byte + 1]) << 8 | _i64(buffer[byte + 2]) << 16
+    value: int = (bits >> (position & 7)) & ((1 << width) - 1)
+    return value
+
+
+@numba.njit(nogil=True, cache=True)
+def read_number(buffer: Array, position: int) -> tuple[int, int]:
+    """The Exp-Golomb code at position, (value, position after it); value -1 if there is none."""
+    k = 0
+    while read_bits(buffer, position + k, 1) == 0:
+        k += 1
+        if k >= MAX_WIDTH:
+            return -1, position
+    position += k + 1
+    return (1 << k) - 1 + read_bits(buffer, position, k), position + k
+
+
+def padded(data: Array) -> npt.NDArray[np.uint8]:
+    """A copy of the uint8 vector that the readers may be given."""
+    return np.concatenate((data, np.zeros(PADDING, np.uint8)))
+
+
+def is_end(data: Array, position: int) -> bool:
+    """True if position is in the last byte of a padded array and only zero bits follow it."""
+    bits = 8 * (data.size - PADDING)
+    return bits - 8 < position <= bits and read_bits(data, position, bits - position) == 0

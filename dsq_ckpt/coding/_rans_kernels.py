@@ -1,0 +1,242 @@
+"""Kernels of `rans.py`: the two inner loops, and the tables they read.
+
+Numba turns mixed signed and unsigned arithmetic into floating point, hence the many explicit `np.uint64`.
+Each loop is one function: arrays handed to another function cost two atomic additions per call. Tables bound
+their own indices by construction; what comes from encoded bytes is checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+RESOLUTION = 15
+TOTAL = 1 << RESOLUTION
+INITIAL_STATE = 1 << 16
+
+# What the loops return instead of a position
+UNKNOWN_SYMBOL, TRUNCATED, IMPOSSIBLE = -1, -2, -3
+
+_U0, _U1, _U8, _U9, _U16 = (np.uint64(i) for i in (0, 1, 8, 9, 16))
+_R = np.uint64(RESOLUTION)
+_TOTAL = np.uint64(TOTAL)
+_SLOT_MASK = np.uint64(TOTAL - 1)
+_ESCAPE_FLAG = np.uint64(TOTAL)
+_WORD_MASK = np.uint64(0xFFFF)
+_LOW = np.uint64(INITIAL_STATE)
+_LIMIT_SHIFT = np.uint64(32 - RESOLUTION)
+_RECIPROCAL_SHIFT = np.uint64(32 + RESOLUTION)
+
+# Columns of Tables.escapes
+_COUNT, _FREQ, _RECIPROCAL, _ESCAPE_FREQ, _ESCAPE_CUM, _ESCAPE_RECIPROCAL = (np.uint64(i) for i in range(6))
+
+Array = npt.NDArray[Any]
+_i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
+
+
+class Tables(NamedTuple):
+    """What the loops read; r is the row (previous code) and s the symbol.
+
+    Attributes:
+        encoder: uint64 (rows * 256 * 2,): at 2 * (256 r + s) the reciprocal ceil(2**47 / frequency), then
+            frequency | start << 16. A frequency of 0 marks an escaped symbol (with its index + 1 as start)
+            or, with start 0, a symbol that the row lacks.
+        rows: uint64 (rows,): index into `slots` << 16 | frequency of the first symbol - 1.
+        slots: uint8: symbols of the slots. All slots of a row's first symbol share one entry, so that skewed
+            rows stay small: slot i is found at max(0, i - (frequency of the first symbol - 1)).
+        decoder: uint32 (rows * 256,): frequency << 16 | escape flag << 15 | start.
+        escapes: uint64 (rows, 6): number of escaped symbols, frequency of each, its reciprocal, then
+            frequency, start and reciprocal of the escape itself.
+        escaped: uint8 (rows, 256): the escaped symbols of each row.
+    """
+
+    encoder: Array
+    rows: Array
+    slots: Array
+    decoder: Array
+    escapes: Array
+    escaped: Array
+
+    def from_row(self, row: int) -> Tables:
+        """The tables without the rows before this one."""
+        return Tables(
+            self.encoder[row << 9 :],
+            self.rows[row:],
+            self.slots,
+            self.decoder[row << 8 :],
+            self.escapes[row:],
+            self.escaped[row:],
+        )
+
+
+@numba.njit(nogil=True, cache=True)
+def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: Array) -> int:
+    """Encode from the last code to the first, filling words, uint16 (2 * codes,), from its end.
+
+    Leaves the states of the lanes in `states`, uint64, and returns the index of the first word written.
+    """
+    encoder, escapes = tables.encoder, tables.escapes
+    lane_mask = np.uint64(states.size - 1)
+    states[:] = _LOW
+    p = np.uint64(words.size)
+    i = np.uint64(codes.size)
+    while i > _U0:
+        i -= _U1
+        lane = i & lane_mask
+        x = states[lane]
+        row = np.uint64(parent[i])
+        entry = (row << _U9) | (np.uint64(codes[i]) << _U1)
+        reciprocal = encoder[entry]
+        freq = encoder[entry + _U1] & _WORD_MASK
+        start = encoder[entry + _U1] >> _U16
+        if freq == _U0:
+            if start == _U0:
+                return UNKNOWN_SYMBOL
+            freq = escapes[row, _FREQ]
+            if x >= freq << _LIMIT_SHIFT:
+                p -= _U1
+                words[p] = x & _WORD_MASK
+                x >>= _U16
+            quotient = (x * escapes[row, _RECIPROCAL]) >> _RECIPROCAL_SHIFT
+            x += (start - _U1) * freq + quotient * (_TOTAL - freq)
+            freq = escapes[row, _ESCAPE_FREQ]
+            start = escapes[row, _ESCAPE_CUM]
+            reciprocal = escapes[row, _ESCAPE_RECIPROCAL]
+        if x >= freq << _LIMIT_SHIFT:
+            p -= _U1
+            words[p] = x & _WORD_MASK
+            x >>= _U16
+        # x < freq * 2**17 here, for which the shifted product is exactly x // freq and below 2**64
+        quotient = (x * reciprocal) >> _RECIPROCAL_SHIFT
+        # total * (x // freq) + start + x % freq
+        states[lane] = x + start + quotient * (_TOTAL - freq)
+    position: int = _i64(p)
+    return position
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Array) -> int:
+    """Decode into out, from the first code to the last; return the number of words read, or what is wrong.
+
+    A state that starts in [2**16, 2**32) stays there, so one word is always enough and no index runs away.
+    """
+    rows, slots, decoder, escapes = tables.rows, tables.slots, tables.decoder, tables.escapes
+    lane_mask = np.uint64(states.size - 1)
+    n_words = np.uint64(words.size)
+    p = _U0
+    for k in range(out.size):
+        i = np.uint64(k)
+        lane = i & lane_mask
+        x = states[lane]
+        context = np.uint64(parent[i])
+        row = rows[context]
+        slot = x & _SLOT_MASK
+        first = row & _WORD_MASK
+        symbol = slots[(row >> _U16) + (slot - first if slot > first else _U0)]
+        entry = np.uint64(decoder[(context << _U8) | np.uint64(symbol)])
+        x = (entry >> _U16) * (x >> _R) + slot - (entry & _SLOT_MASK)
+        if x < _LOW:
+            if p >= n_words:
+                return TRUNCATED
+            x = (x << _U16) | np.uint64(words[p])
+            p += _U1
+        if entry & _ESCAPE_FLAG:
+            slot = x & _SLOT_MASK
+            if escapes[context, _COUNT] == _U0:
+                return IMPOSSIBLE
+            freq = escapes[context, _FREQ]
+            index = slot // freq
+            if index >= escapes[context, _COUNT]:
+                return IMPOSSIBLE
+            symbol = tables.escaped[context, index]
+            x = freq * (x >> _R) + slot - index * freq
+            if x < _LOW:
+                if p >= n_words:
+                    return TRUNCATED
+                x = (x << _U16) | np.uint64(words[p])
+                p += _U1
+        out[i] = symbol
+        states[lane] = x
+    position: int = _i64(p)
+    return position
+
+
+@numba.njit(nogil=True, cache=True)
+def _reciprocal(freq: int) -> Any:
+    return np.uint64(((_i64(1) << 47) + freq - 1) // freq)
+
+
+@numba.njit(nogil=True, cache=True)
+def _fill_tables(
+    freqs: Array,
+    firsts: Array,
+    escape_freqs: Array,
+    encoder: Array,
+    rows: Array,
+    slots: Array,
+    decoder: Array,
+    escapes: Array,
+    escaped: Array,
+) -> None:
+    decoder[:] = np.uint32(TOTAL << 16 | TOTAL)  # an escape, which stops the decoder in a row that has none
+    slots[0] = 0
+    base = 1  # entry 0 serves the empty rows
+    for r in range(freqs.shape[0]):
+        first = firsts[r]
+        if first < 0:
+            rows[r] = TOTAL - 1
+            continue
+        rows[r] = np.uint64(base << 16 | (freqs[r, first] - 1))
+        slots[base] = first
+        base += 1
+        encoder[2 * (r << 8 | first)] = _reciprocal(freqs[r, first])
+        encoder[2 * (r << 8 | first) + 1] = np.uint64(freqs[r, first])
+        decoder[r << 8 | first] = np.uint32(freqs[r, first] << 16)
+        start = _i64(freqs[r, first])
+        count = 0
+        for s in range(freqs.shape[1]):
+            freq = _i64(freqs[r, s])
+            if freq < 0:
+                escaped[r, count] = s
+                count += 1
+                encoder[2 * (r << 8 | s) + 1] = np.uint64(count << 16)
+            elif freq > 0 and s != first:
+                encoder[2 * (r << 8 | s)] = _reciprocal(freq)
+                encoder[2 * (r << 8 | s) + 1] = np.uint64(start << 16 | freq)
+                decoder[r << 8 | s] = np.uint32(freq << 16 | start)
+                slots[base : base + freq] = s
+                base += freq
+                start += freq
+        if count > 0:
+            freq = _i64(escape_freqs[r])
+            # in `slots` and `decoder`, the first escaped symbol, which has no slots of its own, is the escape
+            slots[base : base + freq] = escaped[r, 0]
+            base += freq
+            decoder[r << 8 | escaped[r, 0]] = np.uint32(freq << 16 | TOTAL | start)
+            each = TOTAL // count
+            escapes[r, 0] = np.uint64(count)
+            escapes[r, 1] = np.uint64(each)
+            escapes[r, 2] = _reciprocal(each)
+            escapes[r, 3] = np.uint64(freq)
+            escapes[r, 4] = np.uint64(start)
+            escapes[r, 5] = _reciprocal(freq)
+
+
+def make_tables(freqs: Array, firsts: Array, escape_freqs: Array) -> Tables:
+    """The tables of a model; its arrays are described in `rans.RansCoder`."""
+    n_rows = freqs.shape[0]
+    used = np.flatnonzero(firsts >= 0)
+    n_slots = 1 + int((TOTAL + 1 - freqs[used, firsts[used]].astype(np.int64)).sum())
+    tables = Tables(
+        encoder=np.zeros(n_rows << 9, np.uint64),
+        rows=np.zeros(n_rows, np.uint64),
+        slots=np.zeros(n_slots, np.uint8),
+        decoder=np.empty(n_rows << 8, np.uint32),
+        escapes=np.zeros((n_rows, 6), np.uint64),
+        escaped=np.zeros((n_rows, 256), np.uint8),
+    )
+    _fill_tables(freqs, firsts, escape_freqs, *tables)
+    return tables

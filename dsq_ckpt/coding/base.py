@@ -1,0 +1,146 @@
+"""The contract of an entropy coder: one model, many blocks.
+
+A model is fitted once per group on counts[p, c], how often code c followed the previous code p, and then
+encodes any number of blocks. Fitted coders never change, so threads may share one and work on different
+blocks at once; the compiled kernels release the GIL. The bytes a coder writes are a promise: a change of them
+is a change of the format.
+
+    >>> coder = RansCoder.fit(counts)                       # int64 (contexts + 1, symbols)
+    >>> data = coder.encode(codes, parent)                  # uint8 (n,) each
+    >>> coder.decode(data, parent, out := np.empty_like(codes))
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.errors import CodingError
+
+Array = npt.NDArray[Any]
+U8Array = npt.NDArray[np.uint8]
+
+MAX_SYMBOLS = 256
+_MAX_COUNT = 1 << 43  # the fit multiplies counts by 2**19 in int64
+
+
+class Coder(ABC):
+    """A fitted model of codes given previous codes.
+
+    Attributes:
+        name: the coder's name in the registry and in files.
+        contexts: size of the parent's alphabet, 0..256.
+        symbols: size of the alphabet of the codes, 1..256.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, contexts: int, symbols: int) -> None:
+        self.contexts = contexts
+        self.symbols = symbols
+
+    @classmethod
+    @abstractmethod
+    def fit(cls, counts: Array) -> Coder:
+        """Fit the model to counts, int64 of shape (contexts + 1, symbols).
+
+        The last row counts the codes that have no previous code (keyframes). Rows may be all zero; a code
+        whose count is zero in its row cannot be encoded.
+
+        Raises:
+            CodingError: shape, dtype or values are out of range.
+        """
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """The model, as `from_bytes` reads it; a coder read back writes identical blocks."""
+
+    @classmethod
+    @abstractmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Coder:
+        """The coder whose `to_bytes` returned `data`.
+
+        Raises:
+            CodingError: the bytes are not a valid model of this coder.
+        """
+
+    @abstractmethod
+    def expected_bits(self, counts: Array) -> float:
+        """Bits this model spends on codes with these counts, without the few bytes of each block's frame.
+
+        Infinite if a code is counted that the model cannot encode.
+        """
+
+    def encode(self, codes: U8Array, parent: U8Array | None) -> bytes:
+        """Encode codes, uint8 (n,), given the parent's codes, uint8 (n,), or None for a keyframe.
+
+        Raises:
+            CodingError: a code has no count in the row of its previous code, or the arrays do not fit.
+        """
+        _check_vector("codes", codes)
+        if parent is not None:
+            parent = self._checked_parent(parent, codes.size)
+        return self._encode(np.ascontiguousarray(codes), parent) if codes.size else b""
+
+    def decode(self, data: bytes | memoryview, parent: U8Array | None, out: U8Array) -> None:
+        """Decode one block into out, uint8 (n,), contiguous, with the parent that it was encoded with.
+
+        After an error the contents of `out` are undefined. Damaged bytes raise an error or give wrong codes,
+        nothing worse; checksums are the container's.
+
+        Raises:
+            CodingError: the bytes end early, have a remainder, or are no block of this model.
+        """
+        _check_vector("out", out)
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            raise CodingError("out must be a contiguous, writeable array")
+        if parent is not None:
+            parent = self._checked_parent(parent, out.size)
+        if out.size:
+            self._decode(np.frombuffer(data, np.uint8), parent, out)
+        elif len(data):
+            raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
+
+    @abstractmethod
+    def _encode(self, codes: U8Array, parent: U8Array | None) -> bytes: ...
+
+    @abstractmethod
+    def _decode(self, data: U8Array, parent: U8Array | None, out: U8Array) -> None: ...
+
+    def _checked_parent(self, parent: U8Array, n: int) -> U8Array:
+        _check_vector("parent", parent)
+        if parent.size != n:
+            raise CodingError(f"parent has {parent.size} codes, expected {n}, one for each code")
+        if n and int(parent.max()) >= self.contexts:
+            raise CodingError(
+                f"parent has code {int(parent.max())}, but the model has {self.contexts} contexts"
+            )
+        return np.ascontiguousarray(parent)
+
+    def _checked_counts(self, counts: Array) -> npt.NDArray[np.int64]:
+        counts = check_counts(counts)
+        if counts.shape != (self.contexts + 1, self.symbols):
+            raise CodingError(
+                f"counts have shape {counts.shape}, the model has {(self.contexts + 1, self.symbols)}"
+            )
+        return counts
+
+
+def check_counts(counts: Array) -> npt.NDArray[np.int64]:
+    """Counts as contiguous int64, if they are counts at all; `CodingError` otherwise."""
+    if counts.ndim != 2 or counts.dtype.kind not in "iu":
+        raise CodingError(f"counts must be a matrix of integers, got {counts.dtype} of shape {counts.shape}")
+    rows, symbols = counts.shape
+    if not (1 <= rows <= MAX_SYMBOLS + 1 and 1 <= symbols <= MAX_SYMBOLS):
+        raise CodingError(f"counts have shape {counts.shape}, expected (1..257, 1..256)")
+    if int(counts.min()) < 0 or float(counts.sum(dtype=np.float64)) >= _MAX_COUNT:
+        raise CodingError("counts must not be negative, nor sum to 2**43 or more")
+    return np.ascontiguousarray(counts, np.int64)
+
+
+def _check_vector(what: str, array: U8Array) -> None:
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise CodingError(f"{what} must be a uint8 vector, got {array.dtype} of shape {array.shape}")

@@ -1,0 +1,204 @@
+"""The data file of one rank: checksummed blocks, a table of contents, a trailer. `docs/format.md` has every byte.
+
+    header   8 B magic, u32 format version, u32 zero
+    blocks   opaque bytes, back to back
+    contents zstd of JSON: what the blocks are, and the checksum of each
+    trailer  u64 offset, u64 size, u64 checksum of contents, 8 B magic
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import xxhash
+import zstandard
+
+from dsq_ckpt.errors import CorruptCheckpoint, UnsupportedFormat
+
+FORMAT_VERSION = 1
+_MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
+_HEADER = struct.Struct("<8sII")
+_TRAILER = struct.Struct("<QQQ8s")
+_MAX_CONTENTS = 1 << 30
+
+
+class Block(NamedTuple):
+    """Where a block lies: byte offset, size, and xxh3-64 of its bytes."""
+
+    offset: int
+    size: int
+    checksum: int
+
+
+class FileInfo(NamedTuple):
+    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it."""
+
+    name: str
+    size: int
+    checksum: int
+
+
+class ContainerWriter:
+    """Writes one file under a temporary name; `finish` makes it visible, and an error in the block removes it."""
+
+    def __init__(self, directory: Path, name: str, fsync: bool) -> None:
+        self.path = directory / name
+        self._temporary = directory / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        self._fsync = fsync
+        self._hash = xxhash.xxh3_64()
+        self._offset = 0
+        self._file = open(self._temporary, "xb", buffering=1 << 20)
+        self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
+
+    def __enter__(self) -> ContainerWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # closing a file on a full disk fails again; the first error counts
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+        if error is not None:
+            self.path.unlink(missing_ok=True)
+
+    def add(self, data: bytes) -> Block:
+        """Append a block."""
+        block = Block(self._offset, len(data), xxhash.xxh3_64_intdigest(data))
+        self._append(data)
+        return block
+
+    def finish(self, contents: dict[str, Any]) -> FileInfo:
+        """Write contents and trailer, flush to the device, and give the file its name."""
+        block = self.add(pack_json(contents))
+        self._append(_TRAILER.pack(*block, _END))
+        self._file.flush()
+        if self._fsync:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self.path)
+        return FileInfo(self.path.name, self._offset, self._hash.intdigest())
+
+    def _append(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._offset += len(data)
+
+
+class ContainerReader:
+    """Reads one file; every block is checked against its checksum. Safe to use from several threads.
+
+    Raises:
+        CorruptCheckpoint: the file is missing, foreign, truncated or altered.
+        UnsupportedFormat: it was written by a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except OSError as error:
+            raise CorruptCheckpoint(
+                f"'{path}' cannot be opened ({error.strerror}) although its manifest names it; "
+                "restore the file or load another checkpoint"
+            ) from error
+        try:
+            self.size = os.fstat(self._file.fileno()).st_size
+            self.contents = self._read_contents()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, block: Block) -> bytes:
+        """The bytes of a block.
+
+        Raises:
+            CorruptCheckpoint: they are not those that were written.
+        """
+        data = self._read_at(block.offset, block.size)
+        found = xxhash.xxh3_64_intdigest(data)
+        if found != block.checksum:
+            raise CorruptCheckpoint(
+                f"'{self.path}': {block.size} bytes at {block.offset} have checksum {found:016x}, expected "
+                f"{block.checksum:016x}; the file was altered, restore it or load another checkpoint"
+            )
+        return data
+
+    def _read_contents(self) -> dict[str, Any]:
+        if self.size < _HEADER.size + _TRAILER.size:
+            raise CorruptCheckpoint(f"'{self.path}' has {self.size} bytes, too few for a dsq_ckpt file: truncated")
+        magic, version, zero = _HEADER.unpack(self._read_at(0, _HEADER.size))
+        if magic != _MAGIC or version < 1 or zero:
+            raise CorruptCheckpoint(
+                f"'{self.path}' is not a dsq_ckpt file: it begins with {magic!r}, version {version}"
+            )
+        if version > FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"'{self.path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
+            )
+        trailer = self._read_at(self.size - _TRAILER.size, _TRAILER.size)
+        offset, size, checksum, end = _TRAILER.unpack(trailer)
+        if end != _END or offset + size + _TRAILER.size != self.size or size > _MAX_CONTENTS:
+            raise CorruptCheckpoint(f"'{self.path}' does not end as a dsq_ckpt file does: truncated or overwritten")
+        return unpack_json(self.read(Block(offset, size, checksum)), f"'{self.path}'")
+
+    def _read_at(self, offset: int, size: int) -> bytes:
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpoint(
+                f"'{self.path}': block of {size} bytes at {offset} lies outside the file of {self.size} bytes"
+            )
+        data = os.pread(self._file.fileno(), size, offset)
+        while len(data) < size:  # the kernel returns at most 2 GiB at once
+            more = os.pread(self._file.fileno(), size - len(data), offset + len(data))
+            if not more:
+                raise CorruptCheckpoint(f"'{self.path}' ended at {offset + len(data)} while it was being read")
+            data += more
+        return data
+
+
+def pack_json(tree: Any) -> bytes:
+    """Compact JSON, compressed."""
+    return zstandard.ZstdCompressor(level=9).compress(json.dumps(tree, separators=(",", ":")).encode())
+
+
+def unpack_json(data: bytes, where: str) -> Any:
+    """The inverse of `pack_json`, bounded.
+
+    Raises:
+        CorruptCheckpoint: the bytes do not decompress or parse.
+    """
+    try:
+        if not 0 <= zstandard.frame_content_size(data) <= _MAX_CONTENTS:
+            raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
+        return json.loads(zstandard.ZstdDecompressor().decompress(data))
+    except (zstandard.ZstdError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
+
+
+def file_checksum(path: Path) -> tuple[int, int]:
+    """Size and xxh3-64 of a whole file."""
+    digest, size = xxhash.xxh3_64(), 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            size += len(piece)
+    return size, digest.intdigest()
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory, so that names given in it survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""`DSQStorageReader`: compressed checkpoints through `dcp.load`, into any number of ranks and any sharding."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dsq_ckpt import chain
+from dsq_ckpt.checkpoint import Checkpoint, Codes, dtype_of
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LossyTensor
+from dsq_ckpt.workers import Workers
+
+Refinement = Literal["auto"] | bool
+
+
+class DSQStorageReader(StorageReader):
+    """Reads a compressed checkpoint; an argument of `dcp.load`.
+
+    Each stored chunk is decoded once and sliced. The checkpoint becomes the parent of the next save in its run.
+
+    Args:
+        path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.load` instead.
+        refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept.
+        exact: patterns of names that must have been stored bit for bit.
+        allow_cast: load into tensors of another dtype than was saved.
+        threads: worker threads; 0 as in `StorageConfig`.
+
+    Raises:
+        LossyTensor: an `exact` name was stored lossy, or a dtype differs without `allow_cast`.
+        CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: from the methods DCP calls.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        refinement: Refinement = "auto",
+        exact: Sequence[str] = (),
+        allow_cast: bool = False,
+        threads: int = 0,
+    ) -> None:
+        self.path = None if path is None else Path(path).absolute()
+        self._refinement = refinement
+        self._exact = tuple(exact)
+        self._allow_cast = allow_cast
+        self._storage = StorageConfig(threads=threads)
+        self._save_id: str | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        return None if self.path is None else str(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Local paths; not URLs."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id).absolute()
+        self._save_id = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._save_id = None  # a reader may be used again, and the checkpoint replaced in between
+        with self._open() as checkpoint:
+            self._save_id = checkpoint.manifest.save_id
+            return metadata_of(checkpoint)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: the checkpoint is opened where it is read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        memory: dict[ChunkKey, Codes] = {}
+        with self._open() as checkpoint, Workers(
+            self._storage.thread_count(), self._storage.block_elements
+        ) as workers:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    with malformed(checkpoint):
+                        data = checkpoint.bytes(checkpoint.find(item.storage_index.fqn, None))
+                    planner.load_bytes(item, BytesIO(data))
+                else:
+                    wanted[item.storage_index].append(item)
+            refined = self._refined(checkpoint)
+            with malformed(checkpoint):
+                for index, items in wanted.items():
+                    self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)
+            chain.remember_loaded(checkpoint.directory, checkpoint.manifest.save_id, memory)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_chunk(
+        self, checkpoint: Checkpoint, index: MetadataIndex, items: list[ReadItem], planner: LoadPlanner,
+        refined: bool, workers: Workers, memory: dict[ChunkKey, Codes],
+    ) -> None:
+        assert index.offset is not None
+        ref = checkpoint.find(index.fqn, tuple(index.offset))
+        record = checkpoint.record(ref)
+        lossy = record["type"] == "coded" or "stored" in record
+        if lossy and any(fnmatchcase(index.fqn, pattern) for pattern in self._exact):
+            raise LossyTensor(
+                f"'{index.fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
+                "for; save it with a rule that maps it to 'exact', or drop it from exact="
+            )
+        codes = None
+        if record["type"] == "coded":
+            codes = checkpoint.codes(ref, workers)
+            key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
+            if _whole(items, key):
+                memory[key] = codes
+        chunk = checkpoint.tensor(ref, refined, workers, codes)
+        for item in items:
+            target = planner.resolve_tensor(item).detach()
+            if target.dtype != chunk.dtype and not self._allow_cast:
+                raise LossyTensor(
+                    f"'{index.fqn}' was saved as {chunk.dtype} and is loaded into {target.dtype}; "
+                    "load into the saved dtype, or pass allow_cast=True"
+                )
+            piece = chunk
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                piece = piece.narrow(dim, start, length)
+            if target.shape != piece.shape:
+                raise CorruptCheckpoint(f"'{index.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+
+    def _refined(self, checkpoint: Checkpoint) -> bool:
+        state = checkpoint.manifest.refinement
+        if self._refinement is True and state == "dropped":
+            raise CheckpointNotFound(
+                f"'{checkpoint.directory}' dropped its refinement layer when a newer checkpoint was committed; load "
+                "the newest checkpoint, or pass refinement=False for the base layer"
+            )
+        return self._refinement is not False and state == "kept"
+
+    def _open(self) -> Checkpoint:
+        if self.path is None:
+            raise CheckpointNotFound("no path: give it to DSQStorageReader or as checkpoint_id")
+        checkpoint = Checkpoint(self.path)
+        if self._save_id not in (None, checkpoint.manifest.save_id):
+            checkpoint.close()
+            raise CorruptCheckpoint(f"'{self.path}' was overwritten while it was being loaded; load again")
+        return checkpoint
+
+
+def metadata_of(checkpoint: Checkpoint) -> Metadata:
+    """DCP's metadata, rebuilt from the index; nothing is unpickled."""
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    with malformed(checkpoint):
+        for fqn, tensor in checkpoint.index["tensors"].items():
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
+                for offsets, shape, _, _ in tensor["chunks"]
+            ]
+            entries[fqn] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype_of(tensor["dtype"])), torch.Size(tensor["shape"]), chunks
+            )
+        for fqn in checkpoint.index["objects"]:
+            entries[fqn] = BytesStorageMetadata()
+        paths = checkpoint.index["planner"]
+        planner = None if paths is None else {fqn: tuple(path) for fqn, path in paths.items()}
+    return Metadata(
+        entries, planner_data=planner,
+        storage_meta=StorageMeta(checkpoint_id=str(checkpoint.directory), save_id=checkpoint.manifest.save_id),
+    )
+
+
+@contextmanager
+def malformed(checkpoint: Checkpoint) -> Iterator[None]:
+    """Contents that pass their checksums but have not the documented shape are an error of the file, not of ours."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError) as error:
+        raise CorruptCheckpoint(
+            f"'{checkpoint.directory}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
+        ) from error
+
+
+def _whole(items: list[ReadItem], key: ChunkKey) -> bool:
+    """Whether this rank reads all of a chunk: then it may well save the same one, and its codes are kept."""
+    return any(tuple(item.lengths) == key.shape for item in items)

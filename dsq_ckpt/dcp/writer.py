@@ -1,0 +1,414 @@
+"""`DSQStorageWriter`: compressed checkpoints through `dcp.save` and `dcp.async_save`."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dsq_ckpt import chain
+from dsq_ckpt.chain import Parent, ParentRef
+from dsq_ckpt.checkpoint import Codes
+from dsq_ckpt.chunk import ChunkKey, CodedChunk
+from dsq_ckpt.comm import communicator, together
+from dsq_ckpt.compress import Analysis, Layout
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.dcp.staging import Payload, StagedTensor
+from dsq_ckpt.errors import CheckpointExists, SaveFailed
+from dsq_ckpt.groups import assign, layer_types
+from dsq_ckpt.manifest import is_complete
+from dsq_ckpt.session import (
+    Agreement,
+    Coded,
+    Item,
+    RankResult,
+    check_nonfinite,
+    commit,
+    lossy_items,
+    quantize,
+    sketch_and_fit,
+    write_rank,
+)
+from dsq_ckpt.workers import Workers
+
+
+@dataclass
+class _Staged:
+    """What `stage` computed; it travels with the writer to the thread or process that writes."""
+
+    agreement: Agreement
+    analysis: Analysis
+
+
+class DSQStorageWriter(StorageWriter):
+    """Writes a compressed checkpoint; an argument of `dcp.save`, `dcp.async_save` and of what is built on them.
+
+    Args:
+        path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.save` instead.
+        config: a `DSQConfig`, a dict, or the path of a JSON or YAML file.
+        parent: "auto" (the last checkpoint this process committed or loaded in the same run directory), None (a
+            keyframe) or the path of a checkpoint.
+        overwrite: replace a complete checkpoint at `path`.
+        model: its module tree tells layer types; without it they are told by names and shapes.
+        process_group: the group DCP saves on, where it is not the default one.
+        pinned: keep this checkpoint's refinement layer for good.
+
+    Raises:
+        ConfigError: from the constructor, if the configuration is wrong.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        config: DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        parent: str | os.PathLike[str] | None = "auto",
+        overwrite: bool = False,
+        model: nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        pinned: bool = False,
+    ) -> None:
+        self.path = None if path is None else Path(path).absolute()
+        self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
+        self._parent = parent
+        self._overwrite = overwrite
+        self._types = layer_types(model) if model is not None else None
+        self._group = process_group
+        self._pinned = pinned
+        self._staged: _Staged | None = None
+        self._coordinator = True
+        self._rank = 0
+        self._started = 0.0
+        self._planned: Agreement | None = None
+        self._used: str | None = None
+        self._analysis: Analysis | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_group": None}  # groups do not cross processes; a staged save needs none
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        return None if self.path is None else str(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Local paths; not URLs."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id).absolute()
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    # DCP passes the rank only to a parameter of this very name.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._coordinator = is_coordinator
+        rank = kwargs.get("rank")
+        self._rank = rank if rank is not None else _rank_in(self._group)
+        self._started = time.time()
+        self._planned = None
+        self._analysis = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self.path is None:
+            raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
+        if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
+            raise SaveFailed(_PLAN_CACHING)
+        return replace(plan, storage_data=self._layout(plan.items))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        path = self._target()
+        if is_complete(path) and not self._overwrite:
+            raise CheckpointExists(
+                f"'{path}' holds a complete checkpoint; choose another path or pass overwrite=True"
+            )
+        if self._staged is not None:
+            agreement = self._staged.agreement
+            if agreement.ranks != len(plans):
+                raise SaveFailed(
+                    f"staged by {agreement.ranks} rank(s), but DCP saves with {len(plans)}: give DSQStorageWriter the "
+                    "process_group of the save, and do not pass no_dist where torch.distributed is initialized"
+                )
+        else:
+            layouts = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Layout)]
+            if len(layouts) != len(plans):
+                raise SaveFailed(_PLAN_CACHING)
+            parent = chain.choose_parent(path, self._parent, self.config)
+            agreement = Agreement.new(len(plans), parent, layouts)
+        self._planned = agreement
+        return [replace(plan, storage_data=agreement) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        agreement = plan.storage_data
+        if not isinstance(agreement, Agreement) or agreement.save_id == self._used:
+            raise SaveFailed(_PLAN_CACHING)
+        self._used = agreement.save_id
+        path = self._target()
+        storage = self.config.storage
+        with Workers(storage.thread_count(), storage.block_elements) as workers:
+            items, objects = self._items(plan.items, planner)
+            staged, self._staged = self._staged, None
+            if staged is not None:
+                analysis = staged.analysis
+                coded, plain = _staged_payloads(items)
+            else:
+                coded, plain, analysis = self._quantized(items, agreement, workers)
+            self._analysis = analysis
+            path.mkdir(parents=True, exist_ok=True)
+            if not plan.items:  # no manifest would ever name this rank's file
+                return _done([])
+            result, codes = write_rank(
+                path, agreement, self._rank, self.config, analysis.fitted, coded, plain, objects,
+                {item.key: item.dtype for item in items}, {item.key: item.kind for item in items}, workers,
+            )
+            if staged is None:
+                chain.remember_pending(path, agreement.save_id, codes)
+        return _done(_write_results(plan.items, result))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        agreement, path = self._planned, self._target()
+        if agreement is None or self._analysis is None:
+            raise SaveFailed(_PLAN_CACHING)
+        ranks = [written[0].storage_data["rank"] for written in results if written]
+        tensors, objects = _inventory(metadata)
+        commit(
+            path, agreement, ranks, tensors, objects, _planner_json(metadata.planner_data), self._analysis,
+            self.config, overwrite=self._overwrite, pinned=self._pinned, started=self._started,
+        )
+        chain.remember_committed(path, agreement.save_id)
+        try:
+            chain.drop_refinements(chain.run_of(path), self.config.refinement.keep_last, agreement.save_id)
+        except OSError as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
+            warnings.warn(f"old refinement layers below '{path.parent}' were not dropped: {error}", stacklevel=2)
+
+    # AsyncStager: what runs on the training thread of an asynchronous save.
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` returns when training may go on."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Sketch, merge, quantize: returns a state dict of codes that training can no longer change.
+
+        Collective over the writer's process group. Entropy coding and files are left to DCP's background save.
+
+        Raises:
+            SaveFailed: on all ranks, when any rank failed.
+        """
+        self._staged = None
+        path = self._target()
+        comm = communicator(self._group)
+        planner = DefaultSavePlanner()
+
+        def plan() -> SavePlan:
+            planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
+            return replace(planner.create_local_plan(), planner_data=None)
+
+        def agree() -> Agreement | None:
+            if comm.rank:
+                return None
+            parent = chain.choose_parent(path, self._parent, self.config)
+            return Agreement.new(comm.size, parent, [self._layout(plan.items) for plan in plans])
+
+        def quantized() -> tuple[dict[str, Any], Analysis, dict[ChunkKey, Codes]]:
+            storage = self.config.storage
+            with Workers(storage.thread_count(), storage.block_elements) as workers:
+                items, _ = self._items(mine, planner)
+                coded, plain, analysis = self._quantized(items, agreement, workers)
+                payloads: dict[ChunkKey, Payload] = {
+                    piece.chunk.key: Coded(CodedChunk.of(piece.chunk, workers), piece.base) for piece in coded
+                }
+                for item in plain:
+                    payloads[item.key] = item.load().detach().to("cpu", copy=True)
+            codes = {key: piece.chunk.codes for key, piece in payloads.items() if isinstance(piece, Coded)}
+            return _staged_state_dict(state_dict, mine, payloads), analysis, codes
+
+        plans = dedup_save_plans(comm.gather(together(comm, plan)))  # as DCP would: each replica is coded once
+        mine = plans[comm.rank].items
+        agreement = comm.gather(together(comm, agree))[0]
+        staged, analysis, codes = together(comm, quantized)
+        chain.remember_pending(path, agreement.save_id, codes)
+        self._staged = _Staged(agreement, analysis)
+        return staged
+
+    def _target(self) -> Path:
+        if self.path is None:
+            raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
+        return self.path
+
+    def _layout(self, items: list[WriteItem]) -> Layout:
+        tensors, groups = {}, {}
+        for item in items:
+            data = item.tensor_data
+            if data is None:
+                continue
+            chosen = assign(item.index.fqn, data.size, data.properties.dtype, self.config.quantize, self._types)
+            if chosen.config is not None and chosen.config.method == "quantize":
+                tensors[item.index.fqn] = chosen.group
+                groups[chosen.group] = chosen.config
+        return Layout(tensors, groups)
+
+    def _items(
+        self, write_items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[list[Item], Iterator[tuple[str, bytes]]]:
+        items = []
+        for item in write_items:
+            data = item.tensor_data
+            if data is None:
+                continue
+            dtype = data.properties.dtype
+            chosen = assign(item.index.fqn, data.size, dtype, self.config.quantize, self._types)
+            items.append(Item(
+                _key(item), dtype, chosen.kind, chosen.group, chosen.config, _loader(item, planner)
+            ))
+        objects = (
+            (item.index.fqn, planner.resolve_data(item).getvalue())  # type: ignore[union-attr]
+            for item in write_items if item.type == WriteItemType.BYTE_IO
+        )
+        return items, objects
+
+    def _quantized(
+        self, items: list[Item], agreement: Agreement, workers: Workers
+    ) -> tuple[Iterator[Coded], list[Item], Analysis]:
+        """Merge sketches with the other ranks, then quantize lazily, chunk by chunk."""
+        opened: list[Parent] = []
+
+        def parent() -> Parent | None:
+            if agreement.parent is not None:
+                opened.append(Parent(ParentRef(*agreement.parent), workers))
+                return opened[0]
+            return None
+
+        try:
+            comm = communicator(self._group, agreement.ranks)
+            chunks, bases, analysis = sketch_and_fit(
+                lossy_items(items), agreement, self.config, comm, workers, parent
+            )
+        finally:
+            for view in opened:
+                view.close()
+        warning = check_nonfinite(analysis, self.config)
+        if warning and self._rank == 0:
+            warnings.warn(warning, stacklevel=2)
+        quantized = {chunk.key for chunk in chunks}
+        plain = [item for item in items if item.key not in quantized]
+        return (quantize(chunk, bases, analysis) for chunk in chunks), plain, analysis
+
+
+_PLAN_CACHING = (
+    "DCP reused the plan of an earlier save; dsq_ckpt needs a new plan for every save: "
+    "pass a planner with enable_plan_caching=False"
+)
+
+
+def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(results)
+    return future
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def _key(item: WriteItem) -> ChunkKey:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _loader(item: WriteItem, planner: SavePlanner) -> Callable[[], Any]:
+    return lambda: planner.resolve_data(item)
+
+
+def _staged_payloads(items: list[Item]) -> tuple[Iterator[Coded], list[Item]]:
+    coded: list[Coded] = []
+    plain: list[Item] = []
+    for item in items:
+        payload: Any = item.load()
+        if isinstance(payload, Coded):
+            coded.append(payload)
+        else:
+            plain.append(item)
+    return iter(coded), plain
+
+
+def _staged_state_dict(
+    state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
+) -> dict[str, Any]:
+    """The state dict with every tensor replaced by its staged chunks and every object copied."""
+    flat, mappings = flatten_state_dict(state_dict)
+    by_name: dict[str, list[WriteItem]] = {}
+    for item in items:
+        if item.tensor_data is not None:
+            by_name.setdefault(item.index.fqn, []).append(item)
+    staged: dict[str, Any] = {}
+    for fqn, value in flat.items():
+        if isinstance(value, torch.Tensor):  # without items where another rank writes it: its place must remain
+            mine = by_name.get(fqn, [])
+            staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[_key(item)] for item in mine])
+        else:
+            staged[fqn] = copy.deepcopy(value)
+    return unflatten_state_dict(staged, mappings)
+
+
+def _write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
+    """DCP's record of each item; the first one carries what the rank wrote as a whole."""
+    results: list[WriteResult] = []
+    for item in items:
+        key = item.index.fqn if item.tensor_data is None else _key(item)
+        written = result.written[key]
+        data = {"rank": result} if not results else {}
+        results.append(WriteResult(item.index, written.base + written.refinement, data))
+    return results
+
+
+def _inventory(metadata: Metadata) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    tensors, objects = {}, []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors[fqn] = {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."), "shape": list(entry.size),
+                "chunks": [ChunkKey(fqn, tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks],
+            }
+        else:
+            objects.append(fqn)
+    return tensors, objects
+
+
+def _planner_json(planner_data: Any) -> Any:
+    """DCP's flattening paths as JSON; None for planners that keep other things."""
+    if not isinstance(planner_data, dict):
+        return None
+    paths = {}
+    for fqn, path in planner_data.items():
+        if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
+            return None
+        paths[fqn] = list(path)
+    return paths

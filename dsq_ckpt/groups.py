@@ -1,0 +1,130 @@
+"""Which group a tensor belongs to, and so how it is stored.
+
+A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
+kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). What is not
+recognised as safe to quantize is exact: norms, biases, small and non-float tensors, and unknown optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from dsq_ckpt.config import QuantizeConfig, TensorConfig
+
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EXACT = "exact"
+
+# Names that optimizers of PyTorch and DeepSpeed give to the state they keep per parameter.
+_MOMENTS = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "max_exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
+}
+_OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
+_EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """How one tensor is stored: `config` is None where it is exact."""
+
+    kind: str
+    group: str
+    config: TensorConfig | None
+
+
+def layer_types(model: nn.Module) -> dict[str, str]:
+    """Layer type (embedding, linear, conv, norm, other) of every parameter, by its name in the module tree."""
+    types: dict[str, str] = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            layer = "embedding"
+        elif isinstance(module, nn.Linear | nn.Bilinear):
+            layer = "linear"
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            layer = "conv"
+        elif "norm" in type(module).__name__.lower():
+            layer = "norm"
+        else:
+            layer = "other"
+        for name, _ in module.named_parameters(recurse=False):
+            types[f"{module_name}.{name}" if module_name else name] = layer
+    return types
+
+
+def assign(
+    fqn: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    config: QuantizeConfig,
+    types: Mapping[str, str] | None = None,
+) -> Assignment:
+    """Kind, group and storage of the tensor `fqn` of global `shape`.
+
+    `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
+    ends with it (state dicts put prefixes such as `model.` before it).
+    """
+    kind, parameter = _kind(fqn)
+    if dtype not in QUANTIZABLE or kind == EXACT:
+        return Assignment(EXACT, EXACT, None)
+    group = None
+    for rule in config.rules:
+        if fnmatchcase(fqn, rule.pattern):
+            group = rule.group
+            break
+    if group is None:
+        layer = _layer_from_tree(parameter, types) if types else None
+        if layer in (None, "other"):
+            layer = _layer_from_name(parameter, shape)
+        one_dimensional = len([size for size in shape if size > 1]) < 2
+        if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):
+            return Assignment(EXACT, EXACT, None)
+        group = "other" if layer == "flat" else layer
+    if group == EXACT or math.prod(shape) < config.min_elements:
+        return Assignment(EXACT, EXACT, None)
+    chosen: TensorConfig = getattr(config, kind)
+    if kind == "weights":
+        chosen = config.groups.get(group, chosen)
+    if chosen.method == "exact":
+        return Assignment(EXACT, EXACT, None)
+    return Assignment(kind, f"{kind}/{group}", chosen)
+
+
+def _kind(fqn: str) -> tuple[str, str]:
+    """(kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
+    parent, _, leaf = fqn.rpartition(".")
+    if leaf in _MOMENTS:
+        return _MOMENTS[leaf], parent
+    if any(part in _OPTIMIZER_PARTS for part in fqn.lower().split(".")):
+        return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
+    return "weights", fqn
+
+
+def _layer_from_tree(parameter: str, types: Mapping[str, str]) -> str | None:
+    tail = parameter
+    while tail:
+        if tail in types:
+            return types[tail]
+        tail = tail.partition(".")[2]
+    return None
+
+
+def _layer_from_name(parameter: str, shape: Sequence[int]) -> str:
+    lowered = parameter.lower()
+    parts = lowered.replace("_", ".").split(".")
+    if any("norm" in part or part in ("ln", "bn") for part in parts):
+        return "norm"
+    if "flat" in parts:
+        return "flat"  # FSDP1's FlatParameter: many layers in one dimension
+    if len(shape) == 2 and any(part in _EMBEDDING_PARTS or "embed" in part for part in parts):
+        return "embedding"
+    if len(shape) == 2:
+        return "linear"
+    return "conv" if len(shape) in (3, 4, 5) else "other"

@@ -1,0 +1,32 @@
+"""The passes over the data: everything that touches one element at a time.
+
+Each operation exists under one name in ``reference`` (NumPy, reads like the formula) and in ``cpu``
+(Numba), with one signature and bit-identical results.  This package exports the ones to use on the CPU.
+"""
+
+from dsq_ckpt.kernels.cpu import (
+    dequantize,
+    dequantize_refined,
+    from_bf16,
+    gather_protected,
+    joint_sketch,
+    quantize,
+    refine,
+    sketch,
+    to_bf16,
+)
+from dsq_ckpt.kernels.cpu_pack import pack, unpack
+
+__all__ = [
+    "dequantize",
+    "dequantize_refined",
+    "from_bf16",
+    "gather_protected",
+    "joint_sketch",
+    "pack",
+    "quantize",
+    "refine",
+    "sketch",
+    "to_bf16",
+    "unpack",
+]

@@ -1,0 +1,75 @@
+"""What every implementation of the kernels demands of its arguments.
+
+The compiled kernels index without bounds checks, and codes may come from a damaged file: a code past the
+end of a table must be an error here, before it becomes a read or write outside the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def scale_factor(inv_scale: float) -> np.float32:
+    """``inv_scale`` in fp32, the precision it is applied in.
+
+    Raises:
+        ValueError: it is not a positive finite fp32 number.
+    """
+    with np.errstate(over="ignore"):
+        factor = np.float32(inv_scale)
+    if not (factor > 0 and np.isfinite(factor)):
+        raise ValueError(f"inv_scale {inv_scale} is not a positive finite fp32 number")
+    return factor
+
+
+def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> None:
+    """Demand a C-contiguous array of this dtype and, if given, of this shape.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if array.dtype != dtype or not array.flags.c_contiguous or (shape is not None and array.shape != shape):
+        wanted = f"{np.dtype(dtype)}{list(shape) if shape is not None else ''}"
+        found = f"{array.dtype}{list(array.shape)} with strides {array.strides}"
+        raise ValueError(f"{name}: expected C-contiguous {wanted}, got {found}")
+
+
+def check_below(name: str, symbols: Array, limit: int) -> None:
+    """Demand that every uint8 symbol is below ``limit``.
+
+    Raises:
+        ValueError: one is not; for codes read from a file it means the file is damaged.
+    """
+    if limit < 256 and symbols.size and int(symbols.max()) >= limit:
+        raise ValueError(f"{name}: found {int(symbols.max())}, expected values below {limit}")
+
+
+def check_rows(table_name: str, table: Array, parent: Array | None, row: int, n: int, size: int) -> None:
+    """Demand a table of rows of ``size`` bins that has the row of every element.
+
+    Raises:
+        ValueError: the table has another shape, or a parent code or ``row`` names a row it lacks.
+    """
+    if table.ndim != 2 or table.shape[1] != size:
+        raise ValueError(f"{table_name}: expected shape (rows, {size}), got {table.shape}")
+    if parent is None:
+        if not 0 <= row < table.shape[0]:
+            raise ValueError(f"row {row} is outside {table_name}, which has {table.shape[0]} rows")
+    else:
+        check_array("parent", parent, np.uint8, (n,))
+        check_below("parent", parent, table.shape[0])
+
+
+def check_bits(bits: int) -> None:
+    """Demand a refinement width that a uint8 symbol holds.
+
+    Raises:
+        ValueError: ``bits`` is not in 1..8.
+    """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"refinement bits is {bits}, expected 1..8")

@@ -1,0 +1,261 @@
+"""The kernels in Numba.  Names, signatures and results are those of ``reference``, which documents them.
+
+How they are made fast:
+
+* Work goes through blocks of a few thousand elements.  A first loop computes the table index of every
+  element of the block into a small buffer; it has no branch and no lookup, so LLVM turns it into vector code.
+  A second, scalar loop does the lookups.
+* The scalar loops are bound by the number of memory operations, so they load two 32-bit indices at once.
+  Indices are unsigned, which spares Numba's test for negative (wrapping) ones.
+* Equal neighbours would make each histogram increment wait for the store of the one before it.  Alternating
+  between two histograms breaks most of these chains.
+* No kernel starts threads and all release the GIL: the caller decides how many cores are used.
+
+The way back, from codes to values, is in ``cpu_decode``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
+from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, from_bf16, positions_of, to_bf16
+from dsq_ckpt.keys import NON_FINITE, SHIFT, KeyWindow
+
+__all__ = [
+    "dequantize",
+    "dequantize_refined",
+    "from_bf16",
+    "gather_protected",
+    "joint_sketch",
+    "quantize",
+    "refine",
+    "sketch",
+    "to_bf16",
+]
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+
+BLOCK = 4096
+"""Elements per block: 16 KiB of indices, half an L1 cache."""
+KEYS = 1 << (32 - SHIFT)
+"""Keys with the sign bit, whatever the window."""
+WAYS = 2
+"""Histograms of ``sketch`` that take turns."""
+PIECE = 1 << 31
+"""Elements counted before the uint32 histograms are emptied; they would overflow at twice that."""
+
+_SHIFT = np.uint32(SHIFT)
+_KEY_MASK = np.int32((1 << (31 - SHIFT)) - 1)
+_NON_FINITE = np.int32(NON_FINITE)
+_HALF = np.uint64(32)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+
+
+@njit(nogil=True, cache=True)
+def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
+    """fp32 patterns of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
+    if inv_scale == np.float32(1.0):
+        return x.view(np.uint32)
+    for i in range(x.size):
+        buffer[i] = x[i] * inv_scale
+    return buffer[: x.size].view(np.uint32)
+
+
+@njit(nogil=True, cache=True)
+def _indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
+    """``parent * size + KeyWindow.bin_of`` of each fp32 pattern, into ``index`` (uint32); parent may be None.
+
+    Every step is cast back to 32 bits: Numba's integer sums are 64 bits wide, half as many per vector.
+    """
+    under = np.int32(lo - 1)
+    top = np.int32(hi - lo + 1)
+    per_sign = np.int32(hi - lo + 3)
+    size = np.int32(2 * per_sign)
+    for i in range(bits.size):
+        key = np.int32(bits[i] >> _SHIFT)
+        magnitude = np.int32(key & _KEY_MASK)
+        inside = min(max(np.int32(magnitude - under), np.int32(0)), top)
+        special = np.int32(1) if magnitude >= _NON_FINITE else np.int32(0)
+        negative = per_sign if key > _KEY_MASK else np.int32(0)
+        bin_ = np.int32(np.int32(inside + special) + negative)
+        if parent is not None:
+            before = np.int32(parent[np.uint64(start) + np.uint64(i)])
+            bin_ = np.int32(bin_ + np.int32(before * size))
+        index[i] = np.uint32(bin_)
+
+
+@njit(nogil=True, cache=True)
+def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untyped-def]
+    """Add to the bins of a window, ``counts`` int64[rows * size]."""
+    buffer = np.empty(BLOCK, np.float32)
+    index = np.empty(BLOCK, np.uint32)
+    pairs = index.view(np.uint64)
+    for start in range(0, x.size, BLOCK):
+        bits = _scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        _indices(bits, parent, start, lo, hi, index)
+        fours = bits.size // 4
+        for i in range(fours):
+            one, other = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
+            counts[one & _LOW_HALF] += 1
+            counts[one >> _HALF] += 1
+            counts[other & _LOW_HALF] += 1
+            counts[other >> _HALF] += 1
+        for j in range(4 * fours, bits.size):
+            counts[index[j]] += 1
+
+
+@njit(nogil=True, cache=True)
+def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
+    """Histogram of keys with sign, ``ways`` uint32[2, KEYS]; ``x`` is of even length and 8-byte aligned."""
+    buffer = np.empty(BLOCK, np.float32)
+    even, odd = ways[0], ways[1]
+    one = np.uint32(1)
+    low_shift, high_shift, mask = np.uint64(SHIFT), np.uint64(SHIFT + 32), np.uint64(KEYS - 1)
+    for start in range(0, x.size, BLOCK):
+        pairs = _scale_bits(x[start : start + BLOCK], inv_scale, buffer).view(np.uint64)
+        twos = pairs.size // 2
+        for i in range(twos):
+            first, second = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
+            even[(first >> low_shift) & mask] += one
+            odd[first >> high_shift] += one
+            even[(second >> low_shift) & mask] += one
+            odd[second >> high_shift] += one
+        for j in range(2 * twos, pairs.size):
+            even[(pairs[j] >> low_shift) & mask] += one
+            odd[pairs[j] >> high_shift] += one
+
+
+def _fold(ways: U32, window: KeyWindow, counts: I64) -> None:
+    """Add the histogram of all keys to the bins of a window."""
+    # axis: sign, magnitude key
+    keys = ways.sum(axis=0, dtype=np.int64).reshape(2, KEYS // 2)
+    bins = counts.reshape(2, window.n)
+    bins[:, 0] += keys[:, : window.lo].sum(axis=1)
+    bins[:, 1:-2] += keys[:, window.lo : window.hi]
+    bins[:, -2] += keys[:, window.hi : NON_FINITE].sum(axis=1)
+    bins[:, -1] += keys[:, NON_FINITE:].sum(axis=1)
+
+
+def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
+    """See ``reference.sketch``."""
+    window = KeyWindow(lo, hi)
+    check_array("x", x, np.float32, (x.size,))
+    check_array("counts", counts, np.int64, (window.size,))
+    factor = scale_factor(inv_scale)
+    if x.size < 4 * KEYS:  # too small to pay for _fold
+        _count_bins(x, None, lo, hi, factor, counts)
+        return
+    first = x.ctypes.data // 4 % 2
+    last = x.size - (x.size - first) % 2
+    for ragged in (x[:first], x[last:]):
+        _count_bins(ragged, None, lo, hi, factor, counts)
+    for start in range(first, last, PIECE):
+        ways = np.zeros((WAYS, KEYS), np.uint32)
+        _count_keys(x[start : min(start + PIECE, last)], factor, ways)
+        _fold(ways, window, counts)
+
+
+def joint_sketch(
+    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, counts: I64
+) -> None:
+    """See ``reference.joint_sketch``."""
+    window = KeyWindow(lo, hi)
+    check_array("x", x, np.float32, (x.size,))
+    check_array("counts", counts, np.int64)
+    check_rows("counts", counts, parent, row, x.size, window.size)
+    if parent is None:
+        sketch(x, lo, hi, inv_scale, counts[row])
+    else:
+        _count_bins(x, parent, lo, hi, scale_factor(inv_scale), counts.reshape(-1))
+
+
+@njit(nogil=True, cache=True)
+def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-untyped-def]
+    """``codes`` from ``table``, uint8[rows * size]."""
+    buffer = np.empty(BLOCK, np.float32)
+    index = np.empty(BLOCK, np.uint32)
+    pairs = index.view(np.uint64)
+    for start in range(0, x.size, BLOCK):
+        bits = _scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        _indices(bits, parent, start, lo, hi, index)
+        out = codes[start : start + BLOCK]
+        fours = bits.size // 4
+        for i in range(fours):
+            one, other = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
+            to = 4 * np.uint64(i)
+            out[to] = table[one & _LOW_HALF]
+            out[to + np.uint64(1)] = table[one >> _HALF]
+            out[to + np.uint64(2)] = table[other & _LOW_HALF]
+            out[to + np.uint64(3)] = table[other >> _HALF]
+        for j in range(4 * fours, bits.size):
+            out[j] = table[index[j]]
+
+
+def quantize(
+    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
+) -> None:
+    """See ``reference.quantize``."""
+    window = KeyWindow(lo, hi)
+    check_array("x", x, np.float32, (x.size,))
+    check_array("table", table, np.uint8)
+    check_array("codes", codes, np.uint8, (x.size,))
+    check_rows("table", table, parent, row, x.size, window.size)
+    rows = table[row] if parent is None else table.reshape(-1)
+    _look_up(x, parent, lo, hi, scale_factor(inv_scale), rows, codes)
+
+
+def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
+    """See ``reference.gather_protected``."""
+    check_array("x", x, np.float32, (x.size,))
+    check_array("codes", codes, np.uint8, (x.size,))
+    bits: U32 = x.view(np.uint32)[positions_of(codes, protected_code)]
+    return bits
+
+
+@njit(nogil=True, cache=True)
+def _place(u, low, steps, top):  # type: ignore[no-untyped-def]
+    """``clip(floor((u - low) * steps), 0, top)``; NaN gives 0."""
+    t = (u - low) * steps
+    t = t if t > 0.0 else 0.0
+    return np.uint8(np.int32(t if t < top else top))
+
+
+@njit(nogil=True, cache=True)
+def _refine_linear(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        out[i] = _place(np.float64(x[i] * inv_scale), low[codes[i]], steps[codes[i]], top)
+
+
+@njit(nogil=True, cache=True)
+def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
+    buffer = np.empty(BLOCK, np.float32)
+    for start in range(0, x.size, BLOCK):
+        bits = _scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        block, part = codes[start : start + BLOCK], out[start : start + BLOCK]
+        for i in range(bits.size):
+            u = np.float64(np.int32(bits[i] & np.uint32(0x7FFFFFFF)))
+            part[i] = _place(u, low[block[i]], steps[block[i]], top)
+
+
+def refine(
+    x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
+) -> None:
+    """See ``reference.refine``."""
+    check_bits(bits)
+    check_array("x", x, np.float32, (x.size,))
+    check_array("codes", codes, np.uint8, (x.size,))
+    check_array("out", out, np.uint8, (x.size,))
+    check_below("codes", codes, min(low.size, inv_width.size))
+    # In units of one bit, so that the kernel need not scale: a power of two changes no digit.
+    unit = 2.0**23 if log_domain else 1.0
+    lower = np.ascontiguousarray(low, np.float64) * unit
+    steps = np.ascontiguousarray(inv_width, np.float64) * (2.0**bits / unit)
+    kernel = _refine_bits if log_domain else _refine_linear
+    kernel(x, codes, scale_factor(inv_scale), lower, steps, 2.0**bits - 1, out)

@@ -1,0 +1,166 @@
+"""The kernels in Numba that lead from codes back to values; see ``cpu`` and ``reference``."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+
+BLOCK = 4096
+"""Elements per block."""
+
+
+@njit(nogil=True, cache=True)
+def count_code(codes, wanted):  # type: ignore[no-untyped-def]
+    """How many of ``codes`` are ``wanted``, both uint8."""
+    total = 0
+    for start in range(0, codes.size, 128):
+        block = codes[start : start + 128]
+        # Counted in eight bits, 64 to a vector; 128 cannot overflow them.
+        hits = np.uint8(0)
+        for i in range(block.size):
+            hits = np.uint8(hits + np.uint8(block[i] == wanted))
+        total += np.int64(hits)
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
+    """Positions of ``wanted`` into ``positions``, which is long enough."""
+    words = np.empty(BLOCK // 8, np.uint64)
+    flags = words.view(np.uint8)
+    found = 0
+    for start in range(0, codes.size, BLOCK):
+        block = codes[start : start + BLOCK]
+        used = (block.size + 7) // 8
+        for i in range(block.size):
+            flags[i] = np.uint8(block[i] == wanted)
+        for i in range(block.size, 8 * used):
+            flags[i] = np.uint8(0)
+        # Protected elements are rare: most words are zero and pass eight codes at a time.
+        for word in range(used):
+            if words[word] != 0:
+                for i in range(8 * word, 8 * word + 8):
+                    if flags[i]:
+                        positions[found] = start + i
+                        found += 1
+
+
+def positions_of(codes: U8, code: int) -> I64:
+    """Where ``codes`` are ``code``, ascending, int64[m]; none for a code outside 0..255."""
+    if not 0 <= code < 256:
+        return np.empty(0, np.int64)
+    positions = np.empty(count_code(codes, np.uint8(code)), np.int64)
+    _find(codes, np.uint8(code), positions)
+    return positions
+
+
+def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) -> int:
+    where = positions_of(codes, protected_code)
+    served = where[: protected.size]
+    out[served] = protected[: served.size]
+    return int(where.size)
+
+
+@njit(nogil=True, cache=True)
+def _look_up(codes, values, out):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        out[i] = values[codes[i]]
+
+
+def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
+    """See ``reference.dequantize``."""
+    check_array("codes", codes, np.uint8)
+    check_array("protected", protected, np.float32)
+    check_array("out", out, np.float32, codes.shape)
+    check_below("codes", codes, levels.size)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = levels.astype(np.float32) * np.float32(scale)
+    _look_up(codes, values, out)
+    return _fill_protected(codes, protected_code, protected, out)
+
+
+@njit(nogil=True, cache=True)
+def _look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-untyped-def]
+    shift = np.uint32(bits)
+    for i in range(codes.size):
+        out[i] = values[np.uint32(np.uint32(codes[i]) << shift) | np.uint32(refinement[i])]
+
+
+def dequantize_refined(
+    codes: U8,
+    refinement: U8,
+    bits: int,
+    low: F64,
+    width: F64,
+    sign: F64,
+    levels: F32,
+    scale: float,
+    protected_code: int,
+    protected: F32,
+    log_domain: bool,
+    out: F32,
+) -> int:
+    """See ``reference.dequantize_refined``: its formula, tabulated for every (code, symbol)."""
+    check_bits(bits)
+    check_array("codes", codes, np.uint8)
+    check_array("refinement", refinement, np.uint8, codes.shape)
+    check_array("protected", protected, np.float32)
+    check_array("out", out, np.float32, codes.shape)
+    check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
+    check_below("refinement", refinement, 1 << bits)
+    used = int(codes.max()) + 1 if codes.size else 0  # rows past it are never read
+    lower, spread = low[:used, None].astype(np.float64), width[:used, None].astype(np.float64)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        u = lower + (np.arange(1 << bits) + 0.5) * (spread / 2.0**bits)
+        if log_domain:
+            magnitude = np.clip(np.rint(u * 2.0**23), 0.0, 2.0**31 - 1).astype(np.uint32).view(np.float32)
+            value = np.where(sign[:used, None] < 0, -magnitude, magnitude)
+        else:
+            value = u.astype(np.float32)
+        value = np.where(spread != 0, value, levels[:used, None].astype(np.float32)) * np.float32(scale)
+    _look_up_refined(codes, refinement, bits, value.reshape(-1), out)
+    return _fill_protected(codes, protected_code, protected, out)
+
+
+@njit(nogil=True, cache=True)
+def _to_bf16(bits, out):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        b = bits[i]
+        high = np.uint32(b >> np.uint32(16))
+        # Half of the last place kept, less one unless that place is odd: ties go to even.
+        up = np.uint32(np.uint32(0x7FFF) + np.uint32(high & np.uint32(1)))
+        rounded = np.uint32(b + up) >> np.uint32(16)
+        nan = np.uint32(b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16(high | np.uint32(0x40)) if nan else np.uint16(rounded)
+
+
+def to_bf16(bits: U32) -> U16:
+    """See ``reference.to_bf16``."""
+    check_array("bits", bits, np.uint32)
+    out = np.empty(bits.shape, np.uint16)
+    _to_bf16(bits, out)
+    return out
+
+
+@njit(nogil=True, cache=True)
+def _from_bf16(halves, out):  # type: ignore[no-untyped-def]
+    for i in range(halves.size):
+        out[i] = np.uint32(halves[i]) << np.uint32(16)
+
+
+def from_bf16(halves: U16) -> F32:
+    """See ``reference.from_bf16``."""
+    check_array("halves", halves, np.uint16)
+    out = np.empty(halves.shape, np.uint32)
+    _from_bf16(halves, out)
+    return out.view(np.float32)

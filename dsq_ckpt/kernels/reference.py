@@ -1,0 +1,209 @@
+"""The kernels in NumPy, written to be read next to their formulas.
+
+All arrays are C-contiguous, and one-dimensional unless said otherwise; ``x`` is float32[n].  ``inv_scale``
+multiplies ``x`` in fp32 before its key is taken.  ``parent`` holds the previous codes, uint8[n]; where it is
+``None`` every element uses row ``row``.  Wrong dtypes, shapes and codes past the end of a table raise
+``ValueError``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
+from dsq_ckpt.keys import KeyWindow
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+
+
+def _scaled(x: F32, inv_scale: float) -> F32:
+    check_array("x", x, np.float32, (x.size,))
+    factor = scale_factor(inv_scale)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return x * factor
+
+
+def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
+    """Add the elements of ``x`` to ``counts``, int64[size], of the window ``[lo, hi)``."""
+    window = KeyWindow(lo, hi)
+    check_array("counts", counts, np.int64, (window.size,))
+    counts += np.bincount(window.bin_of(_scaled(x, inv_scale)), minlength=window.size)
+
+
+def joint_sketch(
+    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, counts: I64
+) -> None:
+    """Add the pairs (parent code, bin) to ``counts``, int64[rows, size]."""
+    window = KeyWindow(lo, hi)
+    check_array("counts", counts, np.int64)
+    check_rows("counts", counts, parent, row, x.size, window.size)
+    rows = row if parent is None else parent.astype(np.int64)
+    pairs = rows * window.size + window.bin_of(_scaled(x, inv_scale))
+    counts += np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
+
+
+def quantize(
+    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
+) -> None:
+    """``codes[i] = table[parent code, bin]``, with table uint8[rows, size] and codes uint8[n]."""
+    window = KeyWindow(lo, hi)
+    check_array("table", table, np.uint8)
+    check_array("codes", codes, np.uint8, (x.size,))
+    check_rows("table", table, parent, row, x.size, window.size)
+    codes[:] = table[row if parent is None else parent, window.bin_of(_scaled(x, inv_scale))]
+
+
+def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
+    """Raw fp32 bits of the elements whose code is ``protected_code`` (-1: none), in order: uint32[m]."""
+    check_array("x", x, np.float32, (x.size,))
+    check_array("codes", codes, np.uint8, (x.size,))
+    bits: U32 = x.view(np.uint32)[codes.astype(np.int64) == protected_code]
+    return bits
+
+
+def refine(
+    x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
+) -> None:
+    """The element's place inside its cell, in ``bits`` bits.
+
+    With ``u`` the scaled element, or in the bits domain its magnitude bits over ``2**23``, and ``c`` its
+    code: ``out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)``.  A cell with
+    ``inv_width`` 0 is not refined and gives symbol 0, and so does NaN.
+
+    Args:
+        low: lower edge of each cell, float64[256] (float32 is accepted), in units of the domain.
+        inv_width: one over the width of each cell, likewise.
+        bits: 1..8.
+        out: uint8[n].
+    """
+    check_bits(bits)
+    check_array("codes", codes, np.uint8, (x.size,))
+    check_array("out", out, np.uint8, (x.size,))
+    check_below("codes", codes, min(low.size, inv_width.size))
+    scaled = _scaled(x, inv_scale)
+    u = scaled.astype(np.float64)
+    if log_domain:
+        u = (scaled.view(np.uint32) & np.uint32(0x7FFFFFFF)) / 2.0**23
+    with np.errstate(over="ignore", invalid="ignore"):
+        t = (u - low[codes].astype(np.float64)) * (inv_width[codes] * np.float64(2.0**bits))
+    t = np.where(t > 0.0, t, 0.0)
+    out[:] = np.where(t < 2.0**bits - 1, t, 2.0**bits - 1).astype(np.uint8)
+
+
+def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) -> int:
+    where = np.flatnonzero(codes.astype(np.int64) == protected_code)
+    served = where[: protected.size]
+    out[served] = protected[: served.size]
+    return int(where.size)
+
+
+def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
+    """``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
+
+    Args:
+        codes: uint8[n].
+        levels: float32, one per code.
+        protected_code: the code of protected elements, -1 for none.
+        protected: float32[m].
+        out: float32[n].
+
+    Returns:
+        How many codes were ``protected_code``.  The caller compares it to ``m``: where it is larger, the
+        last elements found no value and hold ``levels[protected_code] * scale``.
+    """
+    check_array("codes", codes, np.uint8)
+    check_array("protected", protected, np.float32)
+    check_array("out", out, np.float32, codes.shape)
+    check_below("codes", codes, levels.size)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        out[:] = levels.astype(np.float32)[codes] * np.float32(scale)
+    return _fill_protected(codes, protected_code, protected, out)
+
+
+def dequantize_refined(
+    codes: U8,
+    refinement: U8,
+    bits: int,
+    low: F64,
+    width: F64,
+    sign: F64,
+    levels: F32,
+    scale: float,
+    protected_code: int,
+    protected: F32,
+    log_domain: bool,
+    out: F32,
+) -> int:
+    """As ``dequantize``, with the element in the middle of its part of the cell.
+
+    With ``c`` the code and ``r`` the refinement symbol, ``u = low[c] + (r + 0.5) * (width[c] / 2**bits)`` in
+    fp64.  Linear domain: the value is ``u`` rounded to fp32.  Bits domain: the fp32 whose bits are ``rint(u *
+    2**23)``, with the sign of ``sign[c]``.  Cells of ``width`` 0 have the value ``levels[c]``.  Then times
+    ``scale`` in fp32.
+
+    Args:
+        refinement: uint8[n], below ``2**bits``.
+        low, width, sign: float64, one per code (float32 is accepted).
+    """
+    check_bits(bits)
+    check_array("codes", codes, np.uint8)
+    check_array("refinement", refinement, np.uint8, codes.shape)
+    check_array("protected", protected, np.float32)
+    check_array("out", out, np.float32, codes.shape)
+    check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
+    check_below("refinement", refinement, 1 << bits)
+    part = width.astype(np.float64)[codes] / 2.0**bits
+    u = low.astype(np.float64)[codes] + (refinement + 0.5) * part
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if log_domain:
+            magnitude = np.clip(np.rint(u * 2.0**23), 0.0, 2.0**31 - 1).astype(np.uint32).view(np.float32)
+            value = np.where(sign[codes] < 0, -magnitude, magnitude)
+        else:
+            value = u.astype(np.float32)
+        value = np.where(width[codes] != 0, value, levels.astype(np.float32)[codes])
+        out[:] = value * np.float32(scale)
+    return _fill_protected(codes, protected_code, protected, out)
+
+
+def to_bf16(bits: U32) -> U16:
+    """fp32 bits, uint32[m], to bf16 bits, uint16[m]: nearest, ties to even; NaN stays (quiet) NaN."""
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def from_bf16(halves: U16) -> F32:
+    """bf16 bits, uint16[m], to float32[m], exactly."""
+    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def pack(symbols: U8, bits: int) -> U8:
+    """Symbols below ``2**bits`` as a stream of bits, the lowest bit of the first symbol first.
+
+    Args:
+        symbols: uint8[n].
+        bits: 1..8.
+
+    Returns:
+        uint8[ceil(n * bits / 8)]; bits after the last symbol are zero.
+    """
+    check_bits(bits)
+    check_array("symbols", symbols, np.uint8)
+    check_below("symbols", symbols, 1 << bits)
+    stream = np.unpackbits(symbols[:, None], axis=1, count=bits, bitorder="little")
+    return np.packbits(stream, bitorder="little")
+
+
+def unpack(packed: U8, bits: int, out: U8) -> None:
+    """The inverse of ``pack``: fills ``out``, uint8[n], from uint8[ceil(n * bits / 8)]."""
+    check_bits(bits)
+    check_array("out", out, np.uint8)
+    check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))
+    stream = np.unpackbits(packed, count=out.size * bits, bitorder="little")
+    out[:] = np.packbits(stream.reshape(-1, bits), axis=1, bitorder="little").reshape(-1)

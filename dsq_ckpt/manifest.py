@@ -1,0 +1,203 @@
+"""The manifest: the file whose appearance makes a checkpoint exist."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from dsq_ckpt.container import FORMAT_VERSION, FileInfo, sync_directory
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
+
+MANIFEST = "manifest.json"
+Role = Literal["own", "ancestor", "index", "refinement"]
+
+
+class ManifestFile(BaseModel):
+    """A file the checkpoint consists of. `own`: written by this save; `ancestor`: linked from an earlier one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    size: int
+    checksum: int
+    role: Role
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+            raise ValueError(f"{name!r} is not a plain file name; a manifest may not point outside its directory")
+        return name
+
+    @classmethod
+    def of(cls, info: FileInfo, role: Role) -> ManifestFile:
+        return cls(name=info.name, size=info.size, checksum=info.checksum, role=role)
+
+
+class Sizes(BaseModel):
+    """Bytes of one kind of tensor: uncompressed, in base files, in refinement files."""
+
+    logical: int = 0
+    base: int = 0
+    refinement: int = 0
+
+
+class GroupReport(BaseModel):
+    """What was lossy about a group, over all ranks."""
+
+    elements: int
+    levels: int
+    delta: bool
+    bits_per_element: float
+    relative_error: float
+    step: float
+
+
+class Manifest(BaseModel):
+    """Everything about a checkpoint but where each tensor lies (the index) and the data."""
+
+    format: Literal["dsq_ckpt"] = "dsq_ckpt"
+    version: int = FORMAT_VERSION
+    save_id: str
+    created: float
+    """Seconds since the epoch, by the coordinator's clock."""
+    ranks: int
+    parent: str | None
+    """Save id of the parent checkpoint, None for a keyframe."""
+    parent_name: str | None = None
+    """Directory name of the parent when this was written; for people, not for loading."""
+    depth: int
+    """Deltas between this checkpoint and its keyframe."""
+    refinement: Literal["kept", "dropped", "none"]
+    pinned: bool = False
+    files: list[ManifestFile]
+    kinds: dict[str, Sizes]
+    groups: dict[str, GroupReport]
+    nonfinite: list[str] = []
+    seconds: float
+    config: dict[str, Any]
+    writer: dict[str, str]
+
+    @property
+    def index(self) -> ManifestFile:
+        return next(file for file in self.files if file.role == "index")
+
+    def bytes_in(self, *roles: str) -> int:
+        """Total size of the files of these roles."""
+        return sum(file.size for file in self.files if file.role in roles)
+
+    def write(self, directory: Path, *, exclusive: bool, fsync: bool) -> None:
+        """Commit: the manifest appears complete or not at all.
+
+        Args:
+            exclusive: fail if another save completed a checkpoint here meanwhile.
+
+        Raises:
+            FileExistsError: with `exclusive`, a manifest is there already.
+        """
+        temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with open(temporary, "x") as file:
+                file.write(_sealed(self.model_dump(mode="json")))
+                file.flush()
+                if fsync:
+                    os.fsync(file.fileno())
+            if exclusive:
+                _rename_new(temporary, directory / MANIFEST)
+            else:
+                os.replace(temporary, directory / MANIFEST)
+            if fsync:
+                sync_directory(directory)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of a checkpoint directory.
+
+        Raises:
+            CheckpointNotFound: there is no complete dsq_ckpt checkpoint.
+            CorruptCheckpoint: the manifest does not parse.
+            UnsupportedFormat: it is of a newer version.
+        """
+        path = directory / MANIFEST
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise CheckpointNotFound(_missing(directory)) from error
+        except UnicodeDecodeError as error:
+            raise CorruptCheckpoint(f"'{path}' is not text: {error}") from error
+        try:
+            tree = json.loads(text)
+            version = tree["version"] if tree["format"] == "dsq_ckpt" else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
+        if not isinstance(version, int):
+            raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: format {tree['format']!r}")
+        if version > FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
+            )
+        if tree.pop("checksum", None) != _checksum(tree):
+            raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _sealed(tree: dict[str, Any]) -> str:
+    """JSON of a manifest with the checksum of its contents; white space and order are free."""
+    return json.dumps({**tree, "checksum": _checksum(tree)}, indent=1)
+
+
+def _checksum(tree: dict[str, Any]) -> int:
+    return xxhash.xxh3_64_intdigest(json.dumps(tree, separators=(",", ":"), sort_keys=True).encode())
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a committed checkpoint lies here (its bytes are not checked)."""
+    return (directory / MANIFEST).is_file()
+
+
+def checkpoints(run: Path) -> Iterator[tuple[Path, Manifest]]:
+    """The complete checkpoints directly below a run directory, oldest first."""
+    found = []
+    for entry in run.iterdir() if run.is_dir() else ():
+        if is_complete(entry):
+            with contextlib.suppress(CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat):
+                found.append((entry, Manifest.read(entry)))
+    yield from sorted(found, key=lambda pair: (pair[1].created, pair[0].name))
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename without replacing; where the file system cannot link, check and rename."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if target.exists():
+            raise FileExistsError(f"'{target}' exists") from None
+        os.replace(source, target)
+
+
+def _missing(directory: Path) -> str:
+    if not directory.exists():
+        return f"'{directory}' does not exist; name a checkpoint directory"
+    if (directory / ".metadata").exists():
+        return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint.FileSystemReader"
+    inside = [entry.name for entry, _ in checkpoints(directory)]
+    if inside:
+        return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
+    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"

@@ -1,0 +1,315 @@
+"""One save: what the ranks agree on, what each rank computes and writes, and the commit.
+
+Nothing here knows DCP; the storage writer (and other integrations) drive these steps.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from dsq_ckpt import chain
+from dsq_ckpt.chain import Base, Parent, ParentRef
+from dsq_ckpt.checkpoint import Checkpoint, Codes
+from dsq_ckpt.chunk import Chunk, ChunkKey, CodeSource, QuantizingChunk
+from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.compress import Analysis, Layout, ParentModel, analyse
+from dsq_ckpt.config import DSQConfig, TensorConfig
+from dsq_ckpt.container import FileInfo, pack_json, sync_directory
+from dsq_ckpt.errors import NonFiniteTensor, SaveFailed
+from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
+from dsq_ckpt.shard import ShardWriter, Written
+from dsq_ckpt.version import __version__
+from dsq_ckpt.workers import Workers
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks of a save agree on before data is touched. Plain data: it travels in DCP's plans."""
+
+    save_id: str
+    ranks: int
+    parent: ParentRef | None
+    model: ParentModel | None
+    layout: Layout
+
+    @classmethod
+    def new(cls, ranks: int, parent: ParentRef | None, layouts: Iterable[Layout]) -> Agreement:
+        """Made by the coordinator, which alone reads the parent's model: the shape of the collective follows from it.
+
+        Raises:
+            CheckpointNotFound, CorruptCheckpoint: the parent cannot be read.
+        """
+        model = None
+        if parent is not None:
+            with Checkpoint(Path(parent.path)) as checkpoint:
+                model = checkpoint.model()
+        return cls(uuid.uuid4().hex[:16], ranks, parent, model, Layout.union(layouts))
+
+
+@dataclass
+class Item:
+    """One tensor chunk of this rank: `load` gives its local tensor; `config` None means exact."""
+
+    key: ChunkKey
+    dtype: torch.dtype
+    kind: str
+    group: str
+    config: TensorConfig | None
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass
+class Coded:
+    """A chunk ready to be entropy-coded: its codes and what they are coded against."""
+
+    chunk: CodeSource
+    base: Base | None
+
+
+@dataclass
+class RankResult:
+    """What one rank wrote."""
+
+    files: list[FileInfo] = field(default_factory=list)
+    refinement: FileInfo | None = None
+    requires: list[str] = field(default_factory=list)
+    written: dict[ChunkKey | str, Written] = field(default_factory=dict)
+    kinds: dict[str, Sizes] = field(default_factory=dict)
+
+
+def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
+    """A warning naming tensors with NaN or Inf.
+
+    Raises:
+        NonFiniteTensor: the configuration asks for an error.
+    """
+    if not analysis.nonfinite:
+        return None
+    names = sorted(analysis.nonfinite)
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    message = f"{len(names)} tensor(s) hold NaN or Inf: {shown}"
+    if config.quantize.nonfinite == "error":
+        raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
+    return message + "; stored exactly in this checkpoint"
+
+
+def lossy_items(items: Sequence[Item]) -> list[Item]:
+    """Items that are to be quantized."""
+    return [item for item in items if item.config is not None and item.config.method == "quantize"]
+
+
+def sketch_and_fit(
+    items: Sequence[Item], agreement: Agreement, config: DSQConfig, comm: Communicator, workers: Workers,
+    parent: Callable[[], Parent | None],
+) -> tuple[list[Chunk], dict[ChunkKey, Base], Analysis]:
+    """The collective part of a save: local sketches, all-reduce, fit.
+
+    Args:
+        items: the lossy items of this rank.
+        parent: opens the parent checkpoint; called so that its failure reaches the other ranks.
+
+    Returns:
+        Chunks to be quantized, what each is coded against, and the analysis.
+    """
+    bases: dict[ChunkKey, Base] = {}
+    def load_chunks() -> list[Chunk]:
+        view = parent()
+        chunks = []
+        for item in items:
+            assert item.config is not None
+            base = view.base(item.key, item.group) if view else None
+            if base is not None:
+                bases[item.key] = base
+            chunks.append(Chunk(
+                item.key, item.load(), item.group, item.config.refinement_bits,
+                parent=base.codes if base else None,
+            ))
+        return chunks
+
+    chunks, analysis = analyse(
+        load_chunks, agreement.layout, agreement.model, config.quantize.outlier_octaves, comm, workers
+    )
+    return chunks, bases, analysis
+
+
+def quantize(chunk: Chunk, bases: dict[ChunkKey, Base], analysis: Analysis) -> Coded:
+    """The chunk's codes, made as they are written, and what they are coded against."""
+    source = QuantizingChunk(chunk, analysis.fitted[chunk.group])
+    return Coded(source, bases.get(chunk.key) if source.parent is not None else None)
+
+
+def write_rank(
+    directory: Path, agreement: Agreement, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
+    coded: Iterable[Coded], plain: Iterable[Item], objects: Iterable[tuple[str, bytes]],
+    dtypes: dict[ChunkKey, torch.dtype], kinds: dict[ChunkKey, str], workers: Workers,
+) -> tuple[RankResult, dict[ChunkKey, Codes]]:
+    """Write the files of one rank; returns what was written, and the codes for the next save.
+
+    `coded` is consumed one by one, so that only codes stay in memory.
+    """
+    result = RankResult()
+    memory: dict[ChunkKey, Codes] = {}
+    by_kind: dict[str, list[Written]] = defaultdict(list)
+    with ShardWriter(directory, agreement.save_id, rank, config, workers=workers, fitted=fitted) as shard:
+        for piece in coded:
+            key, base = piece.chunk.key, piece.base
+            written = shard.add_coded(
+                piece.chunk, dtypes[key], base.ref if base else None, base.requires if base else frozenset()
+            )
+            result.written[key] = written
+            by_kind[kinds[key]].append(written)
+            memory[key] = piece.chunk.codes
+        for item in plain:
+            stored = None
+            if item.config is not None and item.config.method == "bf16" and item.dtype.itemsize > 2:
+                stored = torch.bfloat16
+            written = shard.add_plain(item.key, item.load(), stored)
+            result.written[item.key] = written
+            by_kind[item.kind if stored else "exact"].append(written)
+        for fqn, data in objects:
+            written = shard.add_bytes(fqn, data)
+            result.written[fqn] = written
+            by_kind["exact"].append(written)
+        base_file, result.refinement, result.requires = shard.finish()
+        if agreement.parent is not None and result.requires:
+            chain.link_files(
+                Path(agreement.parent.path), directory, frozenset(result.requires), config.storage.fsync
+            )
+        if config.storage.fsync:
+            sync_directory(directory)
+    result.files.append(base_file)
+    for kind, parts in by_kind.items():
+        result.kinds[kind] = Sizes(
+            logical=sum(part.logical for part in parts), base=sum(part.base for part in parts),
+            refinement=sum(part.refinement for part in parts),
+        )
+    return result, memory
+
+
+def commit(
+    directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
+    objects: Sequence[str], planner: Any, analysis: Analysis, config: DSQConfig, *, overwrite: bool, pinned: bool,
+    started: float,
+) -> Manifest:
+    """The coordinator's part: check that all is there, write index and manifest, drop old refinements.
+
+    Args:
+        results: of all ranks.
+        tensors: {fqn: {"dtype", "shape", "chunks": [ChunkKey, ...]}} that were planned.
+        objects: names of the objects that were planned.
+        planner: JSON of what DCP's planner wants back.
+
+    Raises:
+        SaveFailed: something planned was not written; the checkpoint stays invisible.
+    """
+    written: dict[ChunkKey | str, Written] = {}
+    for result in results:
+        written.update(result.written)
+    planned = [key for tensor in tensors.values() for key in tensor["chunks"]] + list(objects)
+    lost = [key for key in planned if key not in written]
+    if lost:
+        raise SaveFailed(
+            f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
+            "the checkpoint was not committed"
+        )
+    own = [file for result in results for file in result.files]
+    files = [ManifestFile.of(file, "own") for file in own]
+    files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
+    required = sorted({name for result in results for name in result.requires})
+    depth = 0
+    if required:
+        assert agreement.parent is not None
+        depth = agreement.parent.depth + 1
+        known = {file.name: file for file in Manifest.read(Path(agreement.parent.path)).files}
+        files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
+    absent = [file.name for file in files if not (directory / file.name).is_file()]
+    if absent:
+        raise SaveFailed(
+            f"'{directory / absent[0]}' is not there after all ranks wrote; is the path shared by all hosts?"
+        )
+    names = [file.name for file in own]
+    place = {name: number for number, name in enumerate(names)}
+    index = {
+        "files": names,
+        "tensors": {
+            fqn: {"dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": [
+                [list(key.offsets), list(key.shape), place[written[key].ref.file], written[key].ref.record]
+                for key in tensor["chunks"]
+            ]} for fqn, tensor in tensors.items()
+        },
+        "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in objects},
+        "codebooks": {
+            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items() if fitted.counts.any()
+        },
+        "exponents": analysis.exponents,
+        "planner": planner,
+    }
+    files.append(ManifestFile.of(_write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
+    kinds: dict[str, Sizes] = {}
+    for result in results:
+        for kind, sizes in result.kinds.items():
+            total = kinds.setdefault(kind, Sizes())
+            total.logical += sizes.logical
+            total.base += sizes.base
+            total.refinement += sizes.refinement
+    refined = any(result.refinement for result in results)
+    manifest = Manifest(
+        save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
+        parent=agreement.parent.save_id if required and agreement.parent else None,
+        parent_name=Path(agreement.parent.path).name if required and agreement.parent else None,
+        depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
+        groups={name: _report(fitted) for name, fitted in analysis.fitted.items() if fitted.counts.any()},
+        nonfinite=sorted(analysis.nonfinite), seconds=time.time() - started, config=config.model_dump(mode="json"),
+        writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    replaced = _replaced(directory, files) if overwrite else []
+    manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
+    for path in replaced:
+        path.unlink(missing_ok=True)
+    return manifest
+
+
+def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
+    """Files of the checkpoint that is being overwritten which the new one does not need."""
+    if not (directory / "manifest.json").is_file():
+        return []
+    kept = {file.name for file in files}
+    return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]
+
+
+def _write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bool) -> FileInfo:
+    data = pack_json(index)
+    name = f"{save_id}.index"
+    temporary = directory / f".{name}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, directory / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return FileInfo(name, len(data), xxhash.xxh3_64_intdigest(data))
+
+
+def _report(fitted: Fitted) -> GroupReport:
+    elements = int(fitted.counts.sum())
+    energy = fitted.mean_square or 1.0
+    return GroupReport(
+        elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent,
+        bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
+        step=fitted.codebook.step,
+    )

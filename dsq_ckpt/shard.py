@@ -1,0 +1,229 @@
+"""What one rank writes: its records, coded or exact, in a base file and a refinement file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dsq_ckpt.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
+from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.coding import coder_class, shuffle_compress
+from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.container import Block, ContainerWriter, FileInfo
+from dsq_ckpt.workers import Workers
+
+_PACKED = 1 << 16  # smaller exact items share a compressed block
+_PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
+
+
+class RecordRef(NamedTuple):
+    """A record of a data file of the same checkpoint directory."""
+
+    file: str
+    record: int
+
+
+@dataclass
+class Written:
+    """Size of one record: bytes of the tensor itself, and bytes in the base and the refinement file."""
+
+    ref: RecordRef
+    logical: int
+    base: int
+    refinement: int = 0
+
+
+@dataclass
+class _Pack:
+    """Small exact items on their way into one block; `at` is where the next one begins."""
+
+    itemsize: int
+    parts: list[bytes] = field(default_factory=list)
+    at: int = 0
+    members: list[tuple[dict[str, Any], Written]] = field(default_factory=list)
+
+
+class ShardWriter:
+    """Writes the records of one rank of one save; a context manager that leaves no file behind on failure."""
+
+    def __init__(
+        self, directory: Path, save_id: str, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
+        workers: Workers,
+    ) -> None:
+        self._config = config
+        self._fitted = fitted
+        self._workers = workers
+        self._directory = directory
+        self._head = {"save": save_id, "rank": rank}
+        self._base = ContainerWriter(directory, f"{save_id}-{rank:05d}.dsq", config.storage.fsync)
+        self._refinement: ContainerWriter | None = None
+        self._records: list[dict[str, Any]] = []
+        self._refined: dict[int, dict[str, Any]] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
+        self._coders: dict[str, Coder] = {}
+        self._packs: list[tuple[Block, int, int]] = []
+        self._open: dict[int, _Pack] = defaultdict(lambda: _Pack(0))
+        self._requires: set[str] = set()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._base.__exit__(*exc)
+        if self._refinement is not None:
+            self._refinement.__exit__(*exc)
+
+    @property
+    def name(self) -> str:
+        """The base file's name."""
+        return self._base.path.name
+
+    def add_coded(
+        self, source: CodeSource, dtype: torch.dtype, parent: RecordRef | None, requires: frozenset[str]
+    ) -> Written:
+        """Quantize (where that is still to be done) and entropy-code a chunk, its blocks in parallel.
+
+        Args:
+            source: its codes; `source.parent` is the context iff `parent` is given.
+            dtype: of the tensor.
+            parent: the record of the parent checkpoint that holds the previous codes.
+            requires: all files that record needs in turn, its own included.
+        """
+        coder = self._group(source.group, len(source.codes))
+        codes, context, bits = source.codes, source.parent, source.refinement_bits
+
+        def encode(where: slice) -> tuple[bytes, BlockData]:
+            beside = source.block(where)
+            return coder.encode(codes[where], None if context is None else context[where]), beside
+
+        blocks, refined, protected = [], [], []
+        refinement = self._refinement_file() if bits else None
+        for data, beside in self._workers.map(encode, self._workers.blocks(len(codes))):
+            blocks.append(self._base.add(data))
+            protected.append(beside.protected)
+            if refinement is not None:
+                refined.append(refinement.add(beside.refinement))
+        record: dict[str, Any] = {
+            "type": "coded", **_identity(source.key, dtype), "group": source.group, "blocks": blocks,
+        }
+        if source.exponent:
+            record["exponent"] = source.exponent
+        if parent is not None:
+            record["parent"] = list(parent)
+            self._requires |= requires
+        kept = np.concatenate(protected) if protected else np.empty(0, np.uint32)
+        if len(kept):
+            record["protected_count"] = len(kept)
+            record["protected"] = self._base.add(shuffle_compress(protected_bf16(kept).tobytes(), 2))
+            blocks = [*blocks, record["protected"]]
+        written = Written(
+            RecordRef(self.name, len(self._records)), len(codes) * dtype.itemsize, sum(block.size for block in blocks)
+        )
+        self._records.append(record)
+        if refinement is not None:
+            entry: dict[str, Any] = {"bits": bits, "blocks": refined}
+            if len(kept):
+                entry["protected"] = refinement.add(shuffle_compress(kept.tobytes(), 4))
+                refined = [*refined, entry["protected"]]
+            self._refined[written.ref.record] = entry
+            written.refinement = sum(block.size for block in refined)
+        return written
+
+    def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> Written:
+        """Store a tensor bit for bit, or converted to `stored`."""
+        kept = tensor.detach().to("cpu", stored or tensor.dtype).contiguous()
+        raw = memoryview(kept.view(-1).view(torch.uint8).numpy()) if kept.numel() else memoryview(b"")
+        record = {"type": "plain", **_identity(key, tensor.dtype)}
+        if stored is not None and stored != tensor.dtype:
+            record["stored"] = _dtype_name(stored)
+        return self._add_raw(record, raw, kept.element_size(), key.elements * tensor.element_size())
+
+    def add_bytes(self, fqn: str, data: bytes) -> Written:
+        """Store an object that DCP serialised, as the bytes they are."""
+        return self._add_raw({"type": "bytes", "fqn": fqn}, memoryview(data), 1, len(data))
+
+    def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
+        """Close both files; returns them and the names of the ancestors' files that the base file needs."""
+        for itemsize in list(self._open):
+            self._flush(itemsize)
+        requires = sorted(self._requires)
+        base = self._base.finish({
+            **self._head, "requires": requires, "groups": self._groups, "packs": self._packs,
+            "block_elements": self._workers.block_elements, "records": self._records,
+        })
+        refinement = None
+        if self._refinement is not None:
+            refinement = self._refinement.finish({
+                **self._head, "base": base.name, "records": self._refined,
+                "block_elements": self._workers.block_elements,
+            })
+        return base, refinement, requires
+
+    def _group(self, name: str, elements: int) -> Coder:
+        """The coder of a group; its codebook and model are written once per file."""
+        if name not in self._groups:
+            fitted = self._fitted[name]
+            coder = coder_class(self._config.delta.coder).fit(fitted.counts)
+            self._coders[name] = coder
+            self._groups[name] = {
+                "codebook": fitted.codebook.to_json(), "coder": coder.name, "elements": 0,
+                "model": self._base.add(coder.to_bytes()),
+            }
+        self._groups[name]["elements"] += elements
+        return self._coders[name]
+
+    def _refinement_file(self) -> ContainerWriter:
+        if self._refinement is None:
+            name = f"{self._base.path.stem}.refinement"
+            self._refinement = ContainerWriter(self._directory, name, self._config.storage.fsync)
+        return self._refinement
+
+    def _add_raw(self, record: dict[str, Any], raw: memoryview, itemsize: int, logical: int) -> Written:
+        written = Written(RecordRef(self.name, len(self._records)), logical, 0)
+        self._records.append(record)
+        record["size"] = len(raw)
+        if len(raw) > _PACKED:
+            pieces = [raw[start : start + _PIECE] for start in range(0, len(raw), _PIECE)]
+            level = self._config.storage.zstd_level
+            first = len(self._packs)
+            packed = self._workers.map(lambda piece: shuffle_compress(piece, itemsize, level), pieces)
+            for piece, data in zip(pieces, packed, strict=True):
+                self._packs.append((self._base.add(data), itemsize, len(piece)))
+                written.base += len(data)
+            record["packs"] = list(range(first, len(self._packs)))
+            return written
+        pack = self._open[itemsize]
+        pack.itemsize = itemsize
+        record["at"] = pack.at
+        pack.parts.append(bytes(raw))
+        pack.at += len(raw)
+        pack.members.append((record, written))
+        if pack.at > _PIECE:
+            self._flush(itemsize)
+        return written
+
+    def _flush(self, itemsize: int) -> None:
+        """Compress the open pack of an item size and tell its members where they lie."""
+        pack = self._open.pop(itemsize)
+        raw = b"".join(pack.parts)
+        data = shuffle_compress(raw, itemsize, self._config.storage.zstd_level)
+        for record, written in pack.members:
+            record["packs"] = [len(self._packs)]
+            written.base = -(-len(data) * record["size"] // max(len(raw), 1))  # its share, rounded up
+        self._packs.append((self._base.add(data), itemsize, len(raw)))
+
+
+def _identity(key: ChunkKey, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "fqn": key.fqn, "offsets": list(key.offsets), "shape": list(key.shape), "dtype": _dtype_name(dtype),
+    }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

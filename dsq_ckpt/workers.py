@@ -1,0 +1,45 @@
+"""Threads of one rank. Kernels and coders release the GIL, so blocks of a chunk run side by side."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class Workers:
+    """A bounded parallel map; a context manager, so that no thread outlives a save or a load."""
+
+    def __init__(self, threads: int, block_elements: int) -> None:
+        self.threads = threads
+        self.block_elements = block_elements
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dsq") if threads > 1 else None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def blocks(self, elements: int) -> Iterator[slice]:
+        """The blocks of a flat array."""
+        step = self.block_elements
+        return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
+
+    def map(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        """`work` of every item, in order; at most two items per thread are taken ahead, so memory stays bounded."""
+        if self._pool is None:
+            yield from map(work, items)
+            return
+        waiting: deque[Future[_Out]] = deque()
+        for item in items:
+            waiting.append(self._pool.submit(work, item))
+            if len(waiting) > 2 * self.threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

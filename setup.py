@@ -1,0 +1,71 @@
+"""Packaging: the directories `triton_kernels/` and `configs/` are packaged inside `dsq_ckpt`.
+
+`triton_kernels` keeps its place at the top level of the repository, but another project installs a
+top-level module of that name, so here it becomes `dsq_ckpt.triton_kernels`.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+packages = find_packages(include=["dsq_ckpt", "dsq_ckpt.*"])
+package_dir: dict[str, str] = {}
+package_data = {"dsq_ckpt": ["py.typed"]}
+if (ROOT / "triton_kernels" / "__init__.py").exists():
+    nested = find_packages("triton_kernels")
+    packages += ["dsq_ckpt.triton_kernels", *(f"dsq_ckpt.triton_kernels.{name}" for name in nested)]
+    package_dir["dsq_ckpt.triton_kernels"] = "triton_kernels"
+if (ROOT / "configs").is_dir():
+    packages.append("dsq_ckpt.configs")
+    package_dir["dsq_ckpt.configs"] = "configs"
+    package_data["dsq_ckpt.configs"] = ["**/*.json", "**/*.yaml"]
+
+version = re.search(r'__version__ = "(.+)"', (ROOT / "dsq_ckpt" / "version.py").read_text(encoding="utf-8"))
+assert version, "dsq_ckpt/version.py has no __version__"
+readme = ROOT / "README.md"
+
+setup(
+    name="dsq_ckpt",
+    version=version[1],
+    description="Small training checkpoints for PyTorch: sketched quantization and delta coding inside DCP",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    author="dsq_ckpt authors",
+    license="MIT",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=packages,
+    package_dir=package_dir,
+    package_data=package_data,
+    entry_points={"console_scripts": ["dsq = dsq_ckpt.cli:main"]},
+    install_requires=[
+        "torch>=2.9",
+        "numpy",
+        "numba",
+        "pydantic>=2",
+        "typer",
+        "rich",
+        "xxhash",
+        "zstandard",
+        "pyyaml",
+    ],
+    extras_require={
+        "dev": [
+            "pytest",
+            "pytest-cov",
+            "pytest-timeout",
+            "hypothesis",
+            "ddsketch",
+            "kmeans1d",
+            "safetensors",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+        ],
+        "safetensors": ["safetensors"],
+        "plot": ["matplotlib"],
+    },
+)
