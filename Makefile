@@ -25,8 +25,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python scripts/bench.py
+	$(BIN)/dsq bench --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis demo.json
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis demo.json bench.json
 	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

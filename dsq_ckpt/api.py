@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -19,10 +22,39 @@ from dsq_ckpt import chain
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import Manifest
 
 ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+@contextmanager
+def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
+    """Raise what failed, naming its rank, in place of DCP's bundle of tracebacks (which stays as the cause).
+
+    What is not an error of this package becomes `otherwise`.
+
+    DCP's `CheckpointException` is not even an `Exception`, so `except Exception` around a save would miss it.
+    """
+    try:
+        yield
+    except CheckpointException as bundle:
+        failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
+        own = {rank: error for rank, error in failures.items() if not isinstance(error, SaveFailed)}
+        rank, error = min((own or failures).items(), key=lambda pair: pair[0])
+        prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
+        if isinstance(error, DSQError):
+            raise type(error)(f"{prefix}{error}") from bundle
+        raise otherwise(f"{prefix}{type(error).__name__}: {error}") from bundle
+
+
+@contextmanager
+def _alone(no_dist: bool) -> Iterator[None]:
+    """Silence DCP's warning that a single process is a single process, where that is what was asked for."""
+    with warnings.catch_warnings():
+        if no_dist:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def save(
@@ -42,15 +74,14 @@ def save(
     The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
     Raises:
-        CheckpointException: DCP's wrapper around what failed, on every rank; earlier checkpoints are untouched.
+        DSQError: what failed, naming the rank, on every rank; earlier checkpoints are untouched.
     """
     writer = DSQStorageWriter(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
     )
-    metadata = dcp.save(
-        state_dict, storage_writer=writer, process_group=process_group,
-        no_dist=no_dist or not (dist.is_available() and dist.is_initialized()),
-    )
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    with _plain_errors(SaveFailed), _alone(no_dist):
+        metadata = dcp.save(state_dict, storage_writer=writer, process_group=process_group, no_dist=no_dist)
     chain.remember_committed(Path(path), Manifest.read(Path(path)).save_id)
     return metadata
 
@@ -108,7 +139,7 @@ def async_save(
     no_dist = not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
-            "processes=True needs torch.distributed, and saves on all of its ranks: initialize a process group and pass "
+            "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
             "none here, or leave processes out"
         )
     _background.wait()
@@ -140,13 +171,17 @@ def load(
     The arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
 
     Raises:
-        CheckpointException: DCP's wrapper around what failed, on every rank.
+        DSQError: what failed, naming the rank, on every rank.
     """
     reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
-    dcp.load(
-        state_dict, storage_reader=reader, process_group=process_group,
-        no_dist=no_dist or not (dist.is_available() and dist.is_initialized()),
-    )
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    try:
+        with _plain_errors(LoadFailed), _alone(no_dist):
+            dcp.load(state_dict, storage_reader=reader, process_group=process_group, no_dist=no_dist)
+    except DSQError as error:
+        if reader.unreadable is not None:
+            raise reader.unreadable from error
+        raise
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def run_bench(parameters: int, threads: int, directory: Path, moments: bool = Tr
 def print_bench(result: dict[str, Any], console: Console) -> None:
     """The result as a table."""
     table = Table(title=f"dsq bench: {result['parameters']:,} parameters, {result['threads']} thread(s)")
-    for name, justify in (("figure", "left"), ("median", "right"), ("min", "right"), ("max", "right"), ("aim", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("figure")
+    for name in ("median", "min", "max", "aim"):
+        table.add_column(name, justify="right")
     for name, row in result["rows"].items():
         target = _TARGETS.get(name.removesuffix(" (weights + moments)"))
         aim = "" if target is None else f"{'≥' if target[1] else '≤'} {target[0]:g}"
@@ -139,35 +141,29 @@ def _checkpoints(
         warnings.simplefilter("ignore")
         root = Path(scratch)
         for number in range(repeats + 1):  # the first round warms caches and compiles kernels
-            plain, first, second = (root / f"{name}-{number}" / "c" for name in ("dcp", "key", "delta"))
+            plain, run = root / f"dcp-{number}", root / f"dsq-{number}"
             chain.forget()
-            timed = {
-                "dcp.save": lambda path=plain: dcp.save(
-                    state, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True),
-                "save keyframe": lambda path=first: api.save(state, path, config=config, no_dist=True),
-                "dcp.load": lambda path=plain: dcp.load(
-                    into, storage_reader=dcp.FileSystemReader(path), no_dist=True),
-                "load keyframe": lambda path=first: api.load(into, path, no_dist=True),
+            timed: dict[str, Callable[[], object]] = {
+                "dcp.save": partial(
+                    dcp.save, state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True
+                ),
+                "save keyframe": partial(api.save, state, run / "key", config=config, no_dist=True),
+                "dcp.load": partial(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True),
+                "load keyframe": partial(api.load, into, run / "key", no_dist=True),
+                "save delta": partial(api.save, drifted, run / "delta", config=config, no_dist=True),
             }
             for name, work in timed.items():
                 os.sync()
+                _resident_peak(reset=True)
+                resident = _resident()
                 seconds.setdefault(name, []).append(_seconds(work))
-            chain.forget()
-            base = root / f"base-{number}" / "c"
-            api.save(state, base, config=config, no_dist=True)
-            os.sync()
-            _resident_peak(reset=True)
-            resident = _resident()
-            elapsed = _seconds(lambda path=base.parent / "d": api.save(drifted, path, config=config, no_dist=True))
-            previous = fp32 / 4  # the parent's codes were resident already: one byte per element
-            memory.append((_resident_peak(reset=False) - resident + previous) / fp32)
-            seconds.setdefault("save delta", []).append(elapsed)
+                if name == "save delta":  # the parent's codes were resident before: one byte per element
+                    memory.append((_resident_peak(reset=False) - resident + fp32 / 4) / fp32)
             if number == 0:
-                rows["ratio of a keyframe" + suffix] = _summary([_ratio(first)])
-                rows["ratio of a delta" + suffix] = _summary([_ratio(base.parent / "d")])
-            shutil.rmtree(root / f"base-{number}")
-            for path in (plain, first):
-                shutil.rmtree(path.parent)
+                rows["ratio of a keyframe" + suffix] = _summary([_ratio(run / "key")])
+                rows["ratio of a delta" + suffix] = _summary([_ratio(run / "delta")])
+            for path in (plain, run):
+                shutil.rmtree(path)
     chain.forget()
     for name, peer in (("save keyframe", "dcp.save"), ("save delta", "dcp.save"), ("load keyframe", "dcp.load")):
         ratios = [a / b for a, b in zip(seconds[name][1:], seconds[peer][1:], strict=True)]
@@ -178,7 +174,7 @@ def _checkpoints(
 
 
 def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
-    """A transformer-shaped state: matrices of a width that fits `parameters`, an embedding, norms; real-shaped values."""
+    """A transformer-shaped state of about `parameters` weights: matrices, an embedding, norms; realistic values."""
     width = max(64, int((parameters / (12 * 8 + 64)) ** 0.5) // 64 * 64)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (64 * width, width)}
     layer = 0

@@ -17,12 +17,15 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.compress import ParentModel
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.errors import CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.manifest import Manifest, checkpoints
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
 
 
 class ParentRef(NamedTuple):
@@ -147,8 +150,9 @@ class Base(NamedTuple):
 class Parent:
     """The parent checkpoint as seen by one rank: from memory where its codes are still there, else from disk."""
 
-    def __init__(self, ref: ParentRef, workers: Workers) -> None:
+    def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers) -> None:
         self.ref = ref
+        self.model = model
         self._workers = workers
         self.checkpoint = Checkpoint(Path(ref.path))
         if self.checkpoint.manifest.save_id != ref.save_id:
@@ -157,7 +161,6 @@ class Parent:
                 f"the parent '{ref.path}' was replaced while this save was planned: it is "
                 f"{self.checkpoint.manifest.save_id}, expected {ref.save_id}; save again"
             )
-        self.model: ParentModel = self.checkpoint.model()
         run = _runs.get(run_of(Path(ref.path)), _Run())
         if run.pending is not None and run.pending.save_id == ref.save_id:
             run.committed, run.pending = run.pending, None
@@ -207,7 +210,7 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
                 "save with parent=None for a keyframe"
             ) from error
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS):
+            if error.errno not in _NO_LINKS:
                 raise
             _copy(source / name, destination, fsync)
 

@@ -76,16 +76,21 @@ class Checkpoint:
 
         Raises:
             CheckpointNotFound: there is no such tensor or chunk.
+            CorruptCheckpoint: its record is not the one the index speaks of.
         """
         if offsets is None:
-            place = self.index["objects"].get(fqn)
-            if place is not None:
-                return self._ref(*place)
+            places = [self.index["objects"].get(fqn)]
         else:
-            for start, _, file, record in self.index["tensors"].get(fqn, {"chunks": []})["chunks"]:
-                if tuple(start) == offsets:
-                    return self._ref(file, record)
-        raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
+            chunks = self.index["tensors"].get(fqn, {"chunks": []})["chunks"]
+            places = [chunk[2:] for chunk in chunks if tuple(chunk[0]) == offsets]
+        if not places or places[0] is None:
+            raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
+        ref = self._ref(*places[0])
+        record = self.record(ref)
+        found = (record["fqn"], None if record["type"] == "bytes" else tuple(record["offsets"]))
+        if found != (fqn, offsets):
+            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is {found}, the index says {(fqn, offsets)}")
+        return ref
 
     def record(self, ref: RecordRef) -> dict[str, Any]:
         """A record of a data file, as its table of contents says."""
@@ -152,6 +157,8 @@ class Checkpoint:
             if flat.numel() != expected:
                 raise CorruptCheckpoint(f"{record['fqn']}: {flat.numel()} elements stored, shape {shape} promised")
             return flat.view(shape).to(dtype)
+        if record["type"] != "coded":
+            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is of type {record['type']!r}, not a tensor")
         book = self.codebook(ref)
         codes = self.codes(ref, workers) if codes is None else codes
         protected = self._protected(ref.file, record)
@@ -161,9 +168,9 @@ class Checkpoint:
         values = dequantize(
             record["fqn"], codes, book, int(record.get("exponent", 0)), protected, refinement, bits
         )
-        return torch.from_numpy(values).view(shape).to(dtype)
+        return within(torch.from_numpy(values), dtype).view(shape)
 
-    def bytes(self, ref: RecordRef) -> bytes:
+    def object_bytes(self, ref: RecordRef) -> bytes:
         """An object as DCP serialised it."""
         return self._raw(ref.file, self.record(ref))
 
@@ -181,7 +188,7 @@ class Checkpoint:
             if size != file.size:
                 problem = f"has {size} bytes, expected {file.size}"
             elif checksum != file.checksum:
-                problem = f"has checksum {checksum:016x}, expected {file.checksum:016x}"
+                problem = f"has checksum {checksum}, expected {file.checksum}"
             yield file.name, file.size, problem
 
     def _read_index(self) -> dict[str, Any]:
@@ -193,7 +200,7 @@ class Checkpoint:
             raise CorruptCheckpoint(
                 f"'{path}' cannot be read ({error.strerror}) although the manifest names it"
             ) from error
-        if len(data) != info.size or xxhash.xxh3_64_intdigest(data) != info.checksum:
+        if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
             raise CorruptCheckpoint(f"'{path}' is not what was written: {len(data)} bytes, expected {info.size}")
         index: dict[str, Any] = unpack_json(data, f"'{path}'")
         return index
@@ -220,7 +227,10 @@ class Checkpoint:
         if key not in self._models:
             reader = self._reader(file)
             tree = reader.contents["groups"][group]
-            coder = coder_class(tree["coder"]).from_bytes(reader.read(Block(*tree["model"])))
+            try:
+                coder = coder_class(tree["coder"]).from_bytes(reader.read(Block(*tree["model"])))
+            except CodingError as error:
+                raise CorruptCheckpoint(f"'{reader.path}', group {group}: {error}") from error
             self._models[key] = (Codebook.from_json(tree["codebook"]), coder)
         return self._models[key]
 
@@ -311,6 +321,14 @@ class Checkpoint:
             return shuffle_decompress(reader.read(block), itemsize, size)
         except CodingError as error:
             raise CorruptCheckpoint(f"'{reader.path}': {error}") from error
+
+
+def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Finite float32 values in another dtype; what rounding would make infinite becomes the largest number."""
+    if dtype in (torch.float32, torch.float64):
+        return values.to(dtype)
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -20,6 +20,7 @@ from dsq_ckpt.workers import Workers
 Codes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[np.uint32]
 Floats32 = npt.NDArray[np.float32]
+Floats64 = npt.NDArray[np.float64]
 
 
 class ChunkKey(NamedTuple):
@@ -182,6 +183,9 @@ def dequantize(
             )
     except ValueError as error:
         raise CorruptCheckpoint(f"{name}: {error}") from error
+    reach = max(np.abs(levels).max(initial=0), np.abs(book.cell_low).max(), np.abs(book.cell_high).max())
+    if book.domain == "linear" and reach * scale >= np.finfo(np.float32).max:
+        np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest float; its values do not
     if used != len(kept):
         raise CorruptCheckpoint(f"{name}: {used} codes are protected but {len(kept)} protected values are stored")
     return out

@@ -1,9 +1,9 @@
-"""How ranks merge their sketches: sum an int64 array, carrying a status so that one rank's failure fails all at once."""
+"""How ranks merge their sketches: a sum of int64 arrays, with a status in it, so that one failure fails all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +105,7 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
     if failed:
         culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
         raise SaveFailed(f"{culprit} failed before the sketches were merged; see the error raised there")
-    return cast(Counts, message[1:])
+    return message[1:]
 
 
 def together(comm: Communicator, work: Callable[[], _T]) -> _T:

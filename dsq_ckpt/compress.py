@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -54,6 +55,13 @@ class ParentModel:
 
     books: dict[str, Codebook]
     exponents: dict[str, int]
+
+    def usable_for(self, layout: Layout) -> ParentModel:
+        """Without the groups that are to change between linear and log: a linear window does not see small values."""
+        return replace(self, books={
+            group: book for group, book in self.books.items()
+            if group in layout.groups and book.domain == getattr(layout.groups[group].codebook, "domain", "linear")
+        })
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,9 @@ def analyse(
         exponents = dict(parent.exponents)
         chunks, bad = _sketch_delta(load_chunks, layout, exponents, windows, arrays, comm, workers)
     fitted = {
-        group: fit_group(arrays[group], windows[group], tensor_config.codebook, books.get(group))
+        group: fit_group(
+            arrays[group], windows[group], tensor_config.codebook, books.get(group), tensor_config.refinement_bits
+        )
         for group, tensor_config in layout.groups.items()
     }
     kept = [chunk for chunk in chunks if chunk.key.fqn not in bad]
@@ -122,10 +132,8 @@ def _sketch_delta(
         chunks = [replace(chunk, exponent=exponents.get(chunk.key.fqn, 0)) for chunk in load_chunks()]
         for group, array in arrays.items():
             mine = [chunk for chunk in chunks if chunk.group == group]
-            for counts, bad in workers.map(
-                lambda share, window=windows[group], like=array: _joint_share(share, window, like, workers),
-                _shares(mine, workers),
-            ):
+            work = partial(_joint_share, window=windows[group], like=array, workers=workers)
+            for counts, bad in workers.map(work, _shares(mine, workers)):
                 array += counts
                 for fqn, count in bad.items():
                     nonfinite[index[fqn]] += count
@@ -140,7 +148,8 @@ def _joint_share(
     share: Sequence[Chunk], window: KeyWindow, like: Counts, workers: Workers
 ) -> tuple[Counts, dict[str, int]]:
     bad_columns = [window.n - 1, 2 * window.n - 1]
-    counts, bad = np.zeros_like(like), {}
+    counts = np.zeros_like(like)
+    bad: dict[str, int] = {}
     for chunk in share:
         before = int(counts[:, bad_columns].sum())
         _sketch_chunk(chunk, window, counts, workers)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +30,7 @@ class Lattice(_Strict):
     step: float = Field(0.5, gt=0, le=8, description="cell width in units of the group's root mean square")
     bins: int = Field(62, ge=2, le=62, description="levels besides zero, half of them negative (even number)")
     rate_distortion: float = Field(
-        0.08, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+        0.05, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
     )
 
     @model_validator(mode="after")
@@ -49,7 +51,7 @@ class KMeans(_Strict):
         1.0, ge=0, le=1, description="sample weight sigma*frequency + (1-sigma)*|value|; the papers use 0.2"
     )
     rate_distortion: float = Field(
-        0.15, ge=0, le=2, description="lambda, in units of 12 x the mean squared error of nearest-level coding"
+        0.05, ge=0, le=2, description="lambda, in units of 12 x the mean squared error of nearest-level coding"
     )
     domain: Literal["linear", "log"] = Field("linear", description="where distance is measured: x, or log2 |x|")
     seed: int = Field(0, ge=0, description="seed of k-means++ (fit='lloyd')")
@@ -87,13 +89,13 @@ class QuantizeConfig(_Strict):
 
     weights: TensorConfig = TensorConfig()
     exp_avg: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.08), refinement_bits=4
+        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
     )
     exp_avg_sq: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=6, protect=0.0, domain="log", rate_distortion=0.08), refinement_bits=3
+        codebook=KMeans(bins=6, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=3
     )
     momentum: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=8, protect=0.0005, rate_distortion=0.08), refinement_bits=4
+        codebook=KMeans(bins=8, protect=0.0005, rate_distortion=0.05), refinement_bits=4
     )
     groups: dict[str, TensorConfig] = Field(
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
@@ -165,6 +167,19 @@ class DSQConfig(_Strict):
         except ValidationError as error:
             raise ConfigError(_explain(where, error)) from None
 
+    @classmethod
+    def preset(cls, name: str) -> DSQConfig:
+        """A configuration that comes with the package: default, smallest, moments_exact or exact.
+
+        Raises:
+            ConfigError: there is no such preset.
+        """
+        presets = files("dsq_ckpt.configs")
+        names = sorted(entry.name.removesuffix(".yaml") for entry in presets.iterdir() if entry.name.endswith(".yaml"))
+        if name not in names:
+            raise ConfigError(f"there is no preset '{name}'; choose from {', '.join(names)}")
+        return cls.create(yaml.safe_load((presets / f"{name}.yaml").read_text()) or {})
+
     def with_values(self, **dotted: Any) -> DSQConfig:
         """A copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
         tree = self.model_dump()
@@ -180,10 +195,8 @@ class DSQConfig(_Strict):
 
 
 def exact_config() -> DSQConfig:
-    """Everything bit for bit: lossless compression only."""
-    exact = {"method": "exact"}
-    kinds = ("weights", "exp_avg", "exp_avg_sq", "momentum")
-    return DSQConfig.create({"quantize": dict.fromkeys(kinds, exact)})
+    """Everything bit for bit."""
+    return DSQConfig.preset("exact")
 
 
 def _read(path: Path) -> Any:
@@ -206,11 +219,17 @@ def _explain(where: str, error: ValidationError) -> str:
         key = ".".join(str(part) for part in issue["loc"] if part not in ("lattice", "kmeans", "lloyd"))
         found = issue.get("input")
         if issue["type"] == "extra_forbidden":
-            lines.append(f"  {key}: unknown key")
+            lines.append(f"  {key}: unknown key{_suggestion(key)}")
         else:
             message = issue["msg"].removeprefix("Value error, ")
             lines.append(f"  {key or '(root)'}: {message} (found {_short(found)})")
     return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
+
+
+def _suggestion(key: str) -> str:
+    known = {name for model in _Strict.__subclasses__() for name in model.model_fields}
+    close = get_close_matches(key.rpartition(".")[2], sorted(known), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _short(value: Any) -> str:

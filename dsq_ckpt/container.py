@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import struct
+import sys
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,9 @@ import zstandard
 
 from dsq_ckpt.errors import CorruptCheckpoint, UnsupportedFormat
 
+if sys.byteorder != "little":
+    raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
+
 FORMAT_VERSION = 1
 _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
@@ -30,19 +34,19 @@ _MAX_CONTENTS = 1 << 30
 
 
 class Block(NamedTuple):
-    """Where a block lies: byte offset, size, and xxh3-64 of its bytes."""
+    """Where a block lies: byte offset, size, and xxh3-64 of its bytes as 16 hexadecimal digits."""
 
     offset: int
     size: int
-    checksum: int
+    checksum: str
 
 
 class FileInfo(NamedTuple):
-    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it."""
+    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it, hexadecimal."""
 
     name: str
     size: int
-    checksum: int
+    checksum: str
 
 
 class ContainerWriter:
@@ -54,7 +58,7 @@ class ContainerWriter:
         self._fsync = fsync
         self._hash = xxhash.xxh3_64()
         self._offset = 0
-        self._file = open(self._temporary, "xb", buffering=1 << 20)
+        self._file = open(self._temporary, "xb", buffering=1 << 20)  # noqa: SIM115
         self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
 
     def __enter__(self) -> ContainerWriter:
@@ -71,20 +75,20 @@ class ContainerWriter:
 
     def add(self, data: bytes) -> Block:
         """Append a block."""
-        block = Block(self._offset, len(data), xxhash.xxh3_64_intdigest(data))
+        block = Block(self._offset, len(data), xxhash.xxh3_64_hexdigest(data))
         self._append(data)
         return block
 
     def finish(self, contents: dict[str, Any]) -> FileInfo:
         """Write contents and trailer, flush to the device, and give the file its name."""
         block = self.add(pack_json(contents))
-        self._append(_TRAILER.pack(*block, _END))
+        self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
         self._file.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
-        return FileInfo(self.path.name, self._offset, self._hash.intdigest())
+        return FileInfo(self.path.name, self._offset, self._hash.hexdigest())
 
     def _append(self, data: bytes) -> None:
         self._file.write(data)
@@ -103,7 +107,7 @@ class ContainerReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise CorruptCheckpoint(
                 f"'{path}' cannot be opened ({error.strerror}) although its manifest names it; "
@@ -126,11 +130,11 @@ class ContainerReader:
             CorruptCheckpoint: they are not those that were written.
         """
         data = self._read_at(block.offset, block.size)
-        found = xxhash.xxh3_64_intdigest(data)
+        found = xxhash.xxh3_64_hexdigest(data)
         if found != block.checksum:
             raise CorruptCheckpoint(
-                f"'{self.path}': {block.size} bytes at {block.offset} have checksum {found:016x}, expected "
-                f"{block.checksum:016x}; the file was altered, restore it or load another checkpoint"
+                f"'{self.path}': {block.size} bytes at {block.offset} have checksum {found}, expected "
+                f"{block.checksum}; the file was altered, restore it or load another checkpoint"
             )
         return data
 
@@ -150,7 +154,7 @@ class ContainerReader:
         offset, size, checksum, end = _TRAILER.unpack(trailer)
         if end != _END or offset + size + _TRAILER.size != self.size or size > _MAX_CONTENTS:
             raise CorruptCheckpoint(f"'{self.path}' does not end as a dsq_ckpt file does: truncated or overwritten")
-        return unpack_json(self.read(Block(offset, size, checksum)), f"'{self.path}'")
+        return unpack_json(self.read(Block(offset, size, f"{checksum:016x}")), f"'{self.path}'")
 
     def _read_at(self, offset: int, size: int) -> bytes:
         if offset < 0 or size < 0 or offset + size > self.size:
@@ -180,19 +184,23 @@ def unpack_json(data: bytes, where: str) -> Any:
     try:
         if not 0 <= zstandard.frame_content_size(data) <= _MAX_CONTENTS:
             raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
-        return json.loads(zstandard.ZstdDecompressor().decompress(data))
+        return json.loads(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False), parse_constant=_refuse)
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
 
 
-def file_checksum(path: Path) -> tuple[int, int]:
-    """Size and xxh3-64 of a whole file."""
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def file_checksum(path: Path) -> tuple[int, str]:
+    """Size and xxh3-64 (hexadecimal) of a whole file."""
     digest, size = xxhash.xxh3_64(), 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
             size += len(piece)
-    return size, digest.intdigest()
+    return size, digest.hexdigest()
 
 
 def sync_directory(directory: Path) -> None:

@@ -44,3 +44,7 @@ class LossyTensor(DSQError):
 
 class SaveFailed(DSQError):
     """A save did not complete; the message names the rank and cause. Earlier checkpoints are untouched."""
+
+
+class LoadFailed(DSQError):
+    """A load did not complete, for a reason outside of the checkpoint, such as a name that is not in it."""

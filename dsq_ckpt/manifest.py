@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from dsq_ckpt.container import FORMAT_VERSION, FileInfo, sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
 
 MANIFEST = "manifest.json"
+_NO_CHECKSUM = "0" * 16
 Role = Literal["own", "ancestor", "index", "refinement"]
 
 
 class ManifestFile(BaseModel):
     """A file the checkpoint consists of. `own`: written by this save; `ancestor`: linked from an earlier one."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str
     size: int
-    checksum: int
+    checksum: str
     role: Role
 
     @field_validator("name")
@@ -45,6 +46,8 @@ class ManifestFile(BaseModel):
 class Sizes(BaseModel):
     """Bytes of one kind of tensor: uncompressed, in base files, in refinement files."""
 
+    model_config = ConfigDict(extra="allow")
+
     logical: int = 0
     base: int = 0
     refinement: int = 0
@@ -52,6 +55,8 @@ class Sizes(BaseModel):
 
 class GroupReport(BaseModel):
     """What was lossy about a group, over all ranks."""
+
+    model_config = ConfigDict(extra="allow")
 
     elements: int
     levels: int
@@ -64,8 +69,12 @@ class GroupReport(BaseModel):
 class Manifest(BaseModel):
     """Everything about a checkpoint but where each tensor lies (the index) and the data."""
 
+    model_config = ConfigDict(extra="allow")  # keys of a later version survive a rewrite by this one
+
     format: Literal["dsq_ckpt"] = "dsq_ckpt"
     version: int = FORMAT_VERSION
+    checksum: str = _NO_CHECKSUM
+    """xxh3-64 of the file's bytes with sixteen zeros in this place."""
     save_id: str
     created: float
     """Seconds since the epoch, by the coordinator's clock."""
@@ -85,6 +94,15 @@ class Manifest(BaseModel):
     seconds: float
     config: dict[str, Any]
     writer: dict[str, str]
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Manifest:
+        names = [file.name for file in self.files]
+        if len(set(names)) != len(names):
+            raise ValueError("a file is named twice")
+        if sum(file.role == "index" for file in self.files) != 1:
+            raise ValueError("a checkpoint has exactly one index")
+        return self
 
     @property
     def index(self) -> ManifestFile:
@@ -106,7 +124,7 @@ class Manifest(BaseModel):
         temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             with open(temporary, "x") as file:
-                file.write(_sealed(self.model_dump(mode="json")))
+                file.write(_sealed(self.model_copy(update={"checksum": _NO_CHECKSUM}).model_dump_json(indent=1)))
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
@@ -141,13 +159,14 @@ class Manifest(BaseModel):
             version = tree["version"] if tree["format"] == "dsq_ckpt" else None
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
-        if not isinstance(version, int):
-            raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: format {tree['format']!r}")
+        if type(version) is not int or version < 1:
+            found = f"format {tree['format']!r}, version {tree['version']!r}"
+            raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {found}")
         if version > FORMAT_VERSION:
             raise UnsupportedFormat(
                 f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
             )
-        if tree.pop("checksum", None) != _checksum(tree):
+        if _sealed(text.replace(str(tree.get("checksum")), _NO_CHECKSUM, 1)) != text:
             raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
         try:
             return cls.model_validate(tree)
@@ -156,13 +175,9 @@ class Manifest(BaseModel):
             raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _sealed(tree: dict[str, Any]) -> str:
-    """JSON of a manifest with the checksum of its contents; white space and order are free."""
-    return json.dumps({**tree, "checksum": _checksum(tree)}, indent=1)
-
-
-def _checksum(tree: dict[str, Any]) -> int:
-    return xxhash.xxh3_64_intdigest(json.dumps(tree, separators=(",", ":"), sort_keys=True).encode())
+def _sealed(text: str) -> str:
+    """The text with its own xxh3-64 in place of the zeros that stand for it: every byte of the file is covered."""
+    return text.replace(_NO_CHECKSUM, xxhash.xxh3_64_hexdigest(text.encode()), 1)
 
 
 def is_complete(directory: Path) -> bool:

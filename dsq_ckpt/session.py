@@ -51,11 +51,11 @@ class Agreement:
         Raises:
             CheckpointNotFound, CorruptCheckpoint: the parent cannot be read.
         """
-        model = None
+        model, layout = None, Layout.union(layouts)
         if parent is not None:
             with Checkpoint(Path(parent.path)) as checkpoint:
-                model = checkpoint.model()
-        return cls(uuid.uuid4().hex[:16], ranks, parent, model, Layout.union(layouts))
+                model = checkpoint.model().usable_for(layout)
+        return cls(uuid.uuid4().hex[:16], ranks, parent, model, layout)
 
 
 @dataclass
@@ -302,7 +302,7 @@ def _write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bo
         os.replace(temporary, directory / name)
     finally:
         temporary.unlink(missing_ok=True)
-    return FileInfo(name, len(data), xxhash.xxh3_64_intdigest(data))
+    return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
 
 
 def _report(fitted: Fitted) -> GroupReport:

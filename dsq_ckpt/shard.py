@@ -136,9 +136,12 @@ class ShardWriter:
         return written
 
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> Written:
-        """Store a tensor bit for bit, or converted to `stored`."""
-        kept = tensor.detach().to("cpu", stored or tensor.dtype).contiguous()
-        raw = memoryview(kept.view(-1).view(torch.uint8).numpy()) if kept.numel() else memoryview(b"")
+        """Store a tensor bit for bit, or converted to `stored`; finite values stay finite in that."""
+        kept = tensor.detach().to("cpu").contiguous()
+        if stored is not None:
+            limit = torch.finfo(stored).max
+            kept = torch.where(kept.isfinite(), kept.clamp(-limit, limit), kept).to(stored)
+        raw = kept.view(-1).view(torch.uint8).numpy().data if kept.numel() else memoryview(b"")
         record = {"type": "plain", **_identity(key, tensor.dtype)}
         if stored is not None and stored != tensor.dtype:
             record["stored"] = _dtype_name(stored)

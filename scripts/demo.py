@@ -39,6 +39,8 @@ ROUNDING = 1e-5
 """Largest relative difference of a loss computed from the same weights on another number of ranks."""
 DEGRADATION = 0.01
 """Largest relative rise of the validation loss by one save and load."""
+BASE_DEGRADATION = 0.1
+"""The same for a load without refinement, which is what history keeps."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Event = dict[str, Any]
@@ -227,6 +229,9 @@ def run_demo(directory: Path, steps: int, save_every: int, console: Console) -> 
             f"it resumed from step {restored_step}, the newest checkpoint": restored["step"] == restored_step,
             f"1, 2 and 3 ranks agree to {ROUNDING:g}": spread <= ROUNDING,
             f"a load raises the validation loss by at most {DEGRADATION:.0%}": rise <= DEGRADATION,
+            f"the base alone raises it by at most {BASE_DEGRADATION:.0%}": (
+                loaded_base / last["validation_loss"] - 1 <= BASE_DEGRADATION
+            ),
             "less was kept than written, and less written than saved": (
                 sizes["bytes_kept"] <= sizes["bytes_written"] <= sizes["bytes_logical"]
             ),
@@ -303,9 +308,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train, kill, resume, reshard: the main job, on a CPU.")
     parser.add_argument("--steps", type=int, default=400, help="training steps")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument(
-        "--out", type=Path, help="new directory for checkpoints and logs, else a temporary one"
-    )
+    parser.add_argument("--out", type=Path, help="new directory for checkpoints and logs, else a temporary one")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()
     if arguments.steps < 2 * arguments.save_every or arguments.save_every < 2:

@@ -1,8 +1,8 @@
 """Measure what configurations cost and harm on real training runs; the defaults are chosen from its output.
 
     python scripts/measure_defaults.py record  /tmp/record            # train once, keep exact checkpoints
-    python scripts/measure_defaults.py offline /tmp/record --json out.json   # every configuration on that run
-    python scripts/measure_defaults.py restores --json out.json              # train with ten restores, per configuration
+    python scripts/measure_defaults.py offline /tmp/record --json out.json   # all configurations on that run
+    python scripts/measure_defaults.py restores --json out.json              # ten restores, per configuration
 
 `offline` compresses a recorded chain of checkpoints, and evaluates each decoded base layer: ratio against harm to a
 single checkpoint. `restores` kills and resumes a run ten times from its own compressed checkpoints: harm to training,
@@ -42,7 +42,8 @@ PAPER = {"fit": "lloyd", "bins": 8, "prune": 0.2, "protect": 0.005, "sigma": 0.2
 LOG8 = {"fit": "kmeans", "bins": 8, "protect": 0.0, "domain": "log"}
 
 
-def lattice(step: float, price: float = 0.15) -> dict[str, Any]:
+def lattice(step: float, price: float = 0.05) -> dict[str, Any]:
+    """A lattice of this step (in root mean squares) and rate-distortion weight."""
     return {"fit": "lattice", "step": step, "rate_distortion": price}
 
 
@@ -51,12 +52,10 @@ OFFLINE: dict[str, dict[str, Any]] = {
         "quantize.weights.codebook": PAPER, "delta.coder": "huffman"},
     "papers' codes, rANS": {"quantize.weights.codebook": PAPER},
     "k-means 8": {"quantize.weights.codebook": KM | {"bins": 8, "rate_distortion": 0.0}},
-    "k-means 8 + RD": {"quantize.weights.codebook": KM | {"bins": 8}},
-    "k-means 12 + RD": {"quantize.weights.codebook": KM | {"bins": 12}},
-    "k-means 16 + RD": {"quantize.weights.codebook": KM | {"bins": 16}},
+    **{f"k-means {bins} + RD {price}": {"quantize.weights.codebook": KM | {"bins": bins, "rate_distortion": price}}
+       for bins in (8, 12, 16, 24) for price in (0.04, 0.15)},
     **{f"lattice {step} + RD {price}": {"quantize.weights.codebook": lattice(step, price)}
-       for step, price in [(0.5, 0.0), (0.25, 0.15), (0.35, 0.15), (0.5, 0.08), (0.5, 0.15), (0.5, 0.3),
-                           (0.7, 0.15), (1.0, 0.15)]},
+       for step in (0.35, 0.5, 0.6, 0.7, 0.85) for price in (0.0, 0.04, 0.08, 0.15)},
     "lattice 0.5, every outlier of 1 octave normalised": {
         "quantize.weights.codebook": lattice(0.5), "quantize.outlier_octaves": 1},
     "lattice 0.5, never normalised": {
@@ -71,13 +70,13 @@ def bits(weights: int, first: int, second: int) -> dict[str, Any]:
 
 EXACT_MOMENTS = {"quantize.exp_avg.method": "exact", "quantize.exp_avg_sq.method": "exact"}
 RESTORES: dict[str, dict[str, Any]] = {
-    "base alone": bits(0, 0, 0),
-    "weights 4 bits": bits(4, 0, 0),
-    "weights 4, moments 2 and 2": bits(4, 2, 2),
     "weights 4, moments 4 and 3": bits(4, 4, 3),
+    "base alone": bits(0, 0, 0),
+    "weights 4, moments 2 and 2": bits(4, 2, 2),
     "weights 4, moments exact": bits(4, 0, 0) | EXACT_MOMENTS,
     "weights 6, moments 4 and 3": bits(6, 4, 3),
-    "weights exact, moments exact": {"quantize.weights.method": "exact"} | EXACT_MOMENTS,
+    "weights 4, moments 0 and 0": bits(4, 0, 0),
+    "everything exact": {"quantize.weights.method": "exact"} | EXACT_MOMENTS,
 }
 
 
@@ -164,7 +163,8 @@ def _offline_row(
             optimizer = copy.deepcopy(torch.load(file, weights_only=True)["optimizer"])
             training.restore({"model": state["model"], "optimizer": optimizer})
             harm.append(training.loss() / loss - 1)
-    row = {"name": name, "mean_harm": statistics.mean(harm), "max_harm": max(harm), "best_delta": max(deltas)}
+    row: dict[str, Any] = {"name": name, "mean_harm": statistics.mean(harm), "max_harm": max(harm)}
+    row["best_delta"] = max(deltas)
     for kind, (logical, base, refinement) in kinds.items():
         row |= {f"ratio_{kind}": logical / base, f"bits_{kind}": 32 * base / logical,
                 f"refinement_bits_{kind}": 32 * refinement / logical}

@@ -54,9 +54,7 @@ TIMEOUT = timedelta(seconds=120)
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; every rank gets the same."""
-    parser = argparse.ArgumentParser(
-        description="Train a small GPT with FSDP2, saving compressed checkpoints."
-    )
+    parser = argparse.ArgumentParser(description="Train a small GPT with FSDP2, saving compressed checkpoints.")
     add = parser.add_argument
     add("--out", type=Path, required=True, help="run directory, holds the checkpoints")
     add("--log-file", type=Path, help="file that JSON lines are appended to")
@@ -133,9 +131,7 @@ class Training:
         else:
             dcp.load(state, checkpoint_id=path)
         seconds = time.perf_counter() - loading
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step = int(state["progress"]["step"])
         self.log("start", world=self.world, device=str(self.device), resumed_from=path)
         self.log("resume", validation_loss=self.validation_loss(), load_seconds=seconds)

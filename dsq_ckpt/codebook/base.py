@@ -26,7 +26,8 @@ class Codebook:
         domain: where distance and refinement are measured: "linear" (x) or "log" (the float's bits).
         step: the lattice's step, 0 for other fits.
         cell_low, cell_high: float64, k + 1 entries; the values a code stands for lie between them, in x for
-            "linear" and in bits(|x|) / 2^23 for "log" (the interpolated log2). Equal bounds: nothing to refine.
+            "linear" and in bits(|x|) / 2^23 for "log" (the interpolated log2). Equal bounds: nothing to refine. The
+            refinement layer divides a cell evenly, and values decode to the middle of a part.
     """
 
     levels: Floats
@@ -69,6 +70,7 @@ class Codebook:
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"codebook does not parse: {error!r}") from error
         consistent = 1 <= len(levels) <= 255 and len(low) == len(high) == len(levels)
-        if not consistent or tree["domain"] not in ("linear", "log") or not np.isfinite(levels).all():
+        finite = consistent and bool(np.isfinite([levels, low, high]).all() and (low <= high).all())
+        if not finite or tree["domain"] not in ("linear", "log"):
             raise CorruptCheckpoint(f"codebook is inconsistent: {len(levels)} levels, {len(low)} cells")
         return book

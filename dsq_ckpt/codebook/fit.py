@@ -50,7 +50,9 @@ class Fitted:
     error: float
 
 
-def fit_group(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None) -> Fitted:
+def fit_group(
+    joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None, refinement_bits: int = 0
+) -> Fitted:
     """Fit one group on its joint sketch.
 
     Args:
@@ -59,15 +61,18 @@ def fit_group(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent
         window: the key window of `joint`.
         config: which codebook.
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
+        refinement_bits: into how many parts (2**bits) the refinement layer will divide the cells.
     """
-    fitted = _fit(joint, window, config, parent)
+    fitted = _fit(joint, window, config, parent, refinement_bits)
     if joint.shape[0] == 1:
         return fitted
-    alone = _fit(joint.sum(0, keepdims=True), window, config, parent)
+    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits)
     return fitted if fitted.bits < _PAYS * alone.bits else alone
 
 
-def _fit(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None) -> Fitted:
+def _fit(
+    joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None, refinement_bits: int
+) -> Fitted:
     total = joint.sum(0)
     values = window.values()
     finite = np.isfinite(values)
@@ -99,7 +104,10 @@ def _fit(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Cod
         levels = _levels(points[chosen], held[chosen], config)
         spread = 0.0
     positions, codes = _ascending(levels, log)
-    base = codes[nearest(np.where(finite, points, 0.0), positions)]
+    if pruned.any() and not log:  # the pruned fraction is what was asked for: zero is not a level beside it
+        base = (nearest(np.where(finite, points, 0.0), levels) + 1).astype(np.uint8)
+    else:
+        base = codes[nearest(np.where(finite, points, 0.0), positions)]
     base[pruned] = 0
     protected = len(levels) + 1
     base[forced] = protected
@@ -113,12 +121,14 @@ def _fit(joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Cod
     counts = code_counts(joint, table, protected + 1)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
     low, high = _cells(joint, table, window, protected, log)
+    if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
+        _centre_zero(low, high, 2.0**refinement_bits)
     book = Codebook(
         real_levels, _next_window(held, window, real_levels, log), "log" if log else "linear", step, low, high
     )
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
-        _error(joint, table, values, real_levels, protected),
+        _error(joint, table, window, real_levels, protected),
     )
 
 
@@ -202,6 +212,21 @@ def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: 
     return low, high
 
 
+def _centre_zero(low: Floats, high: Floats, parts: float) -> None:
+    """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
+
+    Values are decoded to the middle of a part, and zeros must come back as zeros: a first moment of 1e-6 in place of
+    0, over a second moment that is 0, would be an update hundreds of times the learning rate.
+    """
+    width = high - low
+    around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
+    below, above = -low[around], high[around]
+    place = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
+    part = np.maximum(below / place, above / (parts - place)).astype(np.float32)
+    part = np.nextafter(part, np.float32(np.inf)).astype(np.float64)  # few bits: the products below are exact
+    low[around], high[around] = -place * part, (parts - place) * part
+
+
 def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> KeyWindow:
     """Magnitudes worth resolving next time: what was seen, with three octaves to grow into.
 
@@ -223,10 +248,13 @@ def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> 
     return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
 
 
-def _error(joint: Counts, table: Codes, values: Floats, levels: Floats, protected: int) -> float:
+def _error(joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int) -> float:
+    """Mean squared error of what is not protected, taking values as spread evenly over their bins."""
+    values, (low, high) = window.values(), window.edges()
     rows, bins = np.nonzero(joint)
     codes = table[rows, bins]
     kept = codes != protected
     rows, bins, codes = rows[kept], bins[kept], codes[kept]
     weight = joint[rows, bins]
-    return float((weight * (values[bins] - levels[codes]) ** 2).sum() / max(int(weight.sum()), 1))
+    square = (values[bins] - levels[codes]) ** 2 + (high[bins] - low[bins]) ** 2 / 12
+    return float((weight * square).sum() / max(int(weight.sum()), 1))

@@ -29,7 +29,7 @@ from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint, Codes, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LossyTensor
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LossyTensor
 from dsq_ckpt.workers import Workers
 
 Refinement = Literal["auto"] | bool
@@ -67,6 +67,8 @@ class DSQStorageReader(StorageReader):
         self._allow_cast = allow_cast
         self._storage = StorageConfig(threads=threads)
         self._save_id: str | None = None
+        self.unreadable: DSQError | None = None
+        """Why the last load could not begin; DCP itself passes on the text alone."""
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -82,11 +84,16 @@ class DSQStorageReader(StorageReader):
             self.path = Path(checkpoint_id).absolute()
         self._save_id = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._save_id = None  # a reader may be used again, and the checkpoint replaced in between
-        with self._open() as checkpoint:
-            self._save_id = checkpoint.manifest.save_id
-            return metadata_of(checkpoint)
+    # No **kwargs: DCP would take them for leave to read on without the other ranks when this fails.
+    def read_metadata(self) -> Metadata:
+        self._save_id = self.unreadable = None  # a reader may be used again, and the checkpoint replaced in between
+        try:
+            with self._open() as checkpoint:
+                self._save_id = checkpoint.manifest.save_id
+                return metadata_of(checkpoint)
+        except DSQError as error:
+            self.unreadable = error
+            raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare: the checkpoint is opened where it is read."""
@@ -106,7 +113,7 @@ class DSQStorageReader(StorageReader):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     with malformed(checkpoint):
-                        data = checkpoint.bytes(checkpoint.find(item.storage_index.fqn, None))
+                        data = checkpoint.object_bytes(checkpoint.find(item.storage_index.fqn, None))
                     planner.load_bytes(item, BytesIO(data))
                 else:
                     wanted[item.storage_index].append(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -27,10 +27,10 @@ class StagedTensor(torch.Tensor):
     def __new__(
         cls, shape: torch.Size, dtype: torch.dtype, items: list[WriteItem], payloads: list[Payload]
     ) -> StagedTensor:
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         wrapper.items = items
         wrapper.payloads = payloads
-        return cast(StagedTensor, wrapper)
+        return wrapper
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         return self.items
@@ -47,11 +47,13 @@ class StagedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return StagedTensor, (self.shape, self.dtype, self.items, self.payloads)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StagedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks={len(self.items)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise TypeError(f"a staged tensor only travels to storage; {func} is not defined on it")

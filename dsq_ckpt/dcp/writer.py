@@ -300,8 +300,8 @@ class DSQStorageWriter(StorageWriter):
         opened: list[Parent] = []
 
         def parent() -> Parent | None:
-            if agreement.parent is not None:
-                opened.append(Parent(ParentRef(*agreement.parent), workers))
+            if agreement.parent is not None and agreement.model is not None:
+                opened.append(Parent(ParentRef(*agreement.parent), agreement.model, workers))
                 return opened[0]
             return None
 

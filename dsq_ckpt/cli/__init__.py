@@ -1,0 +1,245 @@
+"""`dsq`: look into checkpoints, check them, convert them, clean up after them.
+
+Tables go to stdout, `--json` prints one JSON document instead, progress and errors go to stderr. What cannot be done
+ends with one line that says why, and exit status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dsq_ckpt import export as exporting
+from dsq_ckpt import gc as collecting
+from dsq_ckpt.cli import inspection, output
+from dsq_ckpt.cli.history import History
+from dsq_ckpt.cli.verification import verify as verify_path
+from dsq_ckpt.dcp.reader import Refinement
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.version import __version__
+
+
+class _Commands(TyperGroup):
+    """Turns errors of ours and of the file system into one line; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # `dsq log | head`: typer ends quietly
+        except DSQError as error:
+            raise output.fail(str(error)) from error
+        except OSError as error:
+            where = f"'{error.filename}': " if error.filename else ""
+            raise output.fail(f"{where}{error.strerror or error}") from error
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Look into, check, convert and clean up dsq_ckpt checkpoints.",
+)
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory that the checkpoints of a run lie in.")]
+CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint directory.")]
+EitherPath = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the directory of a run.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
+
+
+class Format(str, Enum):
+    """What `dsq export` writes."""
+
+    dcp = "dcp"
+    torch = "torch"
+    safetensors = "safetensors"
+
+
+class Layers(str, Enum):
+    """Which layers `dsq export` reads."""
+
+    auto = "auto"
+    required = "required"
+    base = "base"
+
+
+_LAYERS: dict[Layers, Refinement] = {Layers.auto: "auto", Layers.required: True, Layers.base: False}
+_SUFFIXES = {
+    ".safetensors": Format.safetensors, ".pt": Format.torch, ".pth": Format.torch, ".bin": Format.torch,
+    ".ckpt": Format.torch,
+}
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"dsq_ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `dsq` itself; its help is that of `app`."""
+
+
+@app.command()
+def log(run: RunPath, as_json: Json = False) -> None:
+    """Show a run's checkpoints: bytes written and kept, ratios, chain, time.
+
+    Ratios per checkpoint are of what is kept now, without files linked from its ancestors.
+    """
+    history = History.read(run)
+    if as_json:
+        output.print_json(history.as_json())
+    else:
+        history.print()
+
+
+@app.command()
+def inspect(
+    checkpoint: CheckpointPath,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor and how it is stored.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a checkpoint: groups, bits per element, ratios, chain."""
+    if as_json:
+        output.print_json(inspection.as_json(checkpoint, tensors))
+    else:
+        inspection.show(checkpoint, tensors)
+
+
+@app.command()
+def verify(
+    path: EitherPath,
+    deep: Annotated[bool, typer.Option("--deep/--no-deep", help="Decode every tensor too, along its chain.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Check size and checksum of every file, and decode every tensor; exit status 1 if anything is wrong."""
+    result = verify_path(path, deep)
+    if as_json:
+        output.print_json(result.as_json())
+    else:
+        result.print()
+    if result.damaged:
+        raise output.fail(
+            f"{len(result.damaged)} of {len(result.reports)} checkpoint(s) damaged: "
+            + ", ".join(report.name for report in result.damaged)
+        )
+
+
+@app.command()
+def export(
+    checkpoint: CheckpointPath,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory (dcp) or file to write.")],
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="Default: by TARGET's suffix (.safetensors; .pt, .pth, .bin, .ckpt), else dcp."),
+    ] = None,
+    layers: Annotated[
+        Layers, typer.Option("--refinement", help="Refinement layer: where kept; or fail without; or base layer alone.")
+    ] = Layers.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="torch: unpickle objects of any class. Can run the writer's code.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert to a plain DCP directory, a torch.save file or safetensors, in one process."""
+    form = form or _SUFFIXES.get(target.suffix, Format.dcp)
+    if allow_pickle and form is not Format.torch:
+        raise output.fail(f"--allow-pickle is for --format torch; {form.value} unpickles nothing")
+    total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
+    refinement = _LAYERS[layers]
+    with output.meter(f"export to {form.value}", total) as meter:
+        if form is Format.dcp:
+            done = exporting.export_dcp(
+                checkpoint, target, refinement=refinement, overwrite=overwrite, progress=meter.advance
+            )
+        elif form is Format.torch:
+            done = exporting.export_torch(
+                checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle,
+                progress=meter.advance,
+            )
+        else:
+            done = exporting.export_safetensors(
+                checkpoint, target, refinement=refinement, overwrite=overwrite, progress=meter.advance
+            )
+    if as_json:
+        output.print_json({
+            "path": str(done.path), "format": form.value, "tensors": done.tensors, "bytes": done.bytes,
+            "refined": done.refined, "left_out": done.left_out,
+        })
+        return
+    layer = "base and refinement" if done.refined else "base layer alone"
+    screen = output.console()
+    screen.print(
+        f"{done.path}: {done.tensors} tensors, {output.size(done.bytes)}, {form.value}, {layer}", soft_wrap=True
+    )
+    if done.left_out:
+        screen.print(f"left out, not tensors: {', '.join(done.left_out)}", soft_wrap=True)
+
+
+@app.command()
+def gc(
+    path: EitherPath,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List, delete nothing.")] = False,
+    min_age: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Leave younger files: a save may be under way.")
+    ] = 3600,
+    as_json: Json = False,
+) -> None:
+    """Delete what interrupted saves left behind: files of ours that no manifest names."""
+    everything = collecting.garbage(path, 0)
+    orphans = collecting.garbage(path, min_age) if dry_run else collecting.collect(path, min_age)
+    young = sorted({orphan.path.parent for orphan in everything} - {orphan.path.parent for orphan in orphans})
+    freed = sum(orphan.bytes for orphan in orphans)
+    if as_json:
+        output.print_json({
+            "path": str(path), "dry_run": dry_run, "bytes": freed, "too_young": [str(entry) for entry in young],
+            "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
+        })
+        return
+    screen = output.console()
+    if orphans:
+        rows = output.table("<file", "size", "<why")
+        for orphan in orphans:
+            rows.add_row(str(orphan.path.relative_to(path)), output.size(orphan.bytes), orphan.reason)
+        screen.print(rows)
+        screen.print()
+    verb = "would delete" if dry_run else "deleted"
+    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}" if orphans else "nothing to delete")
+    for entry in young:
+        screen.print(
+            f"left alone: {entry}: younger than {output.seconds(min_age)}, a save may be under way", soft_wrap=True
+        )
+
+
+@app.command()
+def bench(
+    parameters: Annotated[float, typer.Option(min=1, help="Elements of the made-up model.")] = 100e6,
+    threads: Annotated[int, typer.Option(min=0, help="Worker threads; 0: as a save of one rank would choose.")] = 0,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where to write; default: a temporary directory.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")] = None,
+) -> None:
+    """Measure saving and loading on this machine."""
+    from dsq_ckpt import bench as benchmark
+
+    result = benchmark.run_bench(int(parameters), threads, directory or Path(tempfile.gettempdir()))
+    benchmark.print_bench(result, output.console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="dsq")

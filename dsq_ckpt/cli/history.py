@@ -1,0 +1,203 @@
+"""`dsq log`: the checkpoints of a run, what they cost when written and what they cost now."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.api import describe
+from dsq_ckpt.cli import output
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.gc import is_ours
+from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
+
+CLASSES = ("weights", "moments", "everything")
+
+
+@dataclass
+class Bytes:
+    """One class of tensors: uncompressed, written by the save, on disk now."""
+
+    logical: int = 0
+    written: int = 0
+    kept: int = 0
+
+    def add(self, other: Bytes) -> None:
+        """Sum over checkpoints."""
+        self.logical += other.logical
+        self.written += other.written
+        self.kept += other.kept
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bytes_logical": self.logical, "bytes_written": self.written, "bytes_kept": self.kept,
+            "ratio_written": output.quotient(self.logical, self.written),
+            "ratio_kept": output.quotient(self.logical, self.kept),
+        }
+
+
+@dataclass
+class Entry:
+    """A checkpoint of a run. `classes` holds weights, moments and everything (exact tensors and overhead included)."""
+
+    path: Path
+    manifest: Manifest
+    created: str
+    classes: dict[str, Bytes]
+
+    @classmethod
+    def read(cls, path: Path, manifest: Manifest) -> Entry:
+        about = describe(path)
+        classes = {name: Bytes() for name in CLASSES}
+        for kind, sizes in manifest.kinds.items():
+            if kind == "exact":
+                continue
+            now = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
+            part = Bytes(sizes.logical, sizes.base + sizes.refinement, now)
+            classes["weights" if kind == "weights" else "moments"].add(part)
+        classes["everything"] = Bytes(about["bytes_logical"], about["bytes_written"], about["bytes_kept"])
+        return cls(path, manifest, about["created"], classes)
+
+    def notes(self) -> str:
+        """What is special about it."""
+        count = len(self.manifest.nonfinite)
+        return ", ".join([*(["pinned"] if self.manifest.pinned else []), *([f"{count} NaN/Inf"] if count else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        manifest = self.manifest
+        return {
+            "name": self.path.name, "save_id": manifest.save_id, "created": manifest.created,
+            "keyframe": manifest.depth == 0, "depth": manifest.depth, "parent": manifest.parent,
+            "seconds": manifest.seconds, "refinement": manifest.refinement, "pinned": manifest.pinned,
+            "nonfinite": manifest.nonfinite,
+            "classes": {name: part.as_json() for name, part in self.classes.items()},
+        }
+
+
+@dataclass
+class History:
+    """A run: its checkpoints, oldest first, and directories in it that cannot be read as checkpoints."""
+
+    run: Path
+    entries: list[Entry]
+    total: dict[str, Bytes]
+    damaged: list[tuple[Path, str]] = field(default_factory=list)
+    incomplete: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, run: Path) -> History:
+        """The history of a run directory.
+
+        Raises:
+            CheckpointNotFound: it holds no checkpoint.
+        """
+        if is_complete(run):
+            raise CheckpointNotFound(
+                f"'{run}' is a checkpoint; name its run directory '{run.absolute().parent}', or use dsq inspect"
+            )
+        if not run.is_dir():
+            raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
+        entries = [Entry.read(path, manifest) for path, manifest in checkpoints(run)]
+        damaged, incomplete = leftovers(run)
+        if not entries:
+            found = f"; damaged: {damaged[0][1]}" if damaged else ""
+            found += f"; '{incomplete[0].name}' holds a save that did not complete" if incomplete else ""
+            raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}")
+        total = {name: Bytes() for name in CLASSES}
+        for entry in entries:
+            for name, part in entry.classes.items():
+                total[name].add(part)
+        total["everything"].kept = disk_use(entries)
+        return cls(run, entries, total, damaged, incomplete)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run), "checkpoints": [entry.as_json() for entry in self.entries],
+            "total": {name: part.as_json() for name, part in self.total.items()},
+            "seconds": sum(entry.manifest.seconds for entry in self.entries),
+            "damaged": [{"name": path.name, "problem": problem} for path, problem in self.damaged],
+            "incomplete": [path.name for path in self.incomplete],
+        }
+
+    def print(self) -> None:
+        """Tables for people."""
+        screen = output.console()
+        wide = screen.width >= output.WIDE
+        noted = any(entry.notes() for entry in self.entries)
+        rows = output.table(
+            "<checkpoint", *(["<saved"] if wide else []), "<coded", "written", "kept", "weights", "moments", "all",
+            "took", "<refined", *(["<notes"] if noted else []),
+        )
+        for entry in self.entries:
+            depth, everything = entry.manifest.depth, entry.classes["everything"]
+            rows.add_row(
+                entry.path.name, *([entry.created[5:16]] if wide else []), f"delta {depth}" if depth else "keyframe",
+                output.size(everything.written), output.size(everything.kept),
+                *(output.ratio(entry.classes[name].logical, entry.classes[name].kept) for name in CLASSES),
+                output.seconds(entry.manifest.seconds), entry.manifest.refinement,
+                *([entry.notes()] if noted else []),
+            )
+        screen.print(rows)
+        screen.print()
+        count = len(self.entries)
+        totals = output.table("<whole run", "bytes", "weights", "moments", "all")
+        everything = self.total["everything"]
+        totals.add_row("uncompressed", output.size(everything.logical))
+        totals.add_row("written", output.size(everything.written), *(
+            output.ratio(self.total[name].logical, self.total[name].written) for name in CLASSES
+        ))
+        totals.add_row("kept on disk", output.size(everything.kept), *(
+            output.ratio(self.total[name].logical, self.total[name].kept) for name in CLASSES
+        ))
+        screen.print(totals)
+        spent = output.seconds(sum(entry.manifest.seconds for entry in self.entries))
+        screen.print(f"{count} checkpoint{'s' if count > 1 else ''}, {spent} of saving")
+        self.print_leftovers()
+
+    def print_leftovers(self) -> None:
+        """Warnings about directories that look like checkpoints and are none."""
+        screen = output.console()
+        for path, problem in self.damaged:
+            screen.print(f"damaged: {path.name}: {problem}", soft_wrap=True)
+        print_incomplete(self.incomplete)
+
+
+def print_incomplete(paths: list[Path]) -> None:
+    """A line for each directory of a save without a manifest."""
+    for path in paths:
+        output.console().print(f"incomplete: {path.name}: a save under way, or a failed one for dsq gc", soft_wrap=True)
+
+
+def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
+    """Directories below a run with files of ours: those whose manifest cannot be read, and those without one."""
+    damaged, incomplete = [], []
+    for entry in sorted(run.iterdir()):
+        try:
+            ours = entry.is_dir() and any(is_ours(name) for name in os.listdir(entry))
+        except PermissionError:
+            continue  # lost+found and the like
+        if not ours:
+            continue
+        if not os.path.lexists(entry / MANIFEST):
+            incomplete.append(entry)
+            continue
+        try:
+            Manifest.read(entry)
+        except DSQError as error:
+            damaged.append((entry, str(error)))
+    return damaged, incomplete
+
+
+def disk_use(entries: list[Entry]) -> int:
+    """Bytes on disk of all checkpoints; a file linked into several counts once, wherever it was written."""
+    found: dict[tuple[int, int], int] = {}
+    for entry in entries:
+        for name in [MANIFEST, *(file.name for file in entry.manifest.files)]:
+            try:
+                status = os.stat(entry.path / name)
+            except OSError:
+                continue  # `dsq verify` is who tells
+            found[status.st_dev, status.st_ino] = status.st_size
+    return sum(found.values())

@@ -1,0 +1,179 @@
+"""`dsq inspect`: what is in one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.api import describe
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.cli import output
+from dsq_ckpt.dcp.reader import malformed
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.manifest import Manifest, checkpoints
+
+_ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3}
+
+
+def as_json(path: Path, tensors: bool) -> dict[str, Any]:
+    """The manifest, derived sizes and, where asked for, every tensor."""
+    manifest = Manifest.read(path)
+    about = describe(path)
+    document = {
+        **manifest.model_dump(mode="json"), "path": str(path),
+        **{name: about[name] for name in ("bytes_logical", "bytes_written", "bytes_kept", "keyframe")},
+        "ratio_written": output.quotient(about["bytes_logical"], about["bytes_written"]),
+        "ratio_kept": output.quotient(about["bytes_logical"], about["bytes_kept"]),
+    }
+    if tensors:
+        document["tensors"] = tensor_list(path)
+    return document
+
+
+def show(path: Path, tensors: bool) -> None:
+    """Tables for people."""
+    manifest = Manifest.read(path)
+    screen = output.console()
+    screen.print(output.fields(_header(path, manifest)))
+    screen.print()
+    screen.print(_kinds(path, manifest))
+    if manifest.groups:
+        rows = output.table("<group", "elements", "levels", "step", "coded", "bits/element", "rel. error")
+        for name, group in sorted(manifest.groups.items()):
+            rows.add_row(
+                name, output.number(group.elements), str(group.levels),
+                f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "anew",
+                f"{group.bits_per_element:.3f}", f"{100 * group.relative_error:.2f} %",
+            )
+        screen.print()
+        screen.print(rows)
+        screen.print("bits/element and error (root mean square, relative) are of the base layer")
+    screen.print()
+    screen.print(_files(path, manifest))
+    if manifest.nonfinite:
+        screen.print()
+        screen.print("NaN or Inf, stored exactly: " + ", ".join(manifest.nonfinite))
+    if tensors:
+        screen.print()
+        screen.print(_tensors(path))
+
+
+def tensor_list(path: Path) -> list[dict[str, Any]]:
+    """Every tensor and object: name, dtype, shape, chunks, and the group it was quantized in, `exact` or `bf16`."""
+    found: list[dict[str, Any]] = []
+    with Checkpoint(path) as checkpoint, malformed(checkpoint):
+        stored: dict[str, str] = {}
+        for key, ref in checkpoint.chunks():
+            record = checkpoint.record(ref)
+            how = record["group"] if record["type"] == "coded" else record.get("stored", "exact")
+            # NaN in one rank's part makes that part exact; the tensor is still lossy.
+            if stored.get(key.fqn, "exact") == "exact":
+                stored[key.fqn] = how
+        for fqn, tensor in checkpoint.index["tensors"].items():
+            found.append({
+                "name": fqn, "dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": len(tensor["chunks"]),
+                "stored": stored.get(fqn, "exact"),
+            })
+        found += [
+            {"name": fqn, "dtype": "object", "shape": [], "chunks": 1, "stored": "exact"}
+            for fqn in checkpoint.index["objects"]
+        ]
+    return found
+
+
+def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    about = describe(path)
+    parent = "none: a keyframe"
+    if manifest.parent is not None:
+        parent = f"{manifest.parent} ({manifest.parent_name}), {manifest.depth} from the keyframe"
+    refinement = manifest.refinement + (", pinned" if manifest.pinned else "")
+    zone = time.strftime("%Z", time.localtime(manifest.created))
+    logical = about["bytes_logical"]
+    return [
+        ("checkpoint", str(path)),
+        ("save id", manifest.save_id),
+        ("saved", f"{about['created']} {zone}, in {output.seconds(manifest.seconds)}, by {manifest.ranks} rank(s)"),
+        ("parent", parent),
+        ("refinement", refinement),
+        ("uncompressed", output.size(logical)),
+        ("written", f"{output.size(about['bytes_written'])} ({output.ratio(logical, about['bytes_written'])})"),
+        ("kept", f"{output.size(about['bytes_kept'])} ({output.ratio(logical, about['bytes_kept'])}), without linked "
+                 f"ancestors ({output.size(manifest.bytes_in('ancestor'))})"),
+        ("writer", ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
+                   + f", format {manifest.version}"),
+    ]
+
+
+def _kinds(path: Path, manifest: Manifest) -> Any:
+    """Sizes by kind. The refinement of a checkpoint that dropped it is shown, but does not count as stored."""
+    kept = manifest.refinement == "kept"
+    rows = output.table("<kind", "uncompressed", "base", "refinement", "base ratio", "ratio now")
+    order = sorted(manifest.kinds, key=lambda kind: (kind == "exact", kind != "weights", kind))
+    for kind in order:
+        sizes = manifest.kinds[kind]
+        rows.add_row(
+            kind, output.size(sizes.logical), output.size(sizes.base),
+            (output.size(sizes.refinement) + ("" if kept else " dropped")) if sizes.refinement else "-",
+            output.ratio(sizes.logical, sizes.base),
+            output.ratio(sizes.logical, sizes.base + (sizes.refinement if kept else 0)),
+        )
+    about = describe(path)
+    stored = sum(sizes.base + (sizes.refinement if kept else 0) for sizes in manifest.kinds.values())
+    rows.add_row("tables, index, manifest", "-", output.size(about["bytes_kept"] - stored))
+    rows.add_row(
+        "all", output.size(about["bytes_logical"]), output.size(about["bytes_kept"] - manifest.bytes_in("refinement")),
+        output.size(manifest.bytes_in("refinement")) if kept else "-",
+        output.ratio(about["bytes_logical"], about["bytes_kept"] - manifest.bytes_in("refinement")),
+        output.ratio(about["bytes_logical"], about["bytes_kept"]),
+    )
+    return rows
+
+
+def _files(path: Path, manifest: Manifest) -> Any:
+    """The chain, keyframe first: one row per save and role, with the directory it came from where that is still there.
+
+    A row per file would be ranks x depth of them; `--json` has them all.
+    """
+    places: dict[str, str] = {}
+    with contextlib.suppress(OSError):  # whoever may read the checkpoint need not be able to list its parent
+        places = {other.save_id: place.name for place, other in checkpoints(path.absolute().parent)}
+    depths = _depths(path, manifest)
+    rows: dict[tuple[int, int, str, str], list[int]] = {}
+    for file in manifest.files:
+        save_id = _save_of(file.name)
+        rows.setdefault((_ROLES[file.role], depths.get(save_id, -1), save_id, file.role), []).append(file.size)
+    shown = output.table("<save", "<role", "<coded", "files", "size", "<saved as")
+    for (_, depth, save_id, role), sizes in sorted(rows.items()):
+        coded = "-" if depth < 0 or role not in ("own", "ancestor") else f"delta {depth}" if depth else "keyframe"
+        place = path.absolute().name if role != "ancestor" else places.get(save_id, "(deleted)")
+        shown.add_row(save_id, role, coded, str(len(sizes)), output.size(sum(sizes)), place)
+    return shown
+
+
+def _save_of(name: str) -> str:
+    """The save id that a file's name begins with."""
+    return name[:16]
+
+
+def _depths(path: Path, manifest: Manifest) -> dict[str, int]:
+    """How far each save of the chain is from the keyframe, by what the first file of each says it needs."""
+    depths = {manifest.save_id: manifest.depth}
+    with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, malformed(checkpoint):
+        for file in manifest.files:
+            if file.role == "ancestor" and _save_of(file.name) not in depths:
+                needed = {_save_of(name) for name in checkpoint.requires(file.name)}
+                depths[_save_of(file.name)] = len(needed) - 1
+    return depths
+
+
+def _tensors(path: Path) -> Any:
+    rows = output.table("<tensor", "<dtype", "shape", "chunks", "<stored")
+    for tensor in tensor_list(path):
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        rows.add_row(
+            tensor["name"], tensor["dtype"], "-" if tensor["dtype"] == "object" else shape, str(tensor["chunks"]),
+            tensor["stored"],
+        )
+    return rows

@@ -1,0 +1,122 @@
+"""How the commands print: tables for people, one JSON document for machines, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+WIDE = 100  # columns of a terminal from which there is room to spare
+_PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that takes text as it is: tensor names hold brackets, and colour says nothing here."""
+    found = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = _PIPE_WIDTH
+    return found
+
+
+def fail(message: str) -> typer.Exit:
+    """Print the one line that says what is wrong; the exception to raise ends the program with status 1."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return typer.Exit(1)
+
+
+def print_json(document: Any) -> None:
+    """Exactly one JSON document on stdout."""
+    typer.echo(json.dumps(document, indent=1))
+
+
+def table(*columns: str) -> Table:
+    """A table without lines. A column `<name` is text and folds where the terminal is narrow; others are numbers."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2 if console().width >= WIDE else 1, 0, 0))
+    for name in columns:
+        if name.startswith("<"):
+            made.add_column(name[1:], overflow="fold", min_width=min(len(name) - 1, 10))
+        else:
+            made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def fields(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, one per line."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in pairs:
+        made.add_row(name, value)
+    return made
+
+
+def size(count: int) -> str:
+    """Bytes in binary units, three or four digits: 12.3 MiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{_digits(value)} {unit}"
+
+
+def number(count: int) -> str:
+    """A count in decimal units: 180 k, 1.21 G."""
+    value, unit = float(count), ""
+    for larger in (" k", " M", " G", " T"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{_digits(value)}{unit}" if unit else str(count)
+
+
+def ratio(logical: int, stored: int) -> str:
+    """How many times smaller: 56.8x; - where there is nothing to compare."""
+    return f"{_digits(logical / stored)}x" if logical and stored else "-"
+
+
+def quotient(logical: int, stored: int) -> float | None:
+    """The ratio for JSON."""
+    return round(logical / stored, 4) if logical and stored else None
+
+
+def seconds(duration: float) -> str:
+    """0.07 s, 12.3 s, 2 min 05 s."""
+    if duration >= 60:
+        return f"{int(duration // 60)} min {int(duration % 60):02d} s"
+    return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if abs(value) < 9.995:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
+class Meter:
+    """A progress bar on stderr, counted in bytes; `advance` may be handed to library functions."""
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self, count: int) -> None:
+        """So many bytes are done."""
+        self._progress.advance(self._task, count)
+
+
+@contextmanager
+def meter(what: str, total: int) -> Iterator[Meter]:
+    """A progress bar that disappears when the work is done, and is not there unless stderr is a terminal."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        yield Meter(progress, progress.add_task(what, total=max(total, 1)))

@@ -1,0 +1,231 @@
+"""`dsq verify`: every byte of a checkpoint or a run against its checksum, and every tensor through its chain."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.cli import output
+from dsq_ckpt.cli.history import leftovers, print_incomplete
+from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.container import file_checksum
+from dsq_ckpt.dcp.reader import malformed
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints, is_complete
+from dsq_ckpt.workers import Workers
+
+
+@dataclass
+class Problem:
+    """What is wrong, and where: a file or a tensor."""
+
+    where: str
+    problem: str
+
+
+@dataclass
+class Report:
+    """What was found out about one checkpoint."""
+
+    path: Path
+    manifest: Manifest | None = None
+    problems: list[Problem] = field(default_factory=list)
+    tensors: int | None = None
+    """How many tensors and objects were decoded; None: none was tried here."""
+    decoded_by: str | None = None
+    """A later checkpoint whose decoding walked the whole chain of this one."""
+
+    @property
+    def name(self) -> str:
+        return self.path.absolute().name
+
+    def as_json(self) -> dict[str, Any]:
+        files = [] if self.manifest is None else self.manifest.files
+        return {
+            "path": str(self.path), "ok": not self.problems, "files": len(files),
+            "bytes": sum(file.size for file in files), "tensors_decoded": self.tensors, "decoded_by": self.decoded_by,
+            "problems": [vars(problem) for problem in self.problems],
+        }
+
+
+@dataclass
+class Verification:
+    """The result for a checkpoint or a run."""
+
+    path: Path
+    reports: list[Report]
+    incomplete: list[Path]
+
+    @property
+    def damaged(self) -> list[Report]:
+        return [report for report in self.reports if report.problems]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path), "ok": not self.damaged,
+            "checkpoints": [report.as_json() for report in self.reports],
+            "incomplete": [path.name for path in self.incomplete],
+        }
+
+    def print(self) -> None:
+        """Tables for people."""
+        screen = output.console()
+        rows = output.table("<checkpoint", "files", "size", "<result", "<decoded")
+        for report in self.reports:
+            files = [] if report.manifest is None else report.manifest.files
+            decoded = "-" if report.decoded_by is None else f"with {report.decoded_by}"
+            if report.tensors is not None:
+                decoded = f"{report.tensors} tensors and objects"
+            result = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}"
+            rows.add_row(
+                report.name, str(len(files)), output.size(sum(file.size for file in files)),
+                result if report.problems else "ok", decoded,
+            )
+        screen.print(rows)
+        for report in self.damaged:  # lines and not a table: paths in three columns would be cut to pieces
+            screen.print(f"\n{report.name}:", soft_wrap=True)
+            for problem in report.problems[:_SHOWN]:
+                screen.print(f"  {problem.where}: {problem.problem}", soft_wrap=True)
+            if len(report.problems) > _SHOWN:
+                screen.print(f"  ... and {len(report.problems) - _SHOWN} more; --json lists them all")
+        print_incomplete(self.incomplete)
+
+
+_SHOWN = 8
+
+
+def verify(path: Path, deep: bool) -> Verification:
+    """Check a checkpoint or all checkpoints of a run.
+
+    Each file is read once, into however many checkpoints it is linked. Decoding a checkpoint walks its chain, so in a
+    run the checkpoints that others are coded against are decoded with the last of them.
+
+    Args:
+        path: a checkpoint or run directory.
+        deep: decode tensors too.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    reports: list[Report] = []
+    incomplete: list[Path] = []
+    if is_complete(path):
+        Manifest.read(path)
+        reports = [Report(path)]
+    else:
+        reports = [Report(directory) for directory, _ in checkpoints(path)]
+        if path.is_dir():
+            damaged, incomplete = leftovers(path)
+            reports += [Report(entry, problems=[Problem("manifest.json", text)]) for entry, text in damaged]
+        if not reports:
+            Manifest.read(path)  # raises, and says what is there instead
+            raise CheckpointNotFound(f"'{path}' changed while it was being read; verify again")
+    for report in reports:
+        if not report.problems:
+            _read_manifest(report)
+    readable = [(report, report.manifest) for report in reports if report.manifest is not None]
+    _check_files(readable)
+    if deep:
+        _decode(readable)
+    return Verification(path, reports, incomplete)
+
+
+def _read_manifest(report: Report) -> None:
+    try:
+        report.manifest = Manifest.read(report.path)
+    except DSQError as error:
+        report.problems.append(Problem("manifest.json", str(error)))
+
+
+def _check_files(reports: list[tuple[Report, Manifest]]) -> None:
+    known: dict[tuple[int, int], tuple[int, str]] = {}
+    total = sum({file.name: file.size for _, manifest in reports for file in manifest.files}.values())
+    with output.meter("checksums", total) as meter:
+        for report, manifest in reports:
+            for file in manifest.files:
+                problem = _check_file(report.path / file.name, file, known, meter)
+                if problem is not None and not _dropped_meanwhile(report.path, file):
+                    report.problems.append(Problem(file.name, problem))
+
+
+def _check_file(
+    path: Path, file: ManifestFile, known: dict[tuple[int, int], tuple[int, str]], meter: output.Meter
+) -> str | None:
+    """What is wrong with a file; `known` holds sizes and checksums by inode."""
+    try:
+        status = os.stat(path)
+        inode = (status.st_dev, status.st_ino)
+        if inode not in known:
+            known[inode] = file_checksum(path)
+            meter.advance(file.size)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    size, checksum = known[inode]
+    if size != file.size:
+        return f"has {size} bytes, expected {file.size}"
+    if checksum != file.checksum:
+        return f"has checksum {checksum}, expected {file.checksum}"
+    return None
+
+
+def _dropped_meanwhile(path: Path, file: ManifestFile) -> bool:
+    """Whether training committed a newer checkpoint since the manifest was read, and dropped this refinement."""
+    try:
+        return file.role == "refinement" and Manifest.read(path).refinement == "dropped"
+    except DSQError:
+        return False
+
+
+def _decode(reports: list[tuple[Report, Manifest]]) -> None:
+    chosen = []
+    for place, (report, manifest) in enumerate(reports):
+        own = {file.name for file in manifest.files if file.role == "own"}
+        for later, other in reversed(reports[place + 1 :]):
+            if own <= {file.name for file in other.files if file.role == "ancestor"}:
+                report.decoded_by = later.name
+                break
+        if report.decoded_by is None or manifest.refinement == "kept":
+            report.decoded_by = None
+            chosen.append((report, manifest))
+    total = sum(sizes.logical for _, manifest in chosen for sizes in manifest.kinds.values())
+    storage = StorageConfig()
+    with Workers(storage.thread_count(), storage.block_elements) as workers, output.meter("decoding", total) as meter:
+        for report, _ in chosen:
+            try:
+                with Checkpoint(report.path) as checkpoint:
+                    _decode_checkpoint(report, checkpoint, workers, meter)
+            except (DSQError, OSError) as error:
+                report.problems.append(Problem("index", str(error)))
+
+
+def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers, meter: output.Meter) -> None:
+    """Decode everything; a tensor that raises, whatever it raises, is a tensor that cannot be loaded."""
+    report.tensors = 0
+    with malformed(checkpoint):
+        sizes = {fqn: [0, tensor["shape"]] for fqn, tensor in checkpoint.index["tensors"].items()}
+        failed: dict[str, str] = {}
+        for key, ref in checkpoint.chunks():
+            try:
+                with malformed(checkpoint):
+                    tensor = checkpoint.tensor(ref, checkpoint.has_refinement, workers)
+                sizes[key.fqn][0] += tensor.numel()
+                meter.advance(tensor.nbytes)
+            except Exception as error:
+                failed.setdefault(key.fqn, str(error) or repr(error))
+        for fqn in checkpoint.index["objects"]:
+            try:
+                with malformed(checkpoint):
+                    checkpoint.object_bytes(checkpoint.find(fqn, None))
+            except Exception as error:
+                failed[fqn] = str(error) or repr(error)
+        for fqn, (elements, shape) in sizes.items():
+            expected = 1
+            for length in shape:
+                expected *= length
+            if fqn not in failed and elements != expected:
+                failed[fqn] = f"chunks hold {elements} elements, expected {expected}"
+        report.tensors = len(sizes) + len(checkpoint.index["objects"]) - len(failed)
+        report.problems += [Problem(fqn, problem) for fqn, problem in failed.items()]

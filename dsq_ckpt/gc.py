@@ -1,0 +1,109 @@
+"""Garbage collection: files that an interrupted save left behind, and nothing else.
+
+Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not name;
+and all files of a directory that holds only ours but no manifest, which is what a save leaves that did not complete.
+A file is ours only if its whole name has the form that a save gives. Since a save that is under way looks the same,
+a directory is left alone until its youngest such file is older than `min_age_seconds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
+
+_DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
+_DATA_NAME = re.compile(_DATA)
+_TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA})(?:\.[0-9a-f]{{8}})?\.tmp")
+
+
+class Orphan(NamedTuple):
+    """A file nothing needs; `reason` is for people."""
+
+    path: Path
+    bytes: int
+    reason: str
+
+
+def is_ours(name: str) -> bool:
+    """Whether a data, index, refinement or temporary file of ours has such a name."""
+    return bool(_DATA_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name))
+
+
+def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
+    """Orphans in a checkpoint, or in a run directory and the directories directly below it.
+
+    Args:
+        path: a checkpoint or run directory.
+        min_age_seconds: a directory with a younger orphan is left alone: it may be a save under way.
+
+    Raises:
+        CheckpointNotFound: there is no such directory.
+    """
+    return [orphan for directory in _directories(Path(path)) for orphan in _orphans(directory, min_age_seconds)]
+
+
+def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
+    """Delete what `garbage` finds, and directories that held nothing else; returns what was deleted.
+
+    Raises:
+        CheckpointNotFound: there is no such directory.
+        OSError: a file cannot be deleted.
+    """
+    removed = []
+    for directory in _directories(Path(path)):
+        orphans = _orphans(directory, min_age_seconds)
+        for orphan in orphans:
+            orphan.path.unlink(missing_ok=True)
+            removed.append(orphan)
+        if orphans and directory != Path(path):
+            with contextlib.suppress(OSError):  # not empty: something else lives there
+                directory.rmdir()
+    return removed
+
+
+def _directories(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        raise CheckpointNotFound(f"'{path}' is not a directory; name a run directory or a checkpoint")
+    yield path
+    if not is_complete(path):
+        # Links are not followed: what they lead to belongs to another run.
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and not entry.is_symlink() and os.access(entry, os.R_OK | os.X_OK):
+                yield entry
+
+
+def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
+    entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
+    named: set[str] = set()
+    reason = "save did not complete"
+    data_too = all(is_ours(entry.name) for entry in entries)
+    if os.path.lexists(directory / MANIFEST):
+        reason = "not in the manifest"
+        try:
+            named = {file.name for file in Manifest.read(directory).files}
+            data_too = True
+        except DSQError:
+            data_too = False  # what it names is unknown, so all data may be needed
+    orphans = []
+    for entry in entries:
+        temporary = bool(_TEMPORARY_NAME.fullmatch(entry.name))
+        unnamed = data_too and entry.name not in named and _DATA_NAME.fullmatch(entry.name)
+        if not (temporary or unnamed) or not entry.is_file(follow_symlinks=False):
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue  # a save under way just renamed it
+        # Linking a file into a directory leaves its mtime alone and sets its ctime.
+        if time.time() - max(status.st_mtime, status.st_ctime) < min_age_seconds:
+            return []
+        orphans.append(Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason))
+    return sorted(orphans)

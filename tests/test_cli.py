@@ -1,0 +1,289 @@
+"""`dsq`: what the commands print, their JSON, their errors and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import bench
+from dsq_ckpt.cli import output
+from dsq_ckpt.manifest import Manifest
+from tests.commands import alter, document, dsq, error, owned, printed
+from tests.small_run import NAMES, small_run
+from tests.states import differences, loaded
+
+ORPHAN = "0123456789abcdef-00000.dsq"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    return run, small_run(run)
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+# log
+
+
+def test_log_json_adds_up(trained):
+    run, _ = trained
+    found = document("log", run)
+    assert [entry["name"] for entry in found["checkpoints"]] == list(NAMES)
+    assert [entry["depth"] for entry in found["checkpoints"]] == [0, 1, 2]
+    assert [entry["keyframe"] for entry in found["checkpoints"]] == [True, False, False]
+    assert [entry["refinement"] for entry in found["checkpoints"]] == ["dropped", "dropped", "kept"]
+    assert found["damaged"] == found["incomplete"] == []
+    for entry in found["checkpoints"]:
+        about = dsq_ckpt.describe(run / entry["name"])
+        everything = entry["classes"]["everything"]
+        assert {name: everything[name] for name in ("bytes_logical", "bytes_written", "bytes_kept")} == {
+            name: about[name] for name in ("bytes_logical", "bytes_written", "bytes_kept")
+        }
+        assert entry["classes"]["moments"]["bytes_logical"] == 2 * entry["classes"]["weights"]["bytes_logical"]
+    for name, part in found["total"].items():
+        for field in ("bytes_logical", "bytes_written", "bytes_kept"):
+            assert part[field] == sum(entry["classes"][name][field] for entry in found["checkpoints"])
+        assert part["ratio_kept"] == pytest.approx(part["bytes_logical"] / part["bytes_kept"], rel=1e-3)
+    files = {file.stat().st_ino: file.stat().st_size for path in run.iterdir() for file in path.iterdir()}
+    assert found["total"]["everything"]["bytes_kept"] == sum(files.values())
+
+
+def test_log_counts_links_of_deleted_checkpoints(run):
+    for name in NAMES[:2]:
+        shutil.rmtree(run / name)
+    found = document("log", run)
+    files = sum(file.stat().st_size for file in (run / NAMES[2]).iterdir())
+    assert found["total"]["everything"]["bytes_kept"] == files
+    assert found["checkpoints"][0]["classes"]["everything"]["bytes_kept"] < files
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140, None])
+def test_tables_fit_the_terminal(trained, columns):
+    run, _ = trained
+    for command in (["log", run], ["inspect", run / NAMES[2]], ["verify", run], ["gc", run]):
+        lines = printed(*command, columns=columns).splitlines()
+        assert max(map(len, lines)) <= (columns or 240)
+        assert not any(line.rstrip().endswith("…") for line in lines)
+    lines = printed("log", run, columns=columns).splitlines()
+    for name, line in zip(NAMES, lines[1:], strict=False):  # one line each, nothing folded
+        assert re.match(rf"{name} .* \d+(\.\d+)? [KM]iB .*x .*x .*x .* s +(dropped|kept)", line)
+
+
+def test_log_tells_of_what_is_no_checkpoint(run):
+    (run / "aborted").mkdir()
+    (run / "aborted" / ORPHAN).write_bytes(b"x")
+    (run / NAMES[0] / "manifest.json").write_text("{}")
+    (run / "notes").mkdir()
+    (run / "notes" / "manifest.json").write_text("{}")  # somebody else's
+    text = printed("log", run)
+    assert "incomplete: aborted: " in text
+    assert f"damaged: {NAMES[0]}: " in text
+    assert "notes" not in text
+    assert document("log", run)["incomplete"] == ["aborted"]
+
+
+def test_log_notes(tmp_path):
+    bad = torch.randn(80, 80)
+    bad[3, 4] = float("nan")
+    with pytest.warns(UserWarning, match="NaN or Inf"):
+        dsq_ckpt.save({"weight": bad, "other.weight": torch.randn(80, 80)}, tmp_path / "only", pinned=True)
+    assert "pinned, 1 NaN/Inf" in printed("log", tmp_path)
+    entry = document("log", tmp_path)["checkpoints"][0]
+    assert entry["pinned"] and entry["nonfinite"] == ["weight"]
+    assert "NaN or Inf, stored exactly: weight" in printed("inspect", tmp_path / "only")
+
+
+def test_log_errors(trained, tmp_path):
+    run, _ = trained
+    assert "is a checkpoint; name its run directory" in error("log", run / NAMES[0])
+    assert "is not a directory" in error("log", tmp_path / "nowhere")
+    assert "holds no complete checkpoint" in error("log", tmp_path)
+
+
+# inspect
+
+
+def test_inspect(trained):
+    run, _ = trained
+    text = printed("inspect", run / NAMES[2], "--tensors")
+    manifest = Manifest.read(run / NAMES[2])
+    assert manifest.save_id in text and f"({NAMES[1]}), 2 from the keyframe" in text
+    for name in (*manifest.kinds, *manifest.groups, *(file.name[:16] for file in manifest.files)):
+        assert name in text
+    assert re.search(rf"ancestor +keyframe .*{NAMES[0]}\s*\n.*ancestor +delta 1 .*{NAMES[1]}\s*\n", text)
+    assert re.search(rf"own +delta 2 .*{NAMES[2]}\s*\n", text)
+    assert re.search(r"model\.1\.weight +float32 +96x64 +1 +weights/linear", text)
+    assert re.search(r"model\.1\.bias +float32 +96 +1 +exact", text)
+    assert re.search(r"optimizer\.param_groups\.0\.lr +object +- +1 +exact", text)
+    assert "model.1.weight" not in printed("inspect", run / NAMES[2])
+
+
+def test_inspect_json(trained):
+    run, _ = trained
+    found = document("inspect", run / NAMES[1], "--tensors")
+    assert found["save_id"] == Manifest.read(run / NAMES[1]).save_id
+    assert found["refinement"] == "dropped" and found["depth"] == 1 and not found["keyframe"]
+    assert found["bytes_written"] > found["bytes_kept"]
+    assert {tensor["name"]: tensor["stored"] for tensor in found["tensors"]}["model.2.weight"] == "exact"
+    assert "tensors" not in document("inspect", run / NAMES[1])
+
+
+def test_inspect_errors(trained, tmp_path):
+    run, _ = trained
+    assert f"the newest checkpoint in it is '{NAMES[2]}'" in error("inspect", run)
+    assert "does not exist" in error("inspect", tmp_path / "nowhere")
+    assert "does not exist" in error("inspect", tmp_path / "nowhere", "--json")
+
+
+# export
+
+
+@pytest.mark.parametrize("name", ["state.pt", "flat.safetensors", "plain"])
+def test_export_chooses_the_format_by_suffix(trained, tmp_path, name):
+    run, state = trained
+    text = printed("export", run / NAMES[2], tmp_path / name)
+    assert str(tmp_path / name) in text and "base and refinement" in text
+    assert (tmp_path / name).is_dir() == (name == "plain")
+    assert "exists" in error("export", run / NAMES[2], tmp_path / name)
+    found = document("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
+    assert not found["refined"] and bool(found["left_out"]) == (name == "flat.safetensors")
+    if name == "state.pt":
+        assert differences(torch.load(tmp_path / name), loaded(run / NAMES[2], state, refinement=False)) == []
+
+
+def test_export_errors(trained, tmp_path):
+    run, _ = trained
+    assert "has no refinement layer" in error("export", run / NAMES[0], tmp_path / "a.pt", "--refinement", "required")
+    assert "--allow-pickle is for --format torch" in error("export", run / NAMES[0], tmp_path / "a", "--allow-pickle")
+    (tmp_path / "file").write_text("")
+    assert "'" + str(tmp_path / "file") in error("export", run / NAMES[0], tmp_path / "file" / "a.pt")
+    dsq_ckpt.save({"odd": pytest.approx(1)}, tmp_path / "pickled")
+    message = error("export", tmp_path / "pickled", tmp_path / "b.pt")
+    assert "object 'odd'" in message and "--allow-pickle" in message
+    assert dsq("export", run / NAMES[0], tmp_path / "a", "--format", "zip").exit_code == 2
+
+
+# gc
+
+
+def test_gc(run, monkeypatch):
+    orphans = [run / NAMES[0] / ORPHAN, run / "aborted" / ORPHAN]
+    for orphan in orphans:
+        orphan.parent.mkdir(exist_ok=True)
+        orphan.write_bytes(b"x" * 2048)
+    text = printed("gc", run)
+    assert "nothing to delete" in text and f"left alone: {run / 'aborted'}" in text
+    assert all(orphan.exists() for orphan in orphans)
+    text = printed("gc", run, "--min-age", 0, "--dry-run")
+    assert "would delete 2 file(s), 4.00 KiB" in text
+    assert f"{NAMES[0]}/{ORPHAN}" in text and "not in the manifest" in text and "save did not complete" in text
+    assert all(orphan.exists() for orphan in orphans)
+    found = document("gc", run, "--min-age", 0)
+    assert sorted(entry["path"] for entry in found["files"]) == sorted(map(str, orphans))
+    assert found["bytes"] == 4096 and not found["dry_run"]
+    assert sorted(os.listdir(run)) == sorted(NAMES)
+    assert document("verify", run)["ok"]
+    assert "nothing to delete" in printed("gc", run)
+    assert "is not a directory" in error("gc", run / "nowhere")
+
+
+# bench and the whole
+
+
+def test_bench(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "run_bench", lambda *arguments: asked.append(arguments) or {"x": 1})
+    monkeypatch.setattr(bench, "print_bench", lambda result, console: console.print(f"result {result['x']}"))
+    arguments = ["--parameters", "2e6", "--threads", 3, "--dir", tmp_path, "--json", tmp_path / "bench.json"]
+    assert printed("bench", *arguments) == "result 1\n"
+    assert asked == [(2_000_000, 3, tmp_path)]
+    assert json.loads((tmp_path / "bench.json").read_text()) == {"x": 1}
+
+
+def test_units():
+    assert [output.size(n) for n in (0, 999, 1000, 1023, 1 << 20, 1023 << 20, int(12.34 * 2**30), 10**15)] == [
+        "0 B", "999 B", "0.98 KiB", "1.00 KiB", "1.00 MiB", "1.00 GiB", "12.3 GiB", "909 TiB",
+    ]
+    assert [output.number(n) for n in (0, 999, 1234, 7 * 10**9)] == ["0", "999", "1.23 k", "7.00 G"]
+    assert [output.ratio(a, b) for a, b in ((568, 10), (100, 99), (12345, 10), (0, 5), (5, 0))] == [
+        "56.8x", "1.01x", "1234x", "-", "-",
+    ]
+    assert [output.seconds(s) for s in (0.071, 9.99, 59.9, 125)] == ["0.07 s", "9.99 s", "59.9 s", "2 min 05 s"]
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("dsq_ckpt.cli.verify_path", broken)
+    assert isinstance(dsq("verify", tmp_path).exception, ZeroDivisionError)
+
+
+def test_as_a_process(trained, run):
+    """The entry point, the exit status and the streams as a shell sees them."""
+    def shell(*arguments):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment.pop("COLUMNS", None)
+        command = [sys.executable, "-m", "dsq_ckpt.cli", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    good = shell("verify", run, "--json")
+    assert good.returncode == 0 and good.stderr == "" and json.loads(good.stdout)["ok"]
+    alter(owned(run / NAMES[2]))
+    bad = shell("verify", run)
+    assert bad.returncode == 1
+    assert owned(run / NAMES[2]).name in bad.stdout
+    assert bad.stderr == f"error: 1 of 3 checkpoint(s) damaged: {NAMES[2]}\n"
+    assert "\x1b" not in bad.stdout
+    entry = subprocess.run(
+        [sys.executable, "-c", "from dsq_ckpt.cli import main; main()", "--version"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=False,
+    )
+    assert entry.stdout == f"dsq_ckpt {dsq_ckpt.__version__}\n"
+
+
+def test_inspect_knows_the_chain_without_its_directories(trained, tmp_path):
+    shutil.copytree(trained[0] / NAMES[2], tmp_path / "alone" / "moved")
+    text = printed("inspect", tmp_path / "alone" / "moved")
+    rows = re.findall(r"ancestor +(keyframe|delta 1) +1 .*\(deleted\)", text)
+    assert rows == ["keyframe", "delta 1"]
+    owned(tmp_path / "alone" / "moved", "ancestor").write_bytes(b"")  # it is looked into when things are broken
+    assert "(deleted)" in printed("inspect", tmp_path / "alone" / "moved")
+
+
+FULL = """
+import resource, signal, sys
+from dsq_ckpt.cli import app
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+for target in ("state.pt", "flat.safetensors", "plain"):
+    try:
+        app(["export", sys.argv[1], target])
+    except SystemExit as status:
+        print(target, status.code)
+"""
+
+
+def test_export_to_a_full_disk(trained, tmp_path):
+    """Torch's writers hide the system's error behind one of their own."""
+    run, _ = trained
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, str(run / NAMES[2])], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert result.stdout.splitlines() == ["state.pt 1", "flat.safetensors 1", "plain 1"], result.stderr
+    assert result.stderr.splitlines() == ["error: File too large"] * 3
+    assert os.listdir(tmp_path) == []

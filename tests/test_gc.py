@@ -1,0 +1,177 @@
+"""`gc` removes exactly what no manifest needs, and only what a save of ours can have written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+
+import dsq_ckpt
+from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.gc import collect, garbage, is_ours
+from dsq_ckpt.manifest import MANIFEST, Manifest
+from tests.small_run import NAMES, small_run
+from tests.states import differences, loaded
+
+SAVE = "0123456789abcdef"
+TEMPORARY = (
+    f".{SAVE}-00000.dsq.89abcdef.tmp",
+    f".{SAVE}-00012.refinement.89abcdef.tmp",
+    f".{SAVE}.index.tmp",
+    f".{SAVE}.index.89abcdef.tmp",
+    f".{MANIFEST}.89abcdef.tmp",
+)
+DATA = (f"{SAVE}-00000.dsq", f"{SAVE}-123456.dsq", f"{SAVE}-00000.refinement", f"{SAVE}.index")
+FOREIGN = (
+    "notes.txt", "model.dsq", ".notes.tmp", f"{SAVE}.txt", f"{SAVE}-0000.dsq", f"{SAVE}-00000.dsq.bak",
+    f"{SAVE.upper()}-00000.dsq", f"{SAVE[:-1]}g-00000.dsq", ".metadata", "__0_0.distcp", f".{SAVE}-00000.dsq.tmpx",
+    "manifest.json.tmp", f"{SAVE}0-00000.dsq",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    return run, small_run(run)
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def listing(path):
+    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+
+
+def plant(directory, *names):
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (directory / name).write_bytes(b"x" * 10)
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Two hours pass: the change time of a file cannot be set back."""
+    now = time.time()
+    monkeypatch.setattr("dsq_ckpt.gc.time.time", lambda: now + 7200)
+
+
+def test_names():
+    assert all(is_ours(name) for name in (*TEMPORARY, *DATA))
+    assert not any(is_ours(name) for name in (*FOREIGN, MANIFEST))
+
+
+def test_a_healthy_run_has_no_garbage(run, later):
+    before = listing(run)
+    assert garbage(run) == collect(run, 0) == []
+    assert listing(run) == before
+
+
+def test_exactly_the_orphans_go(trained, run, later):
+    before = listing(run)
+    plant(run / NAMES[1], *TEMPORARY, *DATA, *FOREIGN)
+    plant(run / "aborted", *TEMPORARY, *DATA)
+    plant(run / "mixed", *TEMPORARY, *DATA, *FOREIGN)
+    plant(run / "foreign", *FOREIGN)
+    plant(run, *TEMPORARY)
+    expected = sorted(
+        [run / NAMES[1] / name for name in (*TEMPORARY, *DATA)]
+        + [run / "aborted" / name for name in (*TEMPORARY, *DATA)]
+        + [run / "mixed" / name for name in TEMPORARY]  # somebody else's directory: its data may be wanted
+        + [run / name for name in TEMPORARY]
+    )
+    found = garbage(run)
+    assert sorted(orphan.path for orphan in found) == expected
+    assert {orphan.bytes for orphan in found} == {10}
+    assert collect(run) == found
+    kept = [f"{NAMES[1]}/{name}" for name in FOREIGN] + [f"foreign/{name}" for name in FOREIGN]
+    kept += ["foreign", "mixed", *(f"mixed/{name}" for name in (*DATA, *FOREIGN))]
+    assert listing(run) == sorted(before + kept)
+    assert differences(
+        loaded(run / NAMES[-1], trained[1]), loaded(trained[0] / NAMES[-1], trained[1])
+    ) == []
+
+
+def test_a_single_checkpoint(run, later):
+    plant(run / NAMES[0], DATA[0])
+    plant(run / NAMES[1], DATA[0])
+    assert [orphan.path for orphan in collect(run / NAMES[0])] == [run / NAMES[0] / DATA[0]]
+    assert (run / NAMES[1] / DATA[0]).exists()
+
+
+def test_an_aborted_checkpoint_named_itself(run, later):
+    plant(run / "aborted", *DATA)
+    assert len(collect(run / "aborted")) == len(DATA)
+    assert os.listdir(run / "aborted") == []
+
+
+def test_a_save_under_way_is_left_alone(run, monkeypatch):
+    plant(run / "under-way", TEMPORARY[0], DATA[0])
+    assert collect(run) == []
+    now = time.time()
+    monkeypatch.setattr("dsq_ckpt.gc.time.time", lambda: now + 7200)
+    young = run / "under-way" / DATA[3]
+    plant(run / "under-way", young.name)
+    os.utime(young, (now + 7190, now + 7190))
+    assert garbage(run) == []  # one young file says that the old ones are still needed
+    os.utime(young, (now, now))
+    assert len(garbage(run)) == 3
+
+
+def test_a_file_linked_just_now_is_young(run, monkeypatch):
+    """Ancestors are linked into a new checkpoint: their mtime is old, their link is not."""
+    old = run / NAMES[0] / DATA[0]
+    plant(run / NAMES[0], old.name)
+    os.utime(old, (1, 1))
+    assert garbage(run, 600) == []
+
+
+def test_a_manifest_that_cannot_be_read_protects_its_data(run, later):
+    plant(run / NAMES[0], DATA[0], TEMPORARY[0])
+    (run / NAMES[0] / MANIFEST).write_text("{")
+    assert [orphan.path.name for orphan in collect(run)] == [TEMPORARY[0]]
+
+
+def test_links_are_not_followed(run, tmp_path, later):
+    plant(tmp_path / "other", *DATA)
+    (run / "link").symlink_to(tmp_path / "other")
+    (run / NAMES[0] / DATA[1]).symlink_to(tmp_path / "other" / DATA[1])
+    assert garbage(run) == []
+
+
+def test_a_dropped_refinement_whose_unlink_was_lost(trained, run, later):
+    """What a crash between the two steps of dropping leaves."""
+    manifest = Manifest.read(run / NAMES[-1])
+    names = [file.name for file in manifest.files if file.role == "refinement"]
+    kept = [file for file in manifest.files if file.role != "refinement"]
+    manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(
+        run / NAMES[-1], exclusive=False, fsync=False
+    )
+    assert [orphan.path.name for orphan in collect(run)] == names
+    loaded(run / NAMES[-1], trained[1])
+
+
+def test_a_save_that_was_killed(tmp_path, monkeypatch, later):
+    """Everything but the manifest is there."""
+    def die(*args, **kwargs):
+        raise OSError("killed")
+
+    state = small_run(tmp_path / "run")
+    monkeypatch.setattr(Manifest, "write", die)
+    with pytest.raises(BaseException, match="killed"):
+        dsq_ckpt.save(state, tmp_path / "run" / "next")
+    left = sorted((tmp_path / "run" / "next").iterdir())
+    assert left
+    assert sorted(orphan.path for orphan in collect(tmp_path / "run")) == left
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(NAMES)
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(CheckpointNotFound, match="is not a directory"):
+        garbage(tmp_path / "nowhere")
+    with pytest.raises(CheckpointNotFound, match="is not a directory"):
+        collect(tmp_path / "nowhere")

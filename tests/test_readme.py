@@ -1,0 +1,61 @@
+"""The examples of README.md run as they stand, and its list of presets is the list of files."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import dsq_ckpt
+from dsq_ckpt.cli import app
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+SHELL = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+         for line in block.splitlines() if line.startswith("dsq ")]
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dsq_ckpt.forget()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.Linear(128, 100))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(50)).square().mean().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_examples(training, number):
+    exec(compile(PYTHON[number], f"README.md example {number}", "exec"), dict(training))
+
+
+def test_shell_examples(training):
+    state = {"model": training["model"].state_dict(), "step": 500}
+    dsq_ckpt.save(state, "run/step-000500")
+    assert {line.split()[1] for line in SHELL} == {"log", "inspect", "verify", "export", "gc", "bench"}
+    for line in SHELL:
+        arguments = shlex.split(line)[1:]
+        if arguments == ["bench"]:
+            arguments += ["--parameters", "200000", "--repeats", "1"]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, (line, result.output)
+    assert Path("out.pt").exists()
+
+
+def test_presets_are_listed():
+    listed = set(re.findall(r"`(\w+\.yaml)`", README))
+    assert listed == {path.name for path in (ROOT / "configs").glob("*.yaml")}
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
