@@ -65,7 +65,5 @@ setup(
             "mypy",
             "types-PyYAML",
         ],
-        "safetensors": ["safetensors"],
-        "plot": ["matplotlib"],
     },
 )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dsq_ckpt import chain
+from dsq_ckpt.comm import FailedElsewhere
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
@@ -40,7 +41,7 @@ def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
         yield
     except CheckpointException as bundle:
         failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
-        own = {rank: error for rank, error in failures.items() if not isinstance(error, SaveFailed)}
+        own = {rank: error for rank, error in failures.items() if not isinstance(error, FailedElsewhere)}
         rank, error = min((own or failures).items(), key=lambda pair: pair[0])
         prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
         if isinstance(error, DSQError):

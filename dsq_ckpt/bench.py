@@ -84,7 +84,7 @@ def print_bench(result: dict[str, Any], console: Console) -> None:
 def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
     rng = np.random.default_rng(0)
     before = rng.normal(0, 0.02, count).astype(np.float32)
-    after = before + rng.normal(0, 0.002, count).astype(np.float32)
+    after = before + rng.normal(0, 0.005, count).astype(np.float32)  # about 0.7 bits per code, as early in training
     target, codes, parent = np.empty_like(after), np.empty(count, np.uint8), np.empty(count, np.uint8)
     counts = np.zeros((1, FULL.size), np.int64)
     kernels.sketch(before, FULL.lo, FULL.hi, 1.0, counts[0])
@@ -95,8 +95,8 @@ def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> Non
     kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, joint)
     second = fit_group(joint, window, Lattice(step=0.5), first.codebook)
     kernels.quantize(after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes)
-    coder = RansCoder.fit(second.counts)
-    data = coder.encode(codes, parent)
+    coder, alone = RansCoder.fit(second.counts), RansCoder.fit(first.counts)
+    data, keyframe = coder.encode(codes, parent), alone.encode(parent, None)
     decoded = np.empty_like(codes)
     single, scratch = np.zeros(FULL.size, np.int64), np.zeros_like(joint)
     work: dict[str, Callable[[], object]] = {
@@ -107,14 +107,17 @@ def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> Non
             after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes),
         "rANS encode": lambda: coder.encode(codes, parent),
         "rANS decode": lambda: coder.decode(data, parent, decoded),
+        "rANS encode, keyframe": lambda: alone.encode(parent, None),
+        "rANS decode, keyframe": lambda: alone.decode(keyframe, None, decoded),
     }
     seconds = _interleaved(work, repeats)
     rows["memcpy, G elements/s"] = _summary([count / s / 1e9 for s in seconds["memcpy"]])
     for name in ("sketch", "joint sketch", "table quantize"):
         rows[f"{name} / memcpy"] = _summary([a / b for a, b in zip(seconds["memcpy"], seconds[name], strict=True)])
-    for name in ("rANS encode", "rANS decode"):
+    for name in ("rANS encode", "rANS decode", "rANS encode, keyframe", "rANS decode, keyframe"):
         rows[f"{name}, G codes/s"] = _summary([count / s / 1e9 for s in seconds[name]])
-    rows["bits per code in this run"] = _summary([8 * len(data) / count])
+    rows["bits per code, delta"] = _summary([8 * len(data) / count])
+    rows["bits per code, keyframe"] = _summary([8 * len(keyframe) / count])
 
 
 def _clustering(repeats: int, rows: dict[str, dict[str, float]]) -> None:

@@ -177,7 +177,7 @@ class Parent:
         book = self.model.books.get(group)
         if ref is None or book is None:
             return None
-        record = self.checkpoint.record(ref)
+        record = self.checkpoint.record(ref, key.fqn, key.offsets)
         if record["type"] != "coded" or record["group"] != group:
             return None
         if self.checkpoint.codebook(ref).symbols != book.symbols:

@@ -86,18 +86,20 @@ class Checkpoint:
         if not places or places[0] is None:
             raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
         ref = self._ref(*places[0])
-        record = self.record(ref)
-        found = (record["fqn"], None if record["type"] == "bytes" else tuple(record["offsets"]))
-        if found != (fqn, offsets):
-            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is {found}, the index says {(fqn, offsets)}")
+        self.record(ref, fqn, offsets)
         return ref
 
-    def record(self, ref: RecordRef) -> dict[str, Any]:
-        """A record of a data file, as its table of contents says."""
+    def record(
+        self, ref: RecordRef, fqn: str | None = None, offsets: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
+        """A record of a data file, as its table of contents says; with `fqn`, checked to be the one the index means."""
         records = self._reader(ref.file).contents["records"]
         if not 0 <= ref.record < len(records):
             raise CorruptCheckpoint(f"'{ref.file}' has {len(records)} records, record {ref.record} is asked for")
         record: dict[str, Any] = records[ref.record]
+        found = (record["fqn"], None if record["type"] == "bytes" else tuple(record["offsets"]))
+        if fqn is not None and found != (fqn, offsets):
+            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is {found}, the index says {(fqn, offsets)}")
         return record
 
     def model(self) -> ParentModel:

@@ -17,6 +17,7 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.keys import KeyWindow
 from dsq_ckpt.workers import Workers
 
+_LARGEST = float(np.finfo(np.float32).max)
 Codes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[np.uint32]
 Floats32 = npt.NDArray[np.float32]
@@ -169,23 +170,27 @@ def dequantize(
         CorruptCheckpoint: codes, protected values and refinement do not fit each other.
     """
     out = np.empty(len(codes), np.float32)
-    levels = np.append(book.levels, 0.0).astype(np.float32)
-    scale, kept = 2.0**exponent, protected.view(np.float32)
+    factor, kept = 2.0**exponent, protected.view(np.float32)
+    levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
+    reach = max(np.abs(levels).max(), np.abs(book.cell_low).max(), np.abs(book.cell_high).max()) * factor
+    if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
+        levels, low, width, scale = levels * factor, low * factor, width * factor, 1.0
+    else:
+        reach, scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
+    levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
     try:
         if refinement is None:
             used = kernels.dequantize(codes, levels, scale, book.protected, kept, out)
         else:
-            width = book.cell_high - book.cell_low
             sign = np.where(levels < 0, -1.0, 1.0)
             used = kernels.dequantize_refined(
-                codes, refinement, bits, _padded(book.cell_low), _padded(width), _padded(sign), levels, scale,
+                codes, refinement, bits, _padded(low), _padded(width), _padded(sign), levels, scale,
                 book.protected, kept, book.domain == "log", out,
             )
     except ValueError as error:
         raise CorruptCheckpoint(f"{name}: {error}") from error
-    reach = max(np.abs(levels).max(initial=0), np.abs(book.cell_low).max(), np.abs(book.cell_high).max())
-    if book.domain == "linear" and reach * scale >= np.finfo(np.float32).max:
-        np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest float; its values do not
+    if reach >= _LARGEST:
+        np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
     if used != len(kept):
         raise CorruptCheckpoint(f"{name}: {used} codes are protected but {len(kept)} protected values are stored")
     return out

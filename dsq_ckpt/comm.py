@@ -16,6 +16,10 @@ Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 
+class FailedElsewhere(SaveFailed):
+    """Another rank failed; where both are at hand, its error says more."""
+
+
 class Communicator(Protocol):
     """The collectives a save needs."""
 
@@ -91,7 +95,7 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
     """All-reduce `counts`; a rank that failed takes part all the same, and then every rank raises.
 
     Raises:
-        SaveFailed: on every rank as soon as one passed a failure (its own failure as the cause).
+        DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
     """
     message = np.zeros(counts.size + 1, np.int64)
     if failure is None:
@@ -100,11 +104,13 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
         message[0] = 1 + (comm.rank << 32)
     comm.sum(message)
     failed = int(message[0] & 0xFFFFFFFF)
+    if isinstance(failure, DSQError):
+        raise failure
     if failure is not None:
-        raise SaveFailed(f"rank {comm.rank} failed before the sketches were merged: {failure}") from failure
+        raise SaveFailed(f"before the sketches were merged: {type(failure).__name__}: {failure}") from failure
     if failed:
         culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
-        raise SaveFailed(f"{culprit} failed before the sketches were merged; see the error raised there")
+        raise FailedElsewhere(f"{culprit} failed before the sketches were merged; see the error raised there")
     return message[1:]
 
 
@@ -112,7 +118,7 @@ def together(comm: Communicator, work: Callable[[], _T]) -> _T:
     """The result of local work that must succeed on all ranks or fail on all; collective.
 
     Raises:
-        DSQError: on every rank as soon as one failed: its own error there, `SaveFailed` elsewhere.
+        DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
     """
     failure = None
     try:
@@ -122,7 +128,9 @@ def together(comm: Communicator, work: Callable[[], _T]) -> _T:
     texts = comm.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
     if isinstance(failure, DSQError):
         raise failure
+    if failure is not None:
+        raise SaveFailed(f"{type(failure).__name__}: {failure}") from failure
     failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
     if failed:
-        raise SaveFailed("; ".join(failed[:3])) from failure
+        raise FailedElsewhere("; ".join(failed[:3]))
     return result

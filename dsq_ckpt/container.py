@@ -184,13 +184,18 @@ def unpack_json(data: bytes, where: str) -> Any:
     try:
         if not 0 <= zstandard.frame_content_size(data) <= _MAX_CONTENTS:
             raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
-        return json.loads(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False), parse_constant=_refuse)
+        return strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
 
 
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
+def strict_json(text: str | bytes) -> Any:
+    """Parse JSON; NaN and Infinity, which Python would let pass, are a ValueError."""
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def file_checksum(path: Path) -> tuple[int, str]:

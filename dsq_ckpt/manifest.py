@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from dsq_ckpt.container import FORMAT_VERSION, FileInfo, sync_directory
+from dsq_ckpt.container import FORMAT_VERSION, FileInfo, strict_json, sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
 
 MANIFEST = "manifest.json"
@@ -123,8 +122,8 @@ class Manifest(BaseModel):
         """
         temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            with open(temporary, "x") as file:
-                file.write(_sealed(self.model_copy(update={"checksum": _NO_CHECKSUM}).model_dump_json(indent=1)))
+            with open(temporary, "xb") as file:
+                file.write(_sealed(self.model_copy(update={"checksum": _NO_CHECKSUM}).model_dump_json(indent=1).encode()))
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
@@ -149,24 +148,23 @@ class Manifest(BaseModel):
         """
         path = directory / MANIFEST
         try:
-            text = path.read_text()
+            text = path.read_bytes()
         except OSError as error:
             raise CheckpointNotFound(_missing(directory)) from error
-        except UnicodeDecodeError as error:
-            raise CorruptCheckpoint(f"'{path}' is not text: {error}") from error
         try:
-            tree = json.loads(text)
+            tree = strict_json(text)
             version = tree["version"] if tree["format"] == "dsq_ckpt" else None
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
         if type(version) is not int or version < 1:
-            found = f"format {tree['format']!r}, version {tree['version']!r}"
+            found = f"format {tree['format']!r}, version {tree.get('version')!r}"
             raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {found}")
         if version > FORMAT_VERSION:
             raise UnsupportedFormat(
                 f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
             )
-        if _sealed(text.replace(str(tree.get("checksum")), _NO_CHECKSUM, 1)) != text:
+        stated = str(tree.get("checksum", "none")).encode()
+        if len(stated) != len(_NO_CHECKSUM) or _sealed(text.replace(stated, _NO_CHECKSUM.encode(), 1)) != text:
             raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
         try:
             return cls.model_validate(tree)
@@ -175,9 +173,9 @@ class Manifest(BaseModel):
             raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _sealed(text: str) -> str:
+def _sealed(text: bytes) -> bytes:
     """The text with its own xxh3-64 in place of the zeros that stand for it: every byte of the file is covered."""
-    return text.replace(_NO_CHECKSUM, xxhash.xxh3_64_hexdigest(text.encode()), 1)
+    return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
 
 
 def is_complete(directory: Path) -> bool:

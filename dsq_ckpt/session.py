@@ -268,7 +268,7 @@ def commit(
     manifest = Manifest(
         save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
         parent=agreement.parent.save_id if required and agreement.parent else None,
-        parent_name=Path(agreement.parent.path).name if required and agreement.parent else None,
+        parent_name=_printable(Path(agreement.parent.path).name) if required and agreement.parent else None,
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
         groups={name: _report(fitted) for name, fitted in analysis.fitted.items() if fitted.counts.any()},
         nonfinite=sorted(analysis.nonfinite), seconds=time.time() - started, config=config.model_dump(mode="json"),
@@ -279,6 +279,11 @@ def commit(
     for path in replaced:
         path.unlink(missing_ok=True)
     return manifest
+
+
+def _printable(name: str) -> str:
+    """A file name as text; bytes that are none become question marks."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -146,4 +147,4 @@ def test_relative_error_shrinks_with_bits(tmp_path, fit, coder, bins):
         dsq_ckpt.save(state, tmp_path / f"{bits}", config=config, parent=None)
         errors.append(float((loaded(tmp_path / f"{bits}", state)["w"] - state["w"]).norm() / state["w"].norm()))
     assert errors[-1] < 0.01 and errors[-1] < errors[0] / 20, errors
-    assert all(later < 1.05 * sooner for sooner, later in zip(errors, errors[1:], strict=False)), errors
+    assert all(later < 1.05 * sooner for sooner, later in pairwise(errors)), errors

@@ -59,7 +59,7 @@ def test_without_hard_links(tmp_path, monkeypatch, number):
     for path in paths[:-1]:
         shutil.rmtree(path)
     kept.check()
-    with pytest.raises(BaseException, match="overwrite=True"):
+    with pytest.raises(dsq_ckpt.DSQError, match="overwrite=True"):
         dsq_ckpt.save(states[0], paths[-1])
 
 
@@ -71,9 +71,9 @@ def test_other_link_errors_are_not_hidden(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", refuse)
-        with pytest.raises(BaseException, match="Input/output error"):
+        with pytest.raises(dsq_ckpt.DSQError, match="Input/output error"):
             dsq_ckpt.save(states[0], tmp_path / "next")
-    assert [file for file in (tmp_path / "next").iterdir()] == []
+    assert list((tmp_path / "next").iterdir()) == []
     assert dsq_ckpt.latest(tmp_path) == str(paths[0])
 
 
@@ -124,7 +124,7 @@ def test_named_parent(tmp_path):
         shutil.rmtree(path)
     kept.check()
     for missing in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(BaseException, match="does not exist|not a checkpoint|no manifest"):
+        with pytest.raises(dsq_ckpt.DSQError, match=r"does not exist|not a checkpoint|no manifest"):
             dsq_ckpt.save(states[0], tmp_path / "y", parent=missing)
     assert not (tmp_path / "y" / "manifest.json").exists()
 
@@ -157,7 +157,7 @@ def test_refinement_is_dropped_from_older_checkpoints(tmp_path):
     assert not list(paths[0].glob("*.refinement"))
     assert differences(loaded(paths[0], states[0]), base) == []
     assert differences(loaded(paths[0], states[0], **BASE), base) == []
-    with pytest.raises(BaseException, match="dropped its refinement"):
+    with pytest.raises(dsq_ckpt.DSQError, match="dropped its refinement"):
         loaded(paths[0], states[0], refinement=True)
     loaded(tmp_path / "next", states[0], refinement=True)
 
@@ -174,8 +174,8 @@ def test_keep_last_and_pinned(tmp_path):
     loaded(tmp_path / "1", state, refinement=True)
 
 
-def test_retention_looks_at_its_own_run_only(tmp_path, monkeypatch):
-    paths, states = chain_of(tmp_path / "a", 1)
+def test_retention_looks_at_its_own_run_only(tmp_path):
+    _, states = chain_of(tmp_path / "a", 1)
     dsq_ckpt.save(states[0], tmp_path / "b" / "x")
     (tmp_path / "b" / "deep" / "deeper").mkdir(parents=True)
     dsq_ckpt.save(states[0], tmp_path / "b" / "deep" / "deeper" / "y")

@@ -205,11 +205,11 @@ def test_gc(run, monkeypatch):
 
 def test_bench(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(bench, "run_bench", lambda *arguments: asked.append(arguments) or {"x": 1})
+    monkeypatch.setattr(bench, "run_bench", lambda *arguments, repeats: asked.append((*arguments, repeats)) or {"x": 1})
     monkeypatch.setattr(bench, "print_bench", lambda result, console: console.print(f"result {result['x']}"))
     arguments = ["--parameters", "2e6", "--threads", 3, "--dir", tmp_path, "--json", tmp_path / "bench.json"]
     assert printed("bench", *arguments) == "result 1\n"
-    assert asked == [(2_000_000, 3, tmp_path)]
+    assert asked == [(2_000_000, 3, tmp_path, 5)]
     assert json.loads((tmp_path / "bench.json").read_text()) == {"x": 1}
 
 

@@ -229,12 +229,14 @@ def bench(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where to write; default: a temporary directory.")
     ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")] = None,
 ) -> None:
     """Measure saving and loading on this machine."""
     from dsq_ckpt import bench as benchmark
 
-    result = benchmark.run_bench(int(parameters), threads, directory or Path(tempfile.gettempdir()))
+    where = directory or Path(tempfile.gettempdir())
+    result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats)
     benchmark.print_bench(result, output.console())
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")

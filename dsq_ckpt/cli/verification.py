@@ -210,6 +210,7 @@ def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers,
         for key, ref in checkpoint.chunks():
             try:
                 with malformed(checkpoint):
+                    checkpoint.record(ref, key.fqn, key.offsets)
                     tensor = checkpoint.tensor(ref, checkpoint.has_refinement, workers)
                 sizes[key.fqn][0] += tensor.numel()
                 meter.advance(tensor.nbytes)

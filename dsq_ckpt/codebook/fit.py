@@ -222,8 +222,8 @@ def _centre_zero(low: Floats, high: Floats, parts: float) -> None:
     around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
     below, above = -low[around], high[around]
     place = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
-    part = np.maximum(below / place, above / (parts - place)).astype(np.float32)
-    part = np.nextafter(part, np.float32(np.inf)).astype(np.float64)  # few bits: the products below are exact
+    mantissa, exponent = np.frexp(np.maximum(below / place, above / (parts - place)))
+    part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
     low[around], high[around] = -place * part, (parts - place) * part
 
 
@@ -243,7 +243,7 @@ def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> 
     if log:
         return KeyWindow(_OCTAVE, max(hi, 2 * _OCTAVE))
     smallest = np.abs(levels[1:]).min()
-    bits = int(np.float32(smallest).view(np.uint32)) >> 17
+    bits = int(np.float32(min(smallest, 3e38)).view(np.uint32)) >> 17
     lo = min(max(bits - 6 * _OCTAVE, _OCTAVE), hi - _OCTAVE)
     return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
 

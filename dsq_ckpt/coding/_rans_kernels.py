@@ -20,7 +20,7 @@ INITIAL_STATE = 1 << 16
 # What the loops return instead of a position
 UNKNOWN_SYMBOL, TRUNCATED, IMPOSSIBLE = -1, -2, -3
 
-_U0, _U1, _U8, _U9, _U16 = (np.uint64(i) for i in (0, 1, 8, 9, 16))
+_U0, _U1, _U4, _U8, _U9, _U16 = (np.uint64(i) for i in (0, 1, 4, 8, 9, 16))
 _R = np.uint64(RESOLUTION)
 _TOTAL = np.uint64(TOTAL)
 _SLOT_MASK = np.uint64(TOTAL - 1)
@@ -121,11 +121,13 @@ def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: 
 def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Array) -> int:
     """Decode into out, from the first code to the last; return the number of words read, or what is wrong.
 
-    A state that starts in [2**16, 2**32) stays there, so one word is always enough and no index runs away.
+    `words` ends with one word that is not part of the block: what would be read past the end reads that. A state that
+    starts in [2**16, 2**32) stays there, so one word is always enough. Whether one is needed is a coin toss above
+    1 bit per code, so it is computed, not branched on.
     """
     rows, slots, decoder, escapes = tables.rows, tables.slots, tables.decoder, tables.escapes
     lane_mask = np.uint64(states.size - 1)
-    n_words = np.uint64(words.size)
+    n_words = np.uint64(words.size - 1)
     p = _U0
     for k in range(out.size):
         i = np.uint64(k)
@@ -138,11 +140,9 @@ def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Ar
         symbol = slots[(row >> _U16) + (slot - first if slot > first else _U0)]
         entry = np.uint64(decoder[(context << _U8) | np.uint64(symbol)])
         x = (entry >> _U16) * (x >> _R) + slot - (entry & _SLOT_MASK)
-        if x < _LOW:
-            if p >= n_words:
-                return TRUNCATED
-            x = (x << _U16) | np.uint64(words[p])
-            p += _U1
+        needed = np.uint64(x < _LOW)
+        x = (x << (needed << _U4)) | (np.uint64(words[min(p, n_words)]) & (_U0 - needed))
+        p += needed
         if entry & _ESCAPE_FLAG:
             slot = x & _SLOT_MASK
             if escapes[context, _COUNT] == _U0:
@@ -154,14 +154,12 @@ def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Ar
             symbol = tables.escaped[context, index]
             x = freq * (x >> _R) + slot - index * freq
             if x < _LOW:
-                if p >= n_words:
-                    return TRUNCATED
-                x = (x << _U16) | np.uint64(words[p])
+                x = (x << _U16) | np.uint64(words[min(p, n_words)])
                 p += _U1
         out[i] = symbol
         states[lane] = x
     position: int = _i64(p)
-    return position
+    return position if p <= n_words else TRUNCATED
 
 
 @numba.njit(nogil=True, cache=True)

@@ -135,7 +135,7 @@ class RansCoder(Coder):
             states = data[:head].view("<u4").astype(np.uint64)
         if np.any(states < INITIAL_STATE):
             raise CodingError("damaged rANS block: an initial state is out of range")
-        words = data[head:].view("<u2").astype(np.uint16)
+        words = np.append(data[head:].view("<u2").astype(np.uint16), np.uint16(0))  # one to spare for the kernel
         if parent is None:
             position = decode_loop(words, states, np.zeros(out.size, np.uint8), self._last_row, out)
         else:
@@ -145,9 +145,9 @@ class RansCoder(Coder):
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes: {reason}, or model or parent are not its own"
             )
-        if position != words.size or np.any(states != INITIAL_STATE):
+        if position != words.size - 1 or np.any(states != INITIAL_STATE):
             raise CodingError(
-                f"damaged rANS block of {data.size} bytes: {words.size - position} words are left after "
+                f"damaged rANS block of {data.size} bytes: {words.size - 1 - position} words are left after "
                 f"{out.size} codes, final states are wrong, or model or parent are not its own"
             )
 

@@ -163,6 +163,11 @@ class DSQStorageReader(StorageReader):
 
     def _refined(self, checkpoint: Checkpoint) -> bool:
         state = checkpoint.manifest.refinement
+        if self._refinement is True and state == "none" and checkpoint.manifest.groups:
+            raise CheckpointNotFound(
+                f"'{checkpoint.directory}' was saved without a refinement layer; pass refinement=False, or save with "
+                "refinement_bits above 0"
+            )
         if self._refinement is True and state == "dropped":
             raise CheckpointNotFound(
                 f"'{checkpoint.directory}' dropped its refinement layer when a newer checkpoint was committed; load "
