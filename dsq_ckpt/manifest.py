@@ -123,7 +123,8 @@ class Manifest(BaseModel):
         temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             with open(temporary, "xb") as file:
-                file.write(_sealed(self.model_copy(update={"checksum": _NO_CHECKSUM}).model_dump_json(indent=1).encode()))
+                unsealed = self.model_copy(update={"checksum": _NO_CHECKSUM})
+                file.write(_sealed(unsealed.model_dump_json(indent=1).encode()))
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())

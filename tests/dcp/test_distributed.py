@@ -1,0 +1,39 @@
+"""Several ranks, as real processes: what each worker checks is written in its docstring."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import torchrun
+
+pytestmark = pytest.mark.slow
+
+
+def checks(output: str) -> int:
+    return output.count("\nok ") + output.startswith("ok ")
+
+
+def test_fsdp_on_other_numbers_of_ranks(tmp_path):
+    run = tmp_path / "run"
+    assert checks(torchrun("fsdp", 2, run, "save")) == 1
+    for ranks in (1, 2, 3):
+        assert checks(torchrun("fsdp", ranks, run, "load")) == 2
+
+
+def test_placements_and_groups(tmp_path):
+    assert checks(torchrun("layouts", 3, tmp_path, timeout=200)) == 10
+
+
+def test_async(tmp_path):
+    assert checks(torchrun("background", 2, tmp_path, timeout=200)) == 6
+
+
+def test_faults(tmp_path):
+    assert checks(torchrun("faults", 3, tmp_path, timeout=200)) == 8
+
+
+@pytest.mark.parametrize("moment", ["writing", "committing"])
+def test_a_rank_dies(tmp_path, moment):
+    output = torchrun("dies", 2, tmp_path, moment, dies=True)
+    assert checks(output) == 1
+    assert checks(torchrun("dies", 2, tmp_path, "again")) == 1

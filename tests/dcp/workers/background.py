@@ -1,0 +1,196 @@
+"""Asynchronous saves on several ranks: argv = an empty directory."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import depth, done, equal_everywhere, error_of, fails_everywhere, fresh, normal, whole, world, zeros
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dsq_ckpt
+from dsq_ckpt import DSQStorageWriter
+from dsq_ckpt.manifest import Manifest
+
+
+def state_at(step: int, size: int) -> dict[str, Any]:
+    """Sharded, replicated and plain tensors, and objects; a function of `step`."""
+    mesh = init_device_mesh("cpu", (size,))
+
+    def value(seed: int, *shape: int) -> torch.Tensor:
+        return normal(*shape, seed=seed) + 0.001 * step * normal(*shape, seed=100 + seed, scale=1.0)
+
+    return {
+        "rows.weight": distribute_tensor(value(1, 101, 64), mesh, [Shard(0)]),
+        "columns.weight": distribute_tensor(value(2, 96, 64), mesh, [Shard(1)]),
+        "replica.weight": distribute_tensor(value(3, 90, 64), mesh, [Replicate()]),
+        "empty.weight": distribute_tensor(value(4, 1, 5000, 2), mesh, [Shard(0)]),
+        "plain.weight": value(5, 88, 64),
+        "list": [value(6, 80, 64), value(7, 80, 64), value(8, 5)],
+        "exp": {"p.exp_avg": value(9, 80, 64) * 1e-3, "p.exp_avg_sq": value(10, 80, 64).square()},
+        "bias": value(11, 64),
+        "step": step,
+        "settings": {"names": ["a", "b"], "step": step},
+    }
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict(state)[0]
+
+
+def train_on(state: dict[str, Any]) -> None:
+    """What training does right after the call: everything changes in place."""
+    for value in flat(state).values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(1e9)
+    state["settings"]["names"].append("changed")
+    state["settings"]["step"] = -1
+
+
+def read(path: Path, size: int, **options: Any) -> dict[str, Any]:
+    target = zeros(flat(state_at(0, size)))
+    dsq_ckpt.load(target, path, **options)
+    return {**target, **whole(target)}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for fqn, value in a.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, b[fqn]), fqn
+        else:
+            assert value == b[fqn], fqn
+
+
+def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
+    """What synchronous saves of the same states decode to."""
+    fresh()
+    values = []
+    for step in range(steps):
+        dsq_ckpt.save(state_at(step, size), root / "sync" / str(step), pinned=True)
+        assert depth(root / "sync" / str(step)) == step
+    for step in range(steps):
+        values.append(read(root / "sync" / str(step), size))
+        truth = whole(flat(state_at(step, size)))
+        for fqn, value in truth.items():
+            limit = 0.3 if "exp_avg" in fqn else 0.03
+            assert error_of(value, values[-1][fqn]) < limit, (fqn, error_of(value, values[-1][fqn]))
+            assert equal_everywhere(values[-1][fqn]), fqn
+        assert values[-1]["step"] == step and values[-1]["settings.step"] == step
+    fresh()
+    done("synchronous reference")
+    return values
+
+
+def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool) -> None:
+    """A chain of asynchronous saves while training goes on; equal to the synchronous one, bit for bit."""
+    fresh()
+    futures = []
+    for step in range(len(values)):
+        state = state_at(step, size)
+        futures.append(dsq_ckpt.async_save(state, root / str(step), processes=processes, pinned=True))
+        train_on(state)
+    for step, future in enumerate(futures):
+        future.result(timeout=60)
+        assert depth(root / str(step)) == step, [depth(root / str(n)) for n in range(step + 1)]
+        dist.barrier()
+        same(read(root / str(step), size), values[step])
+    names = {file.name for file in Manifest.read(root / "0").files} | {"manifest.json"}
+    assert names == {path.name for path in (root / "0").iterdir()}
+    done(f"chain, processes={processes}")
+
+
+def mixed(root: Path, values: list[dict[str, Any]], size: int) -> None:
+    """Synchronous and asynchronous saves, and loads between them, in one chain."""
+    fresh()
+    dsq_ckpt.save(state_at(0, size), root / "0", pinned=True)
+    dsq_ckpt.async_save(state_at(1, size), root / "1", pinned=True).result()
+    dsq_ckpt.save(state_at(2, size), root / "2", pinned=True)
+    for step in range(3):
+        same(read(root / str(step), size), values[step])
+    assert [depth(root / str(n)) for n in range(3)] == [0, 1, 2]
+    dsq_ckpt.async_save(state_at(2, size), root / "3", processes=True).result()
+    assert Manifest.read(root / "3").parent_name == "2"
+    dsq_ckpt.load(zeros(flat(state_at(0, size))), root / "1")
+    dsq_ckpt.async_save(state_at(2, size), root / "4").result()
+    assert Manifest.read(root / "4").parent_name == "1", "the loaded checkpoint is the parent, not a later one"
+    done("sync and async in one chain")
+
+
+def failing(root: Path, rank: int, size: int) -> None:
+    """A failure is reported by the future, or by the call where all ranks know already; then saving goes on."""
+    fresh()
+    dsq_ckpt.save(state_at(0, size), root / "0")
+    fails_everywhere(lambda: dsq_ckpt.async_save(state_at(1, size), root / "0").result(timeout=60), "overwrite=True")
+
+    state = state_at(1, size)
+    if rank == 1:
+        state["settings"]["broken"] = Unpicklable()
+    fails_everywhere(lambda: dsq_ckpt.async_save(state, root / "1").result(timeout=60), "cannot be copied")
+    fails_everywhere(
+        lambda: dcp.async_save(
+            state_at(1, size), storage_writer=DSQStorageWriter(root / "x"), no_dist=True
+        ).result(timeout=60), "no_dist",
+    )
+    bad = state_at(1, size)
+    bad["plain.weight"][3, 3] = float("nan")
+    config = {"quantize": {"nonfinite": "error"}}
+    fails_everywhere(lambda: dsq_ckpt.async_save(bad, root / "2", config=config).result(timeout=60), "plain.weight")
+    assert not list(root.glob("[12x]/manifest.json"))
+    dsq_ckpt.async_save(state_at(1, size), root / "3").result(timeout=60)
+    assert Manifest.read(root / "3").parent_name == "0"
+    done("failures")
+
+
+class Unpicklable:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("cannot be copied")
+
+
+def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
+    """`dcp.async_save` itself, with a group of its own for the thread, and in DCP's process."""
+    fresh()
+    background = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=40))
+    writer = DSQStorageWriter()
+    for step in range(2):
+        state = state_at(step, size)
+        # the path must be known when the call begins: checkpoint_id comes only after staging
+        one = writer if step == 0 else DSQStorageWriter(root / str(step), pinned=True)
+        if step == 0:
+            one.path = root / "0"
+        future: Any = dcp.async_save(state, storage_writer=one, process_group=background)
+        train_on(state)
+        future.result(timeout=60)
+        dist.barrier()
+    same(read(root / "1", size), values[1])
+    state = state_at(2, size)
+    future = dcp.async_save(
+        state, storage_writer=DSQStorageWriter(root / "2"), async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    train_on(state)
+    future.result(timeout=60)
+    dist.barrier()
+    same(read(root / "2", size), values[2])
+    assert [depth(root / str(n)) for n in range(3)] == [0, 1, 2]
+    done("plain calls")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    base = Path(sys.argv[1])
+    with world() as (me, ranks):
+        decoded = reference(base / "reference", 4, ranks)
+        chain(base / "threads", decoded, ranks, processes=False)
+        chain(base / "processes", decoded, ranks, processes=True)
+        mixed(base / "mixed", decoded, ranks)
+        failing(base / "failing", me, ranks)
+        plain_calls(base / "plain", decoded, ranks)

@@ -1,0 +1,242 @@
+"""One rank fails, at every stage of a save and of a load: argv = an empty directory.
+
+All ranks get an error within seconds, no manifest appears, and the earlier checkpoints load as before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import depth, done, fails_everywhere, fresh, normal, whole, world, zeros
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dsq_ckpt
+from dsq_ckpt import DSQStorageWriter, chain, session
+from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.dcp import writer as writer_module
+from dsq_ckpt.manifest import Manifest
+
+
+def state_at(step: int, rank: int, size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (size,))
+    value = normal(200, 64, seed=1) + 0.001 * step * normal(200, 64, seed=2, scale=1.0)
+    return {
+        "w.weight": distribute_tensor(value, mesh, [Shard(0)]),
+        f"own{rank}.weight": normal(90, 64, seed=rank) * (1 + 0.01 * step),
+        f"own{rank}.bias": normal(90, seed=rank),
+        "step": step,
+    }
+
+
+class Earlier:
+    """The checkpoints that must survive."""
+
+    def __init__(self, root: Path, rank: int, size: int) -> None:
+        self.rank, self.size, self.paths = rank, size, [root / "0", root / "1"]
+        for step, path in enumerate(self.paths):
+            dsq_ckpt.save(state_at(step, rank, size), path, pinned=True)
+        self.values = [self.read(path) for path in self.paths]
+
+    def read(self, path: Path) -> dict[str, torch.Tensor]:
+        target = zeros(state_at(0, self.rank, self.size))
+        dsq_ckpt.load(target, path)
+        return whole(target)
+
+    def check(self) -> None:
+        for path, value in zip(self.paths, self.values, strict=True):
+            again = self.read(path)
+            assert all(torch.equal(again[fqn], one) for fqn, one in value.items()), path
+
+
+def fault(number: int = errno.EIO) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@contextmanager
+def broken(active: bool, target: Any, name: str, what: Callable[..., Any]) -> Iterator[None]:
+    """`target.name` replaced on this rank, if `active`."""
+    if not active:
+        yield
+        return
+    with mock.patch.object(target, name, what):
+        yield
+
+
+class BrokenPlanner(DefaultSavePlanner):
+    """Cannot give the tensor whose name holds `name`."""
+
+    name = ""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self.name and self.name in write_item.index.fqn:
+            raise RuntimeError(f"no data of {write_item.index.fqn}")
+        return super().resolve_data(write_item)
+
+
+def planners(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """Data that cannot be had: before the all-reduce if it is lossy, after it if it is exact."""
+    for culprit in range(size):
+        for kind in ("weight", "bias"):
+            for parent in ("auto", None):
+                planner = BrokenPlanner()
+                if rank == culprit:
+                    planner.name = f"own{rank}.{kind}"
+                path = root / f"planner-{culprit}-{kind}-{parent}"
+                writer = DSQStorageWriter(path, parent=parent)
+                fails_everywhere(
+                    lambda: dcp.save(state_at(2, rank, size), storage_writer=writer, planner=planner),  # noqa: B023
+                    f"own{culprit}.{kind}",
+                )
+                dist.barrier()
+                assert not (path / "manifest.json").exists()
+    earlier.check()
+    done("data that cannot be had")
+
+
+def writing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """Files that cannot be written on one rank, at every step of writing them."""
+    steps: list[tuple[Any, str]] = [
+        (ContainerWriter, "add"), (ContainerWriter, "finish"), (os, "fsync"), (os, "replace"),
+    ]
+    for culprit in range(size):
+        for target, name in steps:
+            path = root / f"writing-{culprit}-{name}"
+            with broken(rank == culprit, target, name, fault(errno.ENOSPC)):
+                fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "No space left")  # noqa: B023
+            dist.barrier()
+            assert not (path / "manifest.json").exists()
+            assert not list(path.glob(".*")), "temporary files are removed"
+    earlier.check()
+    done("files that cannot be written")
+
+
+def linking(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """Ancestors that cannot be linked on one rank."""
+    for culprit in range(size):
+        earlier.read(earlier.paths[1])  # the parent
+        path = root / f"linking-{culprit}"
+        with broken(rank == culprit, chain, "link_files", fault()):
+            fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "Input/output")  # noqa: B023
+        dist.barrier()
+        assert not (path / "manifest.json").exists()
+    earlier.check()
+    done("ancestors that cannot be linked")
+
+
+def committing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """The coordinator's last steps."""
+    for target, name in ((session, "_write_index"), (Manifest, "write"), (chain, "choose_parent")):
+        path = root / f"committing-{name}"
+        with broken(rank == 0, target, name, fault()):
+            fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "Input/output")  # noqa: B023
+        dist.barrier()
+        assert not (path / "manifest.json").exists()
+    earlier.read(earlier.paths[1])
+    path = root / "committing-retention"
+    with broken(rank == 0, chain, "drop_refinements", fault()):  # the checkpoint is whole by then
+        dsq_ckpt.save(state_at(2, rank, size), path)
+    assert depth(path) == 2
+    earlier.check()
+    done("a commit that fails")
+
+
+def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """A parent whose files one rank cannot read."""
+    for culprit in range(size):
+        fresh()
+        path = root / f"parents-{culprit}"
+
+        def unreadable(*args: Any, **kwargs: Any) -> Any:
+            raise dsq_ckpt.CorruptCheckpoint("the parent cannot be read here")
+
+        with broken(rank == culprit, writer_module, "Parent", unreadable):
+            fails_everywhere(
+                lambda: dsq_ckpt.save(state_at(2, rank, size), path, parent=earlier.paths[1]),  # noqa: B023
+                "cannot be read here",
+            )
+    fails_everywhere(
+        lambda: dsq_ckpt.save(state_at(2, rank, size), root / "x", parent=root / "nowhere"), "does not exist"
+    )
+    dsq_ckpt.save(state_at(2, rank, size), root / "fine", parent=earlier.paths[1])
+    assert depth(root / "fine") == 2
+    earlier.check()
+    done("a parent that cannot be read")
+
+
+def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """One rank fails in the call of an asynchronous save, or in its background."""
+    earlier.read(earlier.paths[1])
+    for culprit in range(size):
+        for target, name in (
+            (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"),
+            (writer_module, "_staged_state_dict"), (writer_module, "write_rank"), (ContainerWriter, "finish"),
+        ):
+            path = root / f"staging-{culprit}-{name}"
+
+            def save() -> Any:
+                return dsq_ckpt.async_save(state_at(2, rank, size), path).result(timeout=60)  # noqa: B023
+
+            with broken(rank == culprit, target, name, fault()):
+                fails_everywhere(save, "Input/output")
+            dist.barrier()
+            assert not (path / "manifest.json").exists()
+    dsq_ckpt.async_save(state_at(2, rank, size), root / "staged").result(timeout=60)
+    assert Manifest.read(root / "staged").parent_name == "1"
+    earlier.check()
+    done("asynchronous saves")
+
+
+def loading(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """One rank cannot read its part, or asks for what is not there."""
+    from dsq_ckpt.checkpoint import Checkpoint
+    from dsq_ckpt.dcp.reader import DSQStorageReader
+
+    for culprit in range(size):
+        for target, name in ((Checkpoint, "tensor"), (Checkpoint, "record"), (DSQStorageReader, "read_metadata")):
+
+            def damaged(*args: Any, **kwargs: Any) -> Any:
+                raise dsq_ckpt.CorruptCheckpoint("damaged on one rank")
+
+            with broken(rank == culprit, target, name, damaged):
+                fails_everywhere(lambda: earlier.read(earlier.paths[0]), "damaged on one rank")
+        target_state = zeros(state_at(0, rank, size))
+        if rank == culprit:
+            target_state["absent"] = torch.zeros(3)
+        fails_everywhere(lambda: dsq_ckpt.load(target_state, earlier.paths[0]), "absent")  # noqa: B023
+    earlier.check()
+    done("loads that fail on one rank")
+
+
+def afterwards(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """After all that, the run goes on, and its newest checkpoint is a whole one."""
+    earlier.read(earlier.paths[1])
+    dsq_ckpt.save(state_at(3, rank, size), root / "afterwards")
+    assert depth(root / "afterwards") == 2
+    assert dsq_ckpt.latest(root) == str(root / "afterwards")
+    earlier.read(root / "afterwards")
+    earlier.check()
+    done("the run goes on")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    base = Path(sys.argv[1])
+    with world() as (me, ranks):
+        survivors = Earlier(base, me, ranks)
+        for part in (planners, writing, linking, committing, parents, staging, loading, afterwards):
+            part(base, survivors, me, ranks)

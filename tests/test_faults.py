@@ -1,0 +1,135 @@
+"""Disks that fill up, directories that cannot be written, processes that are killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+
+import pytest
+
+import dsq_ckpt
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.manifest import Manifest
+from tests import processes
+from tests.states import Kept, loaded, mixed_state, moved, relative_error
+
+
+@pytest.mark.parametrize("parent", ["auto", None])
+def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
+    state = mixed_state()
+    config = {"storage": {"fsync": False, "block_elements": 1 << 12}}
+    dsq_ckpt.save(state, tmp_path / "0", config=config, pinned=True)
+    dsq_ckpt.save(moved(state, 1), tmp_path / "1", config=config, pinned=True)
+    kept = Kept(state, tmp_path / "0", tmp_path / "1")
+    dsq_ckpt.save(moved(state, 2), tmp_path / "whole", config=config, parent=parent)
+    sizes = [file.size for file in Manifest.read(tmp_path / "whole").files if file.role in ("own", "refinement")]
+    shutil.rmtree(tmp_path / "whole")
+    append = ContainerWriter._append
+    left = 0
+
+    def limited(self, data):
+        nonlocal left
+        left -= len(data)
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, data)
+
+    monkeypatch.setattr(ContainerWriter, "_append", limited)
+    total = sum(sizes)
+    for space in [16, 17, *range(100, total, total // 20), total - 33, total - 1, total + 10_000]:
+        left, path = space, tmp_path / f"with-{space}"
+        loaded(tmp_path / "1", state)  # the parent
+        if space < total - 100:
+            with pytest.raises(dsq_ckpt.DSQError, match="No space left"):
+                dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
+            assert [file.name for file in path.iterdir() if file.suffix != ".dsq"] == []
+            assert not [file for file in path.iterdir() if file.stat().st_nlink == 1], "nothing of this save remains"
+        elif space > total:
+            dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
+            assert relative_error(moved(state, 2)["lossy"]["linear.weight"], loaded(path, state)["lossy"][
+                "linear.weight"]) < 0.015
+    kept.check()
+
+
+@pytest.mark.slow
+def test_file_size_limit_of_the_kernel(tmp_path):
+    limits = [0, 1, 100, 1000, 2000, 5000, 10_000, 50_000, 80_000, 10_000_000]
+    status, output = processes.run([str(processes.WORKERS / "limited.py"), str(tmp_path), *map(str, limits)], 120)
+    assert status == 0, output
+    outcomes = output.split("outcomes")[1].split()
+    assert outcomes[0] == "refused" and outcomes[-2:] == ["saved", "saved"], outcomes
+
+
+def test_unwritable_places(tmp_path, monkeypatch):
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "0")
+    kept = Kept(state, tmp_path / "0")
+    (tmp_path / "file").write_text("not a directory")
+    for path, says in (
+        (tmp_path / "file", "exists|Not a directory"), (tmp_path / "file" / "x", "Not a directory"),
+        ("/proc/dsq/x", "No such file"), (tmp_path / ("n" * 300), "too long"),
+    ):
+        with pytest.raises(dsq_ckpt.DSQError, match=says):
+            dsq_ckpt.save(state, path)
+    kept.check()
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(dsq_ckpt.DSQError, match="Permission denied"):
+            dsq_ckpt.save(state, tmp_path / "closed" / "x")
+    dsq_ckpt.save(state, tmp_path / "1")
+    assert Manifest.read(tmp_path / "1").depth == 1
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace", "link"])
+def test_a_system_call_fails(tmp_path, monkeypatch, name):
+    """The first, second, ... call of a kind fails: an error, no manifest, the earlier checkpoints intact."""
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "0", pinned=True)
+    kept = Kept(state, tmp_path / "0")
+    real = getattr(os, name)
+    for fails in range(20):
+        calls = 0
+
+        def call(*args, fails=fails, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fails + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args, **kwargs)
+
+        path = tmp_path / f"{name}{fails}"
+        loaded(tmp_path / "0", state)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, call)
+            try:
+                dsq_ckpt.save(moved(state, 1), path, pinned=True)
+            except BaseException as error:
+                assert "Input/output error" in str(error), error
+        kept.check()
+        if (path / "manifest.json").exists():  # then it is whole, whatever was reported
+            check_whole(path)
+        if calls <= fails:
+            break
+    assert fails >= 2
+
+
+def check_whole(path):
+    """Every file that the manifest names is there and as it was written."""
+    with Checkpoint(path) as checkpoint:
+        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async", "overwrite"])
+def test_killed_at_any_moment(tmp_path, mode):
+    """A process that saves in a loop dies by SIGKILL, again and again, and each time the run goes on."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    status, output = processes.run(
+        [str(processes.WORKERS / "killed.py"), str(tmp_path / "run"), mode, "15", str(seed)], 200
+    )
+    assert status == 0, output[-6000:]
+    print(output)
