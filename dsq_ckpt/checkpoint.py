@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from dsq_ckpt import kernels
-from dsq_ckpt.chunk import ChunkKey, dequantize
+from dsq_ckpt.chunk import ChunkKey, Dequantizer
 from dsq_ckpt.codebook import Codebook
 from dsq_ckpt.coding import coder_class, shuffle_decompress
 from dsq_ckpt.coding.base import Coder
@@ -140,7 +140,8 @@ class Checkpoint:
         return codes
 
     def tensor(
-        self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None
+        self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A chunk in the dtype it was saved in, of its own shape.
 
@@ -148,6 +149,7 @@ class Checkpoint:
             ref: its record.
             refined: use the refinement layer.
             codes: its codes, where they were decoded already.
+            into: where the chunk is wanted; it is decoded there, and returned, if shape, dtype and layout allow.
         """
         record = self.record(ref)
         shape, dtype = record["shape"], dtype_of(record["dtype"])
@@ -161,16 +163,56 @@ class Checkpoint:
             return flat.view(shape).to(dtype)
         if record["type"] != "coded":
             raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is of type {record['type']!r}, not a tensor")
-        book = self.codebook(ref)
         codes = self.codes(ref, workers) if codes is None else codes
-        protected = self._protected(ref.file, record)
-        refinement, bits = None, 0
-        if refined:
-            refinement, bits, protected = self._refinement(ref, len(codes), protected, workers)
-        values = dequantize(
-            record["fqn"], codes, book, int(record.get("exponent", 0)), protected, refinement, bits
-        )
+        direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
+        if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
+            self._values(ref, record, codes, refined, workers, into.view(-1).numpy())
+            return into
+        values = np.empty(len(codes), np.float32)
+        self._values(ref, record, codes, refined, workers, values)
         return within(torch.from_numpy(values), dtype).view(shape)
+
+    def _values(
+        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers,
+        out: npt.NDArray[np.float32],
+    ) -> None:
+        """Dequantize a record into `out`, float32 flat, its blocks in parallel."""
+        book, protected = self.codebook(ref), self._protected(ref.file, record)
+        name = f"{Path(ref.file).stem}.refinement"
+        entry = self._reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
+        bits = 0 if entry is None else int(entry["bits"])
+        if entry is not None and len(protected):
+            raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
+            protected = np.frombuffer(raw, np.uint32)
+        source = self._reader(ref.file if entry is None else name)
+        step = _block_elements(source)
+        starts = range(0, len(codes), step)
+        if entry is not None and len(entry["blocks"]) != len(starts):
+            raise CorruptCheckpoint(f"'{source.path}': {len(entry['blocks'])} blocks for {len(starts)} of codes")
+        before = [0]
+        for start in starts:
+            count = int(np.count_nonzero(codes[start : start + step] == book.protected)) if len(protected) else 0
+            before.append(before[-1] + count)
+        if before[-1] != len(protected):
+            raise CorruptCheckpoint(
+                f"{record['fqn']}: {before[-1]} codes are protected but {len(protected)} protected values are stored"
+            )
+        dequantizer = Dequantizer(book, int(record.get("exponent", 0)), bits)
+
+        def work(place: int) -> None:
+            where = slice(place * step, (place + 1) * step)
+            symbols = None
+            try:
+                if entry is not None:
+                    symbols = np.empty(len(codes[where]), np.uint8)
+                    packed = source.read(Block(*entry["blocks"][place]))
+                    kernels.unpack(np.frombuffer(packed, np.uint8), bits, symbols)
+                dequantizer.block(codes[where], protected[before[place] : before[place + 1]], symbols, out[where])
+            except ValueError as error:
+                raise CorruptCheckpoint(f"'{source.path}', {record['fqn']}: {error}") from error
+
+        for _ in workers.map(work, range(len(starts))):
+            pass
 
     def object_bytes(self, ref: RecordRef) -> bytes:
         """An object as DCP serialised it."""
@@ -237,31 +279,20 @@ class Checkpoint:
         return self._models[key]
 
     def _decode_codes(self, ref: RecordRef, parent: Codes | None, workers: Workers) -> Codes:
-        record = self.record(ref)
+        """Codes of one record given those of its parent, all blocks in parallel."""
+        record, reader = self.record(ref), self._reader(ref.file)
         _, coder = self._model(ref.file, record["group"])
-
-        def decode(data: bytes, where: slice, out: Codes) -> None:
-            coder.decode(data, None if parent is None else parent[where], out)
-
-        return self._decode(ref.file, record, decode, workers)
-
-    def _decode(
-        self, file: str, record: dict[str, Any], decode: Callable[[bytes, slice, Codes], None], workers: Workers,
-        elements: int | None = None,
-    ) -> Codes:
-        """All blocks of a record, in parallel; uint8, one symbol per element."""
-        reader = self._reader(file)
-        count = int(np.prod(record["shape"], dtype=np.int64)) if elements is None else elements
-        step = int(reader.contents["block_elements"])
+        count = int(np.prod(record["shape"], dtype=np.int64))
+        step = _block_elements(reader)
         blocks = [Block(*block) for block in record["blocks"]]
-        if step <= 0 or len(blocks) != -(-count // step):
+        if len(blocks) != -(-count // step):
             raise CorruptCheckpoint(f"'{reader.path}': {len(blocks)} blocks of {step} codes for {count} elements")
         out = np.empty(count, np.uint8)
 
         def work(place: int) -> None:
             where = slice(place * step, (place + 1) * step)
             try:
-                decode(reader.read(blocks[place]), where, out[where])
+                coder.decode(reader.read(blocks[place]), None if parent is None else parent[where], out[where])
             except (CodingError, ValueError) as error:
                 raise CorruptCheckpoint(f"'{reader.path}' block {place}: {error}") from error
 
@@ -275,25 +306,6 @@ class Checkpoint:
             return np.empty(0, np.uint32)
         raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)
         return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
-
-    def _refinement(
-        self, ref: RecordRef, elements: int, protected: npt.NDArray[np.uint32], workers: Workers
-    ) -> tuple[Codes | None, int, npt.NDArray[np.uint32]]:
-        """Refinement symbols of a record, their bits, and its protected values whole; nothing where it has none."""
-        name = f"{Path(ref.file).stem}.refinement"
-        record = self._reader(name).contents["records"].get(str(ref.record)) if name in self._sizes else None
-        if record is None:
-            return None, 0, protected
-        bits = int(record["bits"])
-
-        def decode(data: bytes, where: slice, out: Codes) -> None:
-            kernels.unpack(np.frombuffer(data, np.uint8), bits, out)
-
-        symbols = self._decode(name, record, decode, workers, elements)
-        if len(protected):
-            raw = self._unshuffled(name, Block(*record["protected"]), 4, 4 * len(protected))
-            protected = np.frombuffer(raw, np.uint32)
-        return symbols, bits, protected
 
     def _raw(self, file: str, record: dict[str, Any]) -> bytes:
         size, packs = int(record["size"]), record["packs"]
@@ -323,6 +335,13 @@ class Checkpoint:
             return shuffle_decompress(reader.read(block), itemsize, size)
         except CodingError as error:
             raise CorruptCheckpoint(f"'{reader.path}': {error}") from error
+
+
+def _block_elements(reader: ContainerReader) -> int:
+    step = int(reader.contents["block_elements"])
+    if step <= 0:
+        raise CorruptCheckpoint(f"'{reader.path}': blocks of {step} elements")
+    return step
 
 
 def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

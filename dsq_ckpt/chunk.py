@@ -13,7 +13,6 @@ import torch
 from dsq_ckpt import kernels
 from dsq_ckpt.codebook.base import Codebook
 from dsq_ckpt.codebook.fit import Fitted
-from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.keys import KeyWindow
 from dsq_ckpt.workers import Workers
 
@@ -153,47 +152,52 @@ def sketch_block(
         kernels.joint_sketch(values, parent, last, window.lo, window.hi, 2.0**-exponent, counts)
 
 
-def dequantize(
-    name: str, codes: Codes, book: Codebook, exponent: int, protected: Bits, refinement: Codes | None, bits: int
-) -> Floats32:
-    """Values of a chunk, float32 flat.
+class Dequantizer:
+    """From codes of a group back to values, block by block, from several threads.
 
     Args:
-        name: of the tensor, for errors.
-        codes: uint8, flat.
-        book: the codebook of its group.
-        exponent: log2 of the factor that was taken out.
-        protected: fp32 bits of the protected values, in order.
-        refinement: a symbol of `bits` bits per element, or None for the base layer alone.
-
-    Raises:
-        CorruptCheckpoint: codes, protected values and refinement do not fit each other.
+        book: the group's codebook.
+        exponent: log2 of the factor that was taken out of the tensor.
+        bits: of the refinement symbols.
     """
-    out = np.empty(len(codes), np.float32)
-    factor, kept = 2.0**exponent, protected.view(np.float32)
-    levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
-    reach = max(np.abs(levels).max(), np.abs(book.cell_low).max(), np.abs(book.cell_high).max()) * factor
-    if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
-        levels, low, width, scale = levels * factor, low * factor, width * factor, 1.0
-    else:
-        reach, scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
-    levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
-    try:
-        if refinement is None:
-            used = kernels.dequantize(codes, levels, scale, book.protected, kept, out)
+
+    def __init__(self, book: Codebook, exponent: int, bits: int) -> None:
+        self._book, self._bits, factor = book, bits, 2.0**exponent
+        levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
+        if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
+            reach = max(np.abs(levels).max(), np.abs(book.cell_low).max(), np.abs(book.cell_high).max()) * factor
+            levels, low, width, self._scale = levels * factor, low * factor, width * factor, 1.0
         else:
-            sign = np.where(levels < 0, -1.0, 1.0)
+            reach, self._scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
+        self._beyond = bool(reach >= _LARGEST)
+        self._levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
+        self._low, self._width = _padded(low), _padded(width)
+        self._sign = _padded(np.where(levels < 0, -1.0, 1.0))
+
+    def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: Floats32) -> None:
+        """Values of a block.
+
+        Args:
+            codes: uint8[n].
+            protected: fp32 bits of the block's protected values, in order.
+            refinement: uint8[n] symbols, or None for the base layer alone.
+            out: float32[n].
+
+        Raises:
+            ValueError: codes, protected values and refinement do not fit each other.
+        """
+        book, kept = self._book, protected.view(np.float32)
+        if refinement is None:
+            used = kernels.dequantize(codes, self._levels, self._scale, book.protected, kept, out)
+        else:
             used = kernels.dequantize_refined(
-                codes, refinement, bits, _padded(low), _padded(width), _padded(sign), levels, scale,
+                codes, refinement, self._bits, self._low, self._width, self._sign, self._levels, self._scale,
                 book.protected, kept, book.domain == "log", out,
             )
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{name}: {error}") from error
-    if reach >= _LARGEST:
-        np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
-    if used != len(kept):
-        raise CorruptCheckpoint(f"{name}: {used} codes are protected but {len(kept)} protected values are stored")
-    return out
+        if used != len(kept):
+            raise ValueError(f"{used} codes are protected but {len(kept)} protected values are stored")
+        if self._beyond:
+            np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
 
 
 def protected_bf16(bits: Bits) -> npt.NDArray[np.uint16]:

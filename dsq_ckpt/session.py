@@ -10,7 +10,7 @@ import platform
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dsq_ckpt.config import DSQConfig, TensorConfig
 from dsq_ckpt.container import FileInfo, pack_json, sync_directory
 from dsq_ckpt.errors import NonFiniteTensor, SaveFailed
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
-from dsq_ckpt.shard import ShardWriter, Written
+from dsq_ckpt.shard import Piece, ShardWriter, Written
 from dsq_ckpt.version import __version__
 from dsq_ckpt.workers import Workers
 
@@ -163,14 +163,18 @@ def write_rank(
     memory: dict[ChunkKey, Codes] = {}
     by_kind: dict[str, list[Written]] = defaultdict(list)
     with ShardWriter(directory, agreement.save_id, rank, config, workers=workers, fitted=fitted) as shard:
-        for piece in coded:
-            key, base = piece.chunk.key, piece.base
-            written = shard.add_coded(
-                piece.chunk, dtypes[key], base.ref if base else None, base.requires if base else frozenset()
-            )
-            result.written[key] = written
-            by_kind[kinds[key]].append(written)
-            memory[key] = piece.chunk.codes
+        keys = []
+
+        def pieces() -> Iterator[Piece]:
+            for chunk, base in ((piece.chunk, piece.base) for piece in coded):
+                keys.append(chunk.key)
+                memory[chunk.key] = chunk.codes
+                ref, requires = (base.ref, base.requires) if base else (None, frozenset[str]())
+                yield Piece(chunk, dtypes[chunk.key], ref, requires)
+
+        for place, written in enumerate(shard.add_coded(pieces())):
+            result.written[keys[place]] = written
+            by_kind[kinds[keys[place]]].append(written)
         for item in plain:
             stored = None
             if item.config is not None and item.config.method == "bf16" and item.dtype.itemsize > 2:

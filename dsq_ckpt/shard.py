@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
+from dsq_ckpt.chunk import Bits, BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.coding import coder_class, shuffle_compress
 from dsq_ckpt.coding.base import Coder
@@ -37,6 +38,40 @@ class Written:
     logical: int
     base: int
     refinement: int = 0
+
+
+class Piece(NamedTuple):
+    """A chunk to be coded, and what it is coded against.
+
+    Attributes:
+        source: its codes; `source.parent` is the context iff `parent` is given.
+        dtype: of the tensor.
+        parent: the record of the parent checkpoint that holds the previous codes.
+        requires: all files that record needs in turn, its own included.
+    """
+
+    source: CodeSource
+    dtype: torch.dtype
+    parent: RecordRef | None
+    requires: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One block of a piece, on its way through a worker thread."""
+
+    piece: Piece
+    coder: Coder
+    where: slice
+    last: bool
+
+    def run(self) -> tuple[_Task, bytes, BlockData]:
+        source = self.piece.source
+        if not len(source.codes):
+            return self, b"", BlockData(np.empty(0, np.uint32), b"")
+        beside = source.block(self.where)
+        parent = None if source.parent is None else source.parent[self.where]
+        return self, self.coder.encode(source.codes[self.where], parent), beside
 
 
 @dataclass
@@ -84,31 +119,35 @@ class ShardWriter:
         """The base file's name."""
         return self._base.path.name
 
-    def add_coded(
-        self, source: CodeSource, dtype: torch.dtype, parent: RecordRef | None, requires: frozenset[str]
-    ) -> Written:
-        """Quantize (where that is still to be done) and entropy-code a chunk, its blocks in parallel.
+    def add_coded(self, pieces: Iterable[Piece]) -> Iterator[Written]:
+        """Quantize (where that is still to be done) and entropy-code chunks.
 
-        Args:
-            source: its codes; `source.parent` is the context iff `parent` is given.
-            dtype: of the tensor.
-            parent: the record of the parent checkpoint that holds the previous codes.
-            requires: all files that record needs in turn, its own included.
+        Blocks of different chunks run side by side, so that no thread waits at the end of a chunk; only a few blocks
+        per thread are ahead of what is written, so that memory stays bounded.
         """
-        coder = self._group(source.group, len(source.codes))
-        codes, context, bits = source.codes, source.parent, source.refinement_bits
 
-        def encode(where: slice) -> tuple[bytes, BlockData]:
-            beside = source.block(where)
-            return coder.encode(codes[where], None if context is None else context[where]), beside
+        def tasks() -> Iterator[_Task]:
+            for piece in pieces:
+                coder = self._group(piece.source.group, len(piece.source.codes))
+                blocks = list(self._workers.blocks(len(piece.source.codes))) or [slice(0, 0)]  # empty: a record alone
+                for where in blocks:
+                    yield _Task(piece, coder, where, last=where is blocks[-1])
 
-        blocks, refined, protected = [], [], []
-        refinement = self._refinement_file() if bits else None
-        for data, beside in self._workers.map(encode, self._workers.blocks(len(codes))):
-            blocks.append(self._base.add(data))
+        base: list[Block] = []
+        refined: list[Block] = []
+        protected: list[Bits] = []
+        for task, data, beside in self._workers.map(_Task.run, tasks()):
             protected.append(beside.protected)
-            if refinement is not None:
-                refined.append(refinement.add(beside.refinement))
+            if len(task.piece.source.codes):
+                base.append(self._base.add(data))
+                if task.piece.source.refinement_bits:
+                    refined.append(self._refinement_file().add(beside.refinement))
+            if task.last:
+                yield self._add_record(task.piece, base, refined, np.concatenate(protected))
+                base, refined, protected = [], [], []
+
+    def _add_record(self, piece: Piece, blocks: list[Block], refined: list[Block], protected: Bits) -> Written:
+        source, dtype, parent = piece.source, piece.dtype, piece.parent
         record: dict[str, Any] = {
             "type": "coded", **_identity(source.key, dtype), "group": source.group, "blocks": blocks,
         }
@@ -116,23 +155,22 @@ class ShardWriter:
             record["exponent"] = source.exponent
         if parent is not None:
             record["parent"] = list(parent)
-            self._requires |= requires
-        kept = np.concatenate(protected) if protected else np.empty(0, np.uint32)
-        if len(kept):
-            record["protected_count"] = len(kept)
-            record["protected"] = self._base.add(shuffle_compress(protected_bf16(kept).tobytes(), 2))
-            blocks = [*blocks, record["protected"]]
-        written = Written(
-            RecordRef(self.name, len(self._records)), len(codes) * dtype.itemsize, sum(block.size for block in blocks)
-        )
+            self._requires |= piece.requires
+        size = sum(block.size for block in blocks)
+        if len(protected):
+            record["protected_count"] = len(protected)
+            record["protected"] = self._base.add(shuffle_compress(protected_bf16(protected).tobytes(), 2))
+            size += record["protected"].size
+        ref = RecordRef(self.name, len(self._records))
+        written = Written(ref, len(source.codes) * dtype.itemsize, size)
         self._records.append(record)
-        if refinement is not None:
-            entry: dict[str, Any] = {"bits": bits, "blocks": refined}
-            if len(kept):
-                entry["protected"] = refinement.add(shuffle_compress(kept.tobytes(), 4))
-                refined = [*refined, entry["protected"]]
-            self._refined[written.ref.record] = entry
+        if source.refinement_bits:
+            entry: dict[str, Any] = {"bits": source.refinement_bits, "blocks": refined}
             written.refinement = sum(block.size for block in refined)
+            if len(protected):
+                entry["protected"] = self._refinement_file().add(shuffle_compress(protected.tobytes(), 4))
+                written.refinement += entry["protected"].size
+            self._refined[ref.record] = entry
         return written
 
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> Written:

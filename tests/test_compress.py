@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsq_ckpt import DSQConfig, SaveFailed
-from dsq_ckpt.chunk import Chunk, ChunkKey, CodedChunk, QuantizingChunk, dequantize
+from dsq_ckpt.chunk import Chunk, ChunkKey, CodedChunk, Dequantizer, QuantizingChunk
 from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.compress import Layout, ParentModel, analyse
 from dsq_ckpt.workers import Workers
@@ -110,9 +110,9 @@ def test_an_outlier_tensor_does_not_spoil_its_group(outlier_octaves):
     with Workers(1, 1 << 20) as workers:
         for chunk in chunks:
             coded = CodedChunk.of(QuantizingChunk(chunk, analysis.fitted[chunk.group]), workers)
-            values = dequantize(
-                chunk.key.fqn, coded.codes, analysis.fitted[chunk.group].codebook, chunk.exponent,
-                coded.data[0].protected, None, 0,
+            values = np.empty(len(coded.codes), np.float32)
+            Dequantizer(analysis.fitted[chunk.group].codebook, chunk.exponent, 0).block(
+                coded.codes, coded.data[0].protected, None, values
             )
             errors[chunk.key.fqn] = float((torch.from_numpy(values) - chunk.flat()).norm() / chunk.flat().norm())
     if outlier_octaves:

@@ -145,9 +145,10 @@ class DSQStorageReader(StorageReader):
             key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
             if _whole(items, key):
                 memory[key] = codes
-        chunk = checkpoint.tensor(ref, refined, workers, codes)
-        for item in items:
-            target = planner.resolve_tensor(item).detach()
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        # One target that is the whole chunk is decoded in place; anything else is sliced from a copy.
+        chunk = checkpoint.tensor(ref, refined, workers, codes, into=targets[0] if len(targets) == 1 else None)
+        for item, target in zip(items, targets, strict=True):
             if target.dtype != chunk.dtype and not self._allow_cast:
                 raise LossyTensor(
                     f"'{index.fqn}' was saved as {chunk.dtype} and is loaded into {target.dtype}; "
@@ -158,7 +159,8 @@ class DSQStorageReader(StorageReader):
                 piece = piece.narrow(dim, start, length)
             if target.shape != piece.shape:
                 raise CorruptCheckpoint(f"'{index.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
-            target.copy_(piece)
+            if chunk is not target:
+                target.copy_(piece)
             planner.commit_tensor(item, target)
 
     def _refined(self, checkpoint: Checkpoint) -> bool:
