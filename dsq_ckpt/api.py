@@ -52,9 +52,11 @@ def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
 @contextmanager
 def _alone(no_dist: bool) -> Iterator[None]:
     """Silence DCP's warning that a single process is a single process, where that is what was asked for."""
+    if not no_dist:
+        yield
+        return
     with warnings.catch_warnings():
-        if no_dist:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 

@@ -55,7 +55,10 @@ class TorchCommunicator:
         self.size = dist.get_world_size(group)
 
     def sum(self, counts: Counts) -> None:
-        device = dist.distributed_c10d._get_pg_default_device(self.group)
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        kinds = [device.type for device in group._device_types]
+        device = torch.device("cpu" if "cpu" in kinds else kinds[0])
         tensor = torch.from_numpy(counts)
         if device.type == "cpu":
             dist.all_reduce(tensor, group=self.group)

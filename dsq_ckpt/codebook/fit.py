@@ -22,6 +22,7 @@ from dsq_ckpt.keys import KeyWindow
 
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
+_CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
 _KEEP_STEP = 2**0.5  # a lattice keeps its parent's step while the fresh one is within this factor
 
 
@@ -64,7 +65,8 @@ def fit_group(
         refinement_bits: into how many parts (2**bits) the refinement layer will divide the cells.
     """
     fitted = _fit(joint, window, config, parent, refinement_bits)
-    if joint.shape[0] == 1:
+    unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
+    if joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
         return fitted
     alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits)
     return fitted if fitted.bits < _PAYS * alone.bits else alone
