@@ -9,7 +9,7 @@
 
 from dsq_ckpt.api import async_save, describe, load, save
 from dsq_ckpt.chain import forget, latest
-from dsq_ckpt.config import DSQConfig, exact_config
+from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
 from dsq_ckpt.errors import (
     CheckpointExists,
@@ -44,7 +44,6 @@ __all__ = [
     "__version__",
     "async_save",
     "describe",
-    "exact_config",
     "forget",
     "latest",
     "load",

@@ -194,11 +194,6 @@ class DSQConfig(_Strict):
         return DSQConfig.create(tree)
 
 
-def exact_config() -> DSQConfig:
-    """Everything bit for bit."""
-    return DSQConfig.preset("exact")
-
-
 def _read(path: Path) -> Any:
     try:
         text = path.read_text()

@@ -46,7 +46,7 @@ def test_source_is_left_alone(tmp_path):
 def test_exact_configuration(tmp_path):
     state = mixed_state()
     for number in range(3):
-        dsq_ckpt.save(state, tmp_path / str(number), config=dsq_ckpt.exact_config())
+        dsq_ckpt.save(state, tmp_path / str(number), config=dsq_ckpt.DSQConfig.preset("exact"))
         assert differences(state, loaded(tmp_path / str(number), state)) == []
         state = moved(state, number)
     assert Manifest.read(tmp_path / "2").refinement == "none"

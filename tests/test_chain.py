@@ -213,7 +213,8 @@ def test_every_configuration_follows_every_other(tmp_path):
 
 def test_exact_and_lossy_alternate(tmp_path):
     state = mixed_state()
-    configs = [None, dsq_ckpt.exact_config(), None, {"quantize": {"weights": {"method": "bf16"}}}, None, None]
+    exact, bf16 = dsq_ckpt.DSQConfig.preset("exact"), {"quantize": {"weights": {"method": "bf16"}}}
+    configs = [None, exact, None, bf16, None, None]
     for number, config in enumerate(configs):
         dsq_ckpt.save(state, tmp_path / str(number), config=config)
         back = loaded(tmp_path / str(number), state)

@@ -92,7 +92,7 @@ def placements(root: Path, size: int) -> None:
         dsq_ckpt.load(target, path)
         check(state, whole(target))
         exact = root / how / "exact"
-        dsq_ckpt.save(placed(state, how, size), exact, config=dsq_ckpt.exact_config())
+        dsq_ckpt.save(placed(state, how, size), exact, config=dsq_ckpt.DSQConfig.preset("exact"))
         target = zeros(placed(state, "columns" if how == "rows" else "rows", size))
         dsq_ckpt.load(target, exact)
         assert all(torch.equal(value, state[fqn]) for fqn, value in whole(target).items())
