@@ -74,14 +74,15 @@ class Tables(NamedTuple):
 
 @numba.njit(nogil=True, cache=True)
 def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: Array) -> int:
-    """Encode from the last code to the first, filling words, uint16 (2 * codes,), from its end.
+    """Encode from the last code to the first, filling words, uint16, one longer than it can need, from its end.
 
-    Leaves the states of the lanes in `states`, uint64, and returns the index of the first word written.
+    Leaves the states of the lanes in `states`, uint64, and returns the index of the first word written. The next word
+    is always written, and kept only if the state is too large: whether it is would be a gamble to branch on.
     """
     encoder, escapes = tables.encoder, tables.escapes
     lane_mask = np.uint64(states.size - 1)
     states[:] = _LOW
-    p = np.uint64(words.size)
+    p = np.uint64(words.size - 1)
     i = np.uint64(codes.size)
     while i > _U0:
         i -= _U1
@@ -97,23 +98,23 @@ def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: 
                 return UNKNOWN_SYMBOL
             freq = escapes[row, _FREQ]
             if x >= freq << _LIMIT_SHIFT:
-                p -= _U1
                 words[p] = x & _WORD_MASK
+                p -= _U1
                 x >>= _U16
             quotient = (x * escapes[row, _RECIPROCAL]) >> _RECIPROCAL_SHIFT
             x += (start - _U1) * freq + quotient * (_TOTAL - freq)
             freq = escapes[row, _ESCAPE_FREQ]
             start = escapes[row, _ESCAPE_CUM]
             reciprocal = escapes[row, _ESCAPE_RECIPROCAL]
-        if x >= freq << _LIMIT_SHIFT:
-            p -= _U1
-            words[p] = x & _WORD_MASK
-            x >>= _U16
+        full = np.uint64(x >= freq << _LIMIT_SHIFT)
+        words[p] = x & _WORD_MASK
+        p -= full
+        x >>= full << _U4
         # x < freq * 2**17 here, for which the shifted product is exactly x // freq and below 2**64
         quotient = (x * reciprocal) >> _RECIPROCAL_SHIFT
         # total * (x // freq) + start + x % freq
         states[lane] = x + start + quotient * (_TOTAL - freq)
-    position: int = _i64(p)
+    position: int = _i64(p) + 1
     return position
 
 

@@ -111,7 +111,8 @@ class RansCoder(Coder):
 
     def _encode(self, codes: U8Array, parent: U8Array | None) -> bytes:
         n = codes.size
-        words = np.empty(self._max_words * n, np.uint16)  # pages that stay unused are never touched
+        # One to spare for the kernel; pages that stay unused are never touched.
+        words = np.empty(self._max_words * n + 1, np.uint16)
         states = np.empty(lanes(n), np.uint64)
         if parent is None:
             position = encode_loop(codes, np.zeros(n, np.uint8), self._last_row, words, states)
