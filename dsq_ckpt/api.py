@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,12 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dsq_ckpt import chain
-from dsq_ckpt.comm import FailedElsewhere
+from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -40,13 +43,17 @@ def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
     try:
         yield
     except CheckpointException as bundle:
-        failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
-        own = {rank: error for rank, error in failures.items() if not isinstance(error, FailedElsewhere)}
-        rank, error = min((own or failures).items(), key=lambda pair: pair[0])
-        prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
-        if isinstance(error, DSQError):
-            raise type(error)(f"{prefix}{error}") from bundle
-        raise otherwise(f"{prefix}{type(error).__name__}: {error}") from bundle
+        raise _plain_error(bundle, otherwise) from bundle
+
+
+def _plain_error(bundle: CheckpointException, otherwise: type[DSQError]) -> DSQError:
+    failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
+    own = {rank: error for rank, error in failures.items() if not isinstance(error, FailedElsewhere)}
+    rank, error = min((own or failures).items(), key=lambda pair: pair[0])
+    prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
+    if isinstance(error, DSQError):
+        return type(error)(f"{prefix}{error}")
+    return otherwise(f"{prefix}{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -82,6 +89,7 @@ def save(
     writer = DSQStorageWriter(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
     )
+    _background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     with _plain_errors(SaveFailed), _alone(no_dist):
         metadata = dcp.save(state_dict, storage_writer=writer, process_group=process_group, no_dist=no_dist)
@@ -109,10 +117,12 @@ class _Background:
         return self.groups[base]
 
     def wait(self) -> None:
-        """Wait for the previous save; its failure was reported by its own future."""
+        """Wait for the previous save. Its failure is its future's to raise; it is logged too, should nobody ask."""
         if self.future is not None:
-            self.future.exception()
+            failure = self.future.exception()
             self.future = None
+            if failure is not None:
+                logger.warning("the last asynchronous save failed: %s", failure)
 
 
 _background = _Background()
@@ -150,13 +160,28 @@ def async_save(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
     )
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
-    response = dcp.async_save(
-        state_dict, storage_writer=writer, async_checkpointer_type=kind, no_dist=no_dist,
-        process_group=None if processes else _background.group(process_group),
-    )
-    future = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-    _background.future = future
-    return cast("Future[Any]", future)
+    with _plain_errors(SaveFailed), _alone(no_dist):
+        response = dcp.async_save(
+            state_dict, storage_writer=writer, async_checkpointer_type=kind, no_dist=no_dist,
+            process_group=None if processes else _background.group(process_group),
+        )
+    inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+    outer: Future[Any] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        error = done.exception()
+        if isinstance(error, CheckpointException):
+            plain = _plain_error(error, SaveFailed)
+            plain.__cause__ = error
+            error = plain
+        if error is not None:
+            outer.set_exception(error)
+        else:
+            outer.set_result(done.result())
+
+    inner.add_done_callback(pass_on)
+    _background.future = outer
+    return outer
 
 
 def load(
@@ -176,8 +201,11 @@ def load(
     Raises:
         DSQError: what failed, naming the rank, on every rank.
     """
+    _background.wait()
     reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    together(comm, lambda: Manifest.read(Path(path)))  # before DCP, which would log a page about a wrong path
     try:
         with _plain_errors(LoadFailed), _alone(no_dist):
             dcp.load(state_dict, storage_reader=reader, process_group=process_group, no_dist=no_dist)

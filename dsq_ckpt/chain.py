@@ -17,7 +17,7 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.compress import ParentModel
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.errors import CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.manifest import Manifest, checkpoints
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
@@ -87,27 +87,22 @@ def forget(path: Path | None = None) -> None:
         _runs.pop(run_of(path), None)
 
 
-def choose_parent(path: Path, parent: str | os.PathLike[str] | None, config: DSQConfig) -> ParentRef | None:
-    """The parent of a save to `path`; only the coordinator decides.
+def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef | None:
+    """The checkpoint that a save to `path` comes after in its run, whether it is coded against it or not.
 
     Args:
         path: the new checkpoint.
-        parent: "auto": the last checkpoint this process committed or loaded in the same run; None: a keyframe; else
-            the path of a complete checkpoint.
-        config: chain length and whether deltas are made at all.
+        parent: "auto" or None: the last checkpoint this process committed or loaded in the same run; else the path of a
+            complete checkpoint.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller is not there.
     """
-    if parent is None:
-        return None
-    if parent != "auto":
+    if parent is not None and parent != "auto":
         named = Path(parent).absolute()
         manifest = Manifest.read(named)
-        return _within_policy(named, manifest, config)
-    run = _runs.get(run_of(path))
-    if run is None:
-        return None
+        return ParentRef(manifest.save_id, str(named), manifest.depth)
+    run = _runs.get(run_of(path), _Run())
     for candidate in (run.pending, run.committed):
         if candidate is None:
             continue
@@ -116,27 +111,42 @@ def choose_parent(path: Path, parent: str | os.PathLike[str] | None, config: DSQ
         except DSQError:
             continue
         if manifest.save_id == candidate.save_id:
-            return _within_policy(candidate.path, manifest, config)
-    if run.committed is not None:
+            return ParentRef(manifest.save_id, str(candidate.path), manifest.depth)
+    if run.committed is not None and parent is not None:
         warnings.warn(
             f"the parent checkpoint '{run.committed.path}' is gone or was replaced; writing a keyframe", stacklevel=2
         )
     return None
 
 
-def _within_policy(path: Path, manifest: Manifest, config: DSQConfig) -> ParentRef | None:
-    if not config.delta.enabled or manifest.depth >= config.delta.max_chain:
+def choose_parent(
+    previous: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
+) -> ParentRef | None:
+    """`previous`, if a delta against it is wanted and possible; only the coordinator decides.
+
+    Args:
+        previous: see `predecessor`.
+        parent: None asks for a keyframe.
+        config: chain length and whether deltas are made at all.
+    """
+    if previous is None or parent is None or not config.delta.enabled or previous.depth >= config.delta.max_chain:
         return None
-    missing = [
-        file.name for file in manifest.files
-        if file.role in ("own", "ancestor") and not (path / file.name).is_file()
-    ]
-    if missing:
-        warnings.warn(
-            f"the parent checkpoint '{path}' lacks {missing[0]}; writing a keyframe instead of a delta", stacklevel=2
-        )
-        return None
-    return ParentRef(manifest.save_id, str(path), manifest.depth)
+    path = Path(previous.path)
+    for file in Manifest.read(path).files:
+        if file.role not in ("own", "ancestor"):
+            continue
+        try:
+            size = (path / file.name).stat().st_size
+        except OSError:
+            size = -1
+        if size != file.size:
+            problem = "lacks" if size < 0 else f"has {size} instead of {file.size} bytes in"
+            warnings.warn(
+                f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta",
+                stacklevel=2,
+            )
+            return None
+    return previous
 
 
 class Base(NamedTuple):
@@ -166,18 +176,20 @@ class Parent:
             run.committed, run.pending = run.pending, None
         known = run.committed
         self._memory = known.codes if known is not None and known.save_id == ref.save_id else {}
-        self._refs = dict(self.checkpoint.chunks())
 
     def close(self) -> None:
         self.checkpoint.close()
 
     def base(self, key: ChunkKey, group: str) -> Base | None:
         """Previous codes of a chunk, or None where it must start anew (other sharding, group or alphabet)."""
-        ref = self._refs.get(key)
         book = self.model.books.get(group)
-        if ref is None or book is None:
+        try:
+            ref = self.checkpoint.find(key.fqn, key.offsets)
+        except CheckpointNotFound:
             return None
-        record = self.checkpoint.record(ref, key.fqn, key.offsets)
+        record = self.checkpoint.record(ref)
+        if book is None or tuple(record["shape"]) != key.shape:
+            return None
         if record["type"] != "coded" or record["group"] != group:
             return None
         if self.checkpoint.codebook(ref).symbols != book.symbols:
@@ -228,38 +240,49 @@ def _copy(source: Path, destination: Path, fsync: bool) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def drop_refinements(run: Path, keep_last: int, newest: str) -> list[Path]:
+def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     """Unlink refinements of all but the newest checkpoints of a run; pinned ones keep theirs.
 
-    Called after a newer checkpoint was committed. The older manifest says "dropped" before its file goes, so that a
-    crash in between leaves an orphan, never a promise that is not kept.
+    Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
+    the same directory; and none, if it has no refinement of its own or holds NaN, since the one before it is then the
+    one to go back to. The older manifest says "dropped" before its file goes, so that a crash in between leaves an
+    orphan, never a promise that is not kept.
 
     Args:
-        run: the run directory.
+        newest: the checkpoint just committed.
         keep_last: how many of the newest checkpoints keep their refinement.
-        newest: save id of the checkpoint just committed.
+        fsync: flush what is written.
 
     Returns:
         The directories whose refinement was dropped.
     """
-    found = list(checkpoints(run))
-    ids = [manifest.save_id for _, manifest in found]
-    if newest not in ids:
+    manifest = Manifest.read(newest)
+    if manifest.refinement != "kept" or manifest.nonfinite:
         return []
-    dropped = []
-    for directory, manifest in found[: max(ids.index(newest) + 1 - keep_last, 0)]:
-        if manifest.refinement != "kept" or manifest.pinned:
-            continue
-        names = [file.name for file in manifest.files if file.role == "refinement"]
-        kept = [file for file in manifest.files if file.role != "refinement"]
-        manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(
-            directory, exclusive=False, fsync=True
-        )
-        for name in names:
-            (directory / name).unlink(missing_ok=True)
-        sync_directory(directory)
-        dropped.append(directory)
+    dropped: list[Path] = []
+    directory, age = newest, 0
+    while manifest.previous_name is not None:
+        directory, expected, age = directory.parent / manifest.previous_name, manifest.previous, age + 1
+        try:
+            manifest = Manifest.read(directory)
+        except DSQError:
+            break
+        if manifest.save_id != expected or (age >= keep_last and manifest.refinement == "dropped"):
+            break  # replaced by another; or what is older was dropped before
+        if age >= keep_last and manifest.refinement == "kept" and not manifest.pinned:
+            _drop(directory, manifest, fsync)
+            dropped.append(directory)
     return dropped
+
+
+def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
+    names = [file.name for file in manifest.files if file.role == "refinement"]
+    kept = [file for file in manifest.files if file.role != "refinement"]
+    manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(directory, exclusive=False, fsync=fsync)
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    if fsync:
+        sync_directory(directory)
 
 
 def latest(run: str | os.PathLike[str]) -> str | None:

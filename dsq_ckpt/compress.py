@@ -1,15 +1,15 @@
 """From chunks to codes: sketch, merge over ranks, fit, quantize.
 
-One all-reduce per save carries everything: a status word, the number of non-finite elements of every tensor, and the
-sketch of every group. A keyframe needs a small one before it (magnitudes per tensor, to find outlier tensors).
+One all-reduce per save carries everything: a status word, the magnitudes of every tensor (2 KiB each; they tell
+outliers and non-finite values) and the joint sketch of every group. Groups that start anew need a second one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from dsq_ckpt.chunk import Chunk, block_values, sketch_block
 from dsq_ckpt.codebook import Codebook, Fitted, fit_group
 from dsq_ckpt.comm import Communicator, sum_with_status
 from dsq_ckpt.config import TensorConfig
+from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.keys import FULL, KEYS_PER_OCTAVE, KeyWindow
 from dsq_ckpt.workers import Workers
 
@@ -45,7 +46,9 @@ class Layout:
         groups: dict[str, TensorConfig] = {}
         for part in parts:
             tensors.update(part.tensors)
-            groups.update(part.groups)
+            for name, config in part.groups.items():
+                if groups.setdefault(name, config) != config:
+                    raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())))
 
 
@@ -89,116 +92,154 @@ def analyse(
 ) -> tuple[list[Chunk], Analysis]:
     """Sketch the local chunks, merge over all ranks, and fit every group.
 
+    A first all-reduce carries magnitudes by tensor and the joint sketches made with the parent's windows and
+    normalisation. Groups without a parent, and those that have outgrown it, are then fitted anew on full sketches, in
+    a second one; in the steady state there are none.
+
     Args:
         load_chunks: gives the local chunks; it is called in here so that its failure reaches the other ranks.
         layout: agreed tensors and groups.
         parent: what the parent checkpoint fixed, or None for a keyframe.
-        outlier_octaves: when a tensor counts as an outlier of its group (0: never); decided at keyframes.
+        outlier_octaves: when a tensor counts as an outlier of its group (0: never).
 
     Returns:
-        The chunks, normalised, without those of non-finite tensors, and the analysis.
+        The chunks, normalised, without those of non-finite tensors, and the analysis. Chunks of groups fitted anew have
+        no parent.
 
     Raises:
         SaveFailed: on all ranks, when any rank failed.
     """
-    books = parent.books if parent else {}
-    windows = {group: books[group].window if group in books else FULL for group in layout.groups}
-    rows = {group: books[group].symbols + 1 if group in books else 1 for group in layout.groups}
-    arrays = {group: np.zeros((rows[group], windows[group].size), np.int64) for group in layout.groups}
-    if parent is None:
-        chunks, exponents, bad = _sketch_keyframe(load_chunks, layout, outlier_octaves, arrays, comm, workers)
-    else:
-        exponents = dict(parent.exponents)
-        chunks, bad = _sketch_delta(load_chunks, layout, exponents, windows, arrays, comm, workers)
-    fitted = {
-        group: fit_group(
-            arrays[group], windows[group], tensor_config.codebook, books.get(group), tensor_config.refinement_bits
-        )
-        for group, tensor_config in layout.groups.items()
+    parent = parent or ParentModel({}, {})
+    books = {group: parent.books[group] for group in layout.groups if group in parent.books}
+    joint = {group: np.zeros((book.symbols + 1, book.window.size), np.int64) for group, book in books.items()}
+    index = {fqn: place for place, fqn in enumerate(layout.tensors)}
+    octaves = np.zeros((len(index), _OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
+
+    def first_pass() -> tuple[list[Chunk], list[_Sparse]]:
+        chunks = [replace(chunk, exponent=parent.exponents.get(chunk.key.fqn, 0)) for chunk in load_chunks()]
+        pieces = [piece for share in _shares(chunks, workers) for piece in share]
+        sketches = list(workers.map(partial(_sparse, workers=workers), pieces))
+        for sparse in sketches:
+            octaves[index[sparse.chunk.key.fqn]] += _octaves(sparse.bins, sparse.counts)
+        diverged = {fqn for fqn, place in index.items() if octaves[place, -1]}  # must not shape its group's codebook
+        for group, array in joint.items():
+            mine = [chunk for chunk in chunks if chunk.group == group and chunk.key.fqn not in diverged]
+            work = partial(_joint_share, window=books[group].window, like=array, workers=workers)
+            for counts in workers.map(work, _shares(mine, workers)):
+                array += counts
+        return chunks, sketches
+
+    done, failure = _attempt(first_pass)
+    _merge([octaves, *joint.values()], comm, failure)
+    chunks, sketches = done or ([], [])
+    bad = frozenset(fqn for fqn, place in index.items() if octaves[place, -1])
+    wanted, anew = _renewed(octaves, layout, parent, outlier_octaves)
+    exponents = {
+        fqn: wanted.get(fqn, 0) if group in anew else parent.exponents.get(fqn, 0)
+        for fqn, group in layout.tensors.items()
     }
-    kept = [chunk for chunk in chunks if chunk.key.fqn not in bad]
+    full = {group: np.zeros((1, FULL.size), np.int64) for group in layout.groups if group in anew}
+
+    def second_pass() -> None:
+        for sparse in sketches:
+            if sparse.chunk.group in full and sparse.chunk.key.fqn not in bad:
+                _add_shifted(sparse, exponents[sparse.chunk.key.fqn], full[sparse.chunk.group], workers)
+
+    if full:
+        _, failure = _attempt(second_pass)
+        _merge(list(full.values()), comm, failure)
+    fitted = {}
+    for group, config in layout.groups.items():
+        counts, window, book = (full[group], FULL, None) if group in full else (
+            joint[group], books[group].window, books[group]
+        )
+        fitted[group] = fit_group(counts, window, config.codebook, book, config.refinement_bits)
+    kept = [
+        replace(chunk, exponent=exponents[chunk.key.fqn], parent=None if chunk.group in anew else chunk.parent)
+        for chunk in chunks if chunk.key.fqn not in bad
+    ]
     return kept, Analysis(fitted, {fqn: e for fqn, e in exponents.items() if e}, bad)
 
 
-def _sketch_delta(
-    load_chunks: Callable[[], Sequence[Chunk]], layout: Layout, exponents: Mapping[str, int],
-    windows: Mapping[str, KeyWindow], arrays: dict[str, Counts], comm: Communicator, workers: Workers,
-) -> tuple[list[Chunk], frozenset[str]]:
-    """Joint sketches of all groups in one pass and one all-reduce; `arrays` become the global counts."""
-    index = {fqn: place for place, fqn in enumerate(layout.tensors)}
-    nonfinite = np.zeros(len(index), np.int64)
+class _Sparse(NamedTuple):
+    """A piece of a chunk and its full sketch, unscaled: occupied bins and their counts."""
 
-    def local() -> list[Chunk]:
-        chunks = [replace(chunk, exponent=exponents.get(chunk.key.fqn, 0)) for chunk in load_chunks()]
-        for group, array in arrays.items():
-            mine = [chunk for chunk in chunks if chunk.group == group]
-            work = partial(_joint_share, window=windows[group], like=array, workers=workers)
-            for counts, bad in workers.map(work, _shares(mine, workers)):
-                array += counts
-                for fqn, count in bad.items():
-                    nonfinite[index[fqn]] += count
-        return chunks
-
-    chunks, failure = _attempt(local)
-    _merge([nonfinite, *arrays.values()], comm, failure)
-    return chunks or [], frozenset(fqn for fqn, place in index.items() if nonfinite[place])
+    chunk: Chunk
+    bins: Counts
+    counts: Counts
 
 
-def _joint_share(
-    share: Sequence[Chunk], window: KeyWindow, like: Counts, workers: Workers
-) -> tuple[Counts, dict[str, int]]:
-    bad_columns = [window.n - 1, 2 * window.n - 1]
+def _sparse(chunk: Chunk, workers: Workers) -> _Sparse:
+    counts = np.zeros((1, FULL.size), np.int64)
+    _sketch_chunk(replace(chunk, parent=None, exponent=0), FULL, counts, workers)
+    bins = np.flatnonzero(counts[0])
+    return _Sparse(chunk, bins, counts[0, bins])
+
+
+def _joint_share(share: Sequence[Chunk], window: KeyWindow, like: Counts, workers: Workers) -> Counts:
     counts = np.zeros_like(like)
-    bad: dict[str, int] = {}
     for chunk in share:
-        before = int(counts[:, bad_columns].sum())
         _sketch_chunk(chunk, window, counts, workers)
-        found = int(counts[:, bad_columns].sum()) - before
-        if found:
-            bad[chunk.key.fqn] = bad.get(chunk.key.fqn, 0) + found
-            apart = np.zeros_like(counts)  # a diverged tensor must not shape the codebook of its group
-            _sketch_chunk(chunk, window, apart, workers)
-            counts -= apart
-    return counts, bad
+    return counts
 
 
-def _sketch_keyframe(
-    load_chunks: Callable[[], Sequence[Chunk]], layout: Layout, outlier_octaves: int, arrays: dict[str, Counts],
-    comm: Communicator, workers: Workers,
-) -> tuple[list[Chunk], dict[str, int], frozenset[str]]:
-    """Sketches of all groups in one pass; two all-reduces, since normalisation needs magnitudes per tensor first.
+def _add_shifted(sparse: _Sparse, exponent: int, counts: Counts, workers: Workers) -> None:
+    """Add a sketch as if its values had been divided by 2**exponent: that moves keys, and needs no second pass."""
+    if exponent < 0 and (sparse.bins % FULL.n == 0).any():  # subnormals become normal; their sketch does not tell how
+        _sketch_chunk(replace(sparse.chunk, parent=None, exponent=exponent), FULL, counts, workers)
+    else:
+        np.add.at(counts[0], _shifted(sparse.bins, exponent), sparse.counts)
 
-    Multiplying by a power of two adds to the key, so outlier tensors are normalised in their sketch, not by a second
-    pass over the data.
+
+def _renewed(
+    octaves: Counts, layout: Layout, parent: ParentModel, outlier_octaves: int
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Normalisation by tensor as a keyframe would choose it, and the groups that must be fitted anew.
+
+    A group is, when it has no parent; when one of its tensors has come to differ from the group, as it was normalised,
+    by as much as makes an outlier; or when most of its energy lies below what its window resolves. Otherwise values
+    that shrink, or tensors that were zero before, would all be zero for the codebook.
     """
-    index = {fqn: place for place, fqn in enumerate(layout.tensors)}
-    # One row per tensor: elements by biased exponent; the last column (exponent 255) counts Inf and NaN.
-    octaves = np.zeros((len(index), _OCTAVES), np.int64)
+    distances = _distances(octaves, layout)
+    wanted = {fqn: int(np.clip(round(d), -100, 100)) for fqn, d in distances.items()
+              if outlier_octaves and abs(d) >= outlier_octaves}
+    anew = {group for group in layout.groups if group not in parent.books}
+    energy = dict.fromkeys(layout.groups, 0.0)
+    resolved = dict.fromkeys(layout.groups, 0.0)
+    exponent = np.arange(_OCTAVES)
+    for place, (fqn, group) in enumerate(layout.tensors.items()):
+        shift = parent.exponents.get(fqn, 0)
+        if outlier_octaves and abs(distances.get(fqn, shift) - shift) >= outlier_octaves:
+            anew.add(group)
+        if group in parent.books and not octaves[place, -1]:
+            parts = (octaves[place] * 4.0 ** (exponent - 127.0 - shift))[1:255]
+            energy[group] += float(parts.sum())
+            first = parent.books[group].window.lo // KEYS_PER_OCTAVE
+            resolved[group] += float(parts[exponent[1:255] - shift >= first].sum())
+    anew |= {group for group in layout.groups if resolved[group] < energy[group] / 2}
+    return wanted, frozenset(anew)
 
-    def local() -> tuple[list[Chunk], list[tuple[Chunk, Counts, Counts]]]:
-        chunks = list(load_chunks())
-        pieces = [piece for share in _shares(chunks, workers) for piece in share]
-        sketches = []
-        for piece, bins, counts in workers.map(lambda piece: _sparse(piece, workers), pieces):
-            octaves[index[piece.key.fqn]] += _octaves(bins, counts)
-            sketches.append((piece, bins, counts))
-        return chunks, sketches
 
-    done, failure = _attempt(local)
-    _merge([octaves], comm, failure)
-    bad = frozenset(fqn for fqn, place in index.items() if octaves[place, -1])
-    exponents = _outlier_exponents(octaves, layout, outlier_octaves) if outlier_octaves else {}
-    chunks, sketches = done or ([], [])
-    for piece, bins, counts in sketches:
-        exponent = exponents.get(piece.key.fqn, 0)
-        if piece.key.fqn in bad:
+def _distances(octaves: Counts, layout: Layout) -> dict[str, float]:
+    """log2 of each tensor's root mean square over that of its group; only where a group has several tensors.
+
+    The group's is the median over its elements, so that one wild tensor does not move it. Tensors of zeros have none.
+    """
+    centres = np.arange(_OCTAVES, dtype=np.float64) - 127 + 0.5
+    held = np.where(octaves[:, -1] > 0, 0, octaves[:, 1:255].sum(1))
+    mean_square = (octaves * 4.0**centres)[:, 1:255].sum(1) / np.maximum(held, 1)
+    size = 0.5 * np.log2(np.maximum(mean_square, 1e-300))
+    names = list(layout.tensors)
+    distances: dict[str, float] = {}
+    for group in layout.groups:
+        places = [p for p, fqn in enumerate(names) if layout.tensors[fqn] == group and held[p]]
+        if len(places) < 2:
             continue
-        if exponent < 0 and (bins % FULL.n == 0).any():  # subnormals become normal; their sketch does not tell how
-            _sketch_chunk(replace(piece, exponent=exponent), FULL, arrays[piece.group], workers)
-        else:
-            np.add.at(arrays[piece.group][0], _shifted(bins, exponent), counts)
-    _merge(list(arrays.values()), comm, None)
-    return [replace(c, exponent=exponents.get(c.key.fqn, 0)) for c in chunks], exponents, bad
+        places.sort(key=lambda place: size[place])
+        cumulative = np.cumsum(held[places])
+        median = size[places[int(np.searchsorted(cumulative, cumulative[-1] / 2))]]
+        distances.update({names[place]: float(size[place] - median) for place in places})
+    return distances
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
@@ -224,14 +265,6 @@ def _sketch_chunk(chunk: Chunk, window: KeyWindow, counts: Counts, workers: Work
     for where in workers.blocks(flat.numel()):
         parent = None if chunk.parent is None else chunk.parent[where]
         sketch_block(block_values(flat[where]), parent, window, chunk.exponent, counts)
-
-
-def _sparse(chunk: Chunk, workers: Workers) -> tuple[Chunk, Counts, Counts]:
-    """A chunk's full sketch: occupied bins and their counts."""
-    counts = np.zeros((1, FULL.size), np.int64)
-    _sketch_chunk(chunk, FULL, counts, workers)
-    bins = np.flatnonzero(counts[0])
-    return chunk, bins, counts[0, bins]
 
 
 def _octaves(bins: Counts, counts: Counts) -> Counts:
@@ -273,29 +306,3 @@ def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
         shares[lightest].append(piece)
         loads[lightest] += piece.key.elements
     return shares
-
-
-def _outlier_exponents(octaves: Counts, layout: Layout, outlier_octaves: int) -> dict[str, int]:
-    """Powers of two that bring outlier tensors to their group's size.
-
-    Size is log2 of a tensor's root mean square, and the group's is the median of its elements' tensors: a single wild
-    tensor does not move it.
-    """
-    centres = np.arange(_OCTAVES, dtype=np.float64) - 127 + 0.5
-    held = octaves[:, 1:255].sum(1)
-    mean_square = (octaves * 4.0**centres)[:, 1:255].sum(1) / np.maximum(held, 1)
-    size = 0.5 * np.log2(np.maximum(mean_square, 1e-300))
-    names = list(layout.tensors)
-    exponents: dict[str, int] = {}
-    for group in layout.groups:
-        places = [p for p, fqn in enumerate(names) if layout.tensors[fqn] == group and held[p]]
-        if len(places) < 2:
-            continue
-        places.sort(key=lambda place: size[place])
-        cumulative = np.cumsum(held[places])
-        median = size[places[int(np.searchsorted(cumulative, cumulative[-1] / 2))]]
-        for place in places:
-            distance = float(size[place] - median)
-            if abs(distance) >= outlier_octaves:
-                exponents[names[place]] = int(np.clip(round(distance), -100, 100))
-    return exponents

@@ -109,6 +109,34 @@ class QuantizeConfig(_Strict):
     )
 
 
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, tree: Any) -> Any:
+        """A block that sets some keys of a kind keeps that kind's defaults for the others, not those of weights."""
+        if not isinstance(tree, dict):
+            return tree
+        tree = dict(tree)
+        for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum"):
+            if isinstance(tree.get(kind), dict):
+                tree[kind] = _merged(cls.model_fields[kind].default.model_dump(), tree[kind])
+        if isinstance(tree.get("groups"), dict):
+            weights = tree.get("weights", cls.model_fields["weights"].default)
+            base = weights.model_dump() if isinstance(weights, TensorConfig) else weights
+            tree["groups"] = {
+                name: _merged(base, block) if isinstance(block, dict) and isinstance(base, dict) else block
+                for name, block in tree["groups"].items()
+            }
+        return tree
+
+    @model_validator(mode="after")
+    def _groups_exist(self) -> QuantizeConfig:
+        known = {"embedding", "linear", "conv", "other", *(rule.group for rule in self.rules)}
+        unknown = sorted(set(self.groups) - known)
+        if unknown:
+            raise ValueError(f"groups: there is no group '{unknown[0]}'; there are {', '.join(sorted(known))}")
+        return self
+
+
 class DeltaConfig(_Strict):
     """Coding against the parent checkpoint."""
 
@@ -146,6 +174,17 @@ class DSQConfig(_Strict):
     delta: DeltaConfig = DeltaConfig()
     refinement: RefinementConfig = RefinementConfig()
     storage: StorageConfig = StorageConfig()
+
+    def __init__(self, **values: Any) -> None:
+        """From keyword arguments.
+
+        Raises:
+            ConfigError: names every unknown key and every value out of range.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain("configuration", error)) from None
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
@@ -192,6 +231,19 @@ class DSQConfig(_Strict):
                 node = node[name]
             node[leaf] = value
         return DSQConfig.create(tree)
+
+
+def _merged(defaults: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` over `defaults`; a codebook of another family takes none of the default one's keys."""
+    merged = dict(defaults)
+    for key, value in tree.items():
+        known = defaults.get(key)
+        if isinstance(value, dict) and isinstance(known, dict):
+            same = (value.get("fit", known.get("fit")) == "lattice") == (known.get("fit") == "lattice")
+            merged[key] = _merged(known, value) if key != "codebook" or same else value
+        else:
+            merged[key] = value
+    return merged
 
 
 def _read(path: Path) -> Any:

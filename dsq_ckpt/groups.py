@@ -1,8 +1,9 @@
 """Which group a tensor belongs to, and so how it is stored.
 
 A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
-kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). What is not
-recognised as safe to quantize is exact: norms, biases, small and non-float tensors, and unknown optimizer state.
+kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
+one-dimensional, small and non-float tensors, and what lies below a key such as `state` or `optimizer` without being a
+moment we know. All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _MOMENTS = {
     "momentum_buffer": "momentum",
 }
 _OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 
@@ -55,7 +57,7 @@ def layer_types(model: nn.Module) -> dict[str, str]:
         else:
             layer = "other"
         for name, _ in module.named_parameters(recurse=False):
-            types[f"{module_name}.{name}" if module_name else name] = layer
+            types[_unwrapped(f"{module_name}.{name}" if module_name else name)] = layer
     return types
 
 
@@ -107,8 +109,13 @@ def _kind(fqn: str) -> tuple[str, str]:
     return "weights", fqn
 
 
+def _unwrapped(name: str) -> str:
+    """A name without what torch.compile, DDP, FSDP and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _layer_from_tree(parameter: str, types: Mapping[str, str]) -> str | None:
-    tail = parameter
+    tail = _unwrapped(parameter)
     while tail:
         if tail in types:
             return types[tail]

@@ -13,7 +13,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from dsq_ckpt.container import FORMAT_VERSION, FileInfo, strict_json, sync_directory
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
 
 MANIFEST = "manifest.json"
 _NO_CHECKSUM = "0" * 16
@@ -82,6 +82,10 @@ class Manifest(BaseModel):
     """Save id of the parent checkpoint, None for a keyframe."""
     parent_name: str | None = None
     """Directory name of the parent when this was written; for people, not for loading."""
+    previous: str | None = None
+    """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
+    previous_name: str | None = None
+    """Its directory name, in the same run directory; None if it lies elsewhere."""
     depth: int
     """Deltas between this checkpoint and its keyframe."""
     refinement: Literal["kept", "dropped", "none"]
@@ -177,6 +181,18 @@ class Manifest(BaseModel):
 def _sealed(text: bytes) -> bytes:
     """The text with its own xxh3-64 in place of the zeros that stand for it: every byte of the file is covered."""
     return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A checkpoint directory from what a user gave.
+
+    Raises:
+        ConfigError: it is a URL, or empty.
+    """
+    text = os.fspath(path)
+    if "://" in text or not text:
+        raise ConfigError(f"path {text!r}: expected a directory of the local file system")
+    return Path(path).absolute()
 
 
 def is_complete(directory: Path) -> bool:

@@ -27,7 +27,7 @@ from dsq_ckpt.comm import Communicator
 from dsq_ckpt.compress import Analysis, Layout, ParentModel, analyse
 from dsq_ckpt.config import DSQConfig, TensorConfig
 from dsq_ckpt.container import FileInfo, pack_json, sync_directory
-from dsq_ckpt.errors import NonFiniteTensor, SaveFailed
+from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
 from dsq_ckpt.shard import Piece, ShardWriter, Written
 from dsq_ckpt.version import __version__
@@ -40,12 +40,15 @@ class Agreement:
 
     save_id: str
     ranks: int
+    previous: ParentRef | None
     parent: ParentRef | None
     model: ParentModel | None
     layout: Layout
 
     @classmethod
-    def new(cls, ranks: int, parent: ParentRef | None, layouts: Iterable[Layout]) -> Agreement:
+    def new(
+        cls, ranks: int, previous: ParentRef | None, parent: ParentRef | None, layouts: Iterable[Layout]
+    ) -> Agreement:
         """Made by the coordinator, which alone reads the parent's model: the shape of the collective follows from it.
 
         Raises:
@@ -55,7 +58,7 @@ class Agreement:
         if parent is not None:
             with Checkpoint(Path(parent.path)) as checkpoint:
                 model = checkpoint.model().usable_for(layout)
-        return cls(uuid.uuid4().hex[:16], ranks, parent, model, layout)
+        return cls(uuid.uuid4().hex[:16], ranks, previous, parent, model, layout)
 
 
 @dataclass
@@ -207,7 +210,7 @@ def commit(
     objects: Sequence[str], planner: Any, analysis: Analysis, config: DSQConfig, *, overwrite: bool, pinned: bool,
     started: float,
 ) -> Manifest:
-    """The coordinator's part: check that all is there, write index and manifest, drop old refinements.
+    """The coordinator's part: check that all is there, write index and manifest.
 
     Args:
         results: of all ranks.
@@ -238,10 +241,10 @@ def commit(
         depth = agreement.parent.depth + 1
         known = {file.name: file for file in Manifest.read(Path(agreement.parent.path)).files}
         files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
-    absent = [file.name for file in files if not (directory / file.name).is_file()]
+    absent = [file.name for file in files if _size(directory / file.name) != file.size]
     if absent:
         raise SaveFailed(
-            f"'{directory / absent[0]}' is not there after all ranks wrote; is the path shared by all hosts?"
+            f"'{directory / absent[0]}' is missing or not whole after all ranks wrote; do all hosts share the path?"
         )
     names = [file.name for file in own]
     place = {name: number for number, name in enumerate(names)}
@@ -255,7 +258,8 @@ def commit(
         },
         "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in objects},
         "codebooks": {
-            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items() if fitted.counts.any()
+            # A group of zeros teaches nothing to the next checkpoint.
+            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items() if fitted.mean_square > 0
         },
         "exponents": analysis.exponents,
         "planner": planner,
@@ -273,16 +277,34 @@ def commit(
         save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
         parent=agreement.parent.save_id if required and agreement.parent else None,
         parent_name=_printable(Path(agreement.parent.path).name) if required and agreement.parent else None,
+        previous=agreement.previous.save_id if agreement.previous else None,
+        previous_name=_sibling(directory, agreement.previous),
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
         groups={name: _report(fitted) for name, fitted in analysis.fitted.items() if fitted.counts.any()},
         nonfinite=sorted(analysis.nonfinite), seconds=time.time() - started, config=config.model_dump(mode="json"),
         writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
     replaced = _replaced(directory, files) if overwrite else []
+    if config.storage.fsync:
+        sync_directory(directory)
     manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
     for path in replaced:
         path.unlink(missing_ok=True)
     return manifest
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _sibling(directory: Path, previous: ParentRef | None) -> str | None:
+    """Name of the checkpoint before, if it lies in the same run directory."""
+    if previous is None or chain.run_of(Path(previous.path)) != chain.run_of(directory):
+        return None
+    return _printable(Path(previous.path).name)
 
 
 def _printable(name: str) -> str:
@@ -292,10 +314,11 @@ def _printable(name: str) -> str:
 
 def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
     """Files of the checkpoint that is being overwritten which the new one does not need."""
-    if not (directory / "manifest.json").is_file():
-        return []
     kept = {file.name for file in files}
-    return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]
+    try:
+        return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]
+    except DSQError:  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
+        return []
 
 
 def _write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bool) -> FileInfo:

@@ -38,7 +38,12 @@ class Workers:
             return
         waiting: deque[Future[_Out]] = deque()
         for item in items:
-            waiting.append(self._pool.submit(work, item))
+            try:
+                waiting.append(self._pool.submit(work, item))
+            except RuntimeError:  # the interpreter is exiting, with a save still in its background thread: do it here
+                while waiting:
+                    yield waiting.popleft().result()
+                yield work(item)
             if len(waiting) > 2 * self.threads:
                 yield waiting.popleft().result()
         while waiting:

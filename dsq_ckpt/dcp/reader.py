@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from io import BytesIO
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,8 @@ from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint, Codes, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LossyTensor
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
+from dsq_ckpt.manifest import local_path
 from dsq_ckpt.workers import Workers
 
 Refinement = Literal["auto"] | bool
@@ -61,7 +63,9 @@ class DSQStorageReader(StorageReader):
         allow_cast: bool = False,
         threads: int = 0,
     ) -> None:
-        self.path = None if path is None else Path(path).absolute()
+        self.path = None if path is None else local_path(path)
+        if refinement not in (True, False, "auto"):
+            raise ConfigError(f"refinement is {refinement!r}, expected True, False (the base layer alone) or 'auto'")
         self._refinement = refinement
         self._exact = tuple(exact)
         self._allow_cast = allow_cast
@@ -81,7 +85,7 @@ class DSQStorageReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id).absolute()
+            self.path = local_path(checkpoint_id)
         self._save_id = None
 
     # No **kwargs: DCP would take them for leave to read on without the other ranks when this fails.
@@ -102,7 +106,15 @@ class DSQStorageReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """The coordinator decides for all ranks whether the refinement is used: it may be dropped at any moment."""
+        with self._open() as checkpoint:
+            refined = self._refined(checkpoint)
+            if not refined and self._refinement == "auto" and checkpoint.manifest.refinement == "dropped":
+                warnings.warn(
+                    f"'{checkpoint.directory}' has only its base layer, since a newer checkpoint took over: what is "
+                    "loaded is coarser than what was saved; pass refinement=False where that is meant", stacklevel=2,
+                )
+        return [replace(plan, storage_data=refined) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
@@ -117,7 +129,9 @@ class DSQStorageReader(StorageReader):
                     planner.load_bytes(item, BytesIO(data))
                 else:
                     wanted[item.storage_index].append(item)
-            refined = self._refined(checkpoint)
+            refined = plan.storage_data if isinstance(plan.storage_data, bool) else self._refined(checkpoint)
+            if refined and checkpoint.manifest.refinement == "dropped":
+                raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             with malformed(checkpoint):
                 for index, items in wanted.items():
                     self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)

@@ -29,10 +29,11 @@ from dsq_ckpt.chunk import ChunkKey, CodedChunk
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.compress import Analysis, Layout
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.container import sync_directory
 from dsq_ckpt.dcp.staging import Payload, StagedTensor
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.groups import assign, layer_types
-from dsq_ckpt.manifest import is_complete
+from dsq_ckpt.manifest import is_complete, local_path
 from dsq_ckpt.session import (
     Agreement,
     Coded,
@@ -84,7 +85,7 @@ class DSQStorageWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
     ) -> None:
-        self.path = None if path is None else Path(path).absolute()
+        self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         self._parent = parent
         self._overwrite = overwrite
@@ -113,7 +114,7 @@ class DSQStorageWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id).absolute()
+            self.path = local_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -151,8 +152,7 @@ class DSQStorageWriter(StorageWriter):
             layouts = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Layout)]
             if len(layouts) != len(plans):
                 raise SaveFailed(_PLAN_CACHING)
-            parent = chain.choose_parent(path, self._parent, self.config)
-            agreement = Agreement.new(len(plans), parent, layouts)
+            agreement = self._agreement(len(plans), layouts)
         self._planned = agreement
         return [replace(plan, storage_data=agreement) for plan in plans]
 
@@ -167,12 +167,14 @@ class DSQStorageWriter(StorageWriter):
             items, objects = self._items(plan.items, planner)
             staged, self._staged = self._staged, None
             if staged is not None:
+                if staged.agreement.save_id != agreement.save_id:
+                    raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
                 analysis = staged.analysis
-                coded, plain = _staged_payloads(items)
+                coded, plain = _staged_payloads(items, agreement, analysis)
             else:
                 coded, plain, analysis = self._quantized(items, agreement, workers)
             self._analysis = analysis
-            path.mkdir(parents=True, exist_ok=True)
+            _make_directory(path, storage.fsync)
             if not plan.items:  # no manifest would ever name this rank's file
                 return _done([])
             result, codes = write_rank(
@@ -195,7 +197,7 @@ class DSQStorageWriter(StorageWriter):
         )
         chain.remember_committed(path, agreement.save_id)
         try:
-            chain.drop_refinements(chain.run_of(path), self.config.refinement.keep_last, agreement.save_id)
+            chain.drop_refinements(path, self.config.refinement.keep_last, self.config.storage.fsync)
         except OSError as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
             warnings.warn(f"old refinement layers below '{path.parent}' were not dropped: {error}", stacklevel=2)
 
@@ -221,7 +223,8 @@ class DSQStorageWriter(StorageWriter):
         Raises:
             SaveFailed: on all ranks, when any rank failed.
         """
-        self._staged = None
+        if self._staged is not None:
+            raise SaveFailed("this writer's last asynchronous save is not written; use a new DSQStorageWriter for each")
         path = self._target()
         comm = communicator(self._group)
         planner = DefaultSavePlanner()
@@ -233,8 +236,7 @@ class DSQStorageWriter(StorageWriter):
         def agree() -> Agreement | None:
             if comm.rank:
                 return None
-            parent = chain.choose_parent(path, self._parent, self.config)
-            return Agreement.new(comm.size, parent, [self._layout(plan.items) for plan in plans])
+            return self._agreement(comm.size, [self._layout(plan.items) for plan in plans])
 
         def quantized() -> tuple[dict[str, Any], Analysis, dict[ChunkKey, Codes]]:
             storage = self.config.storage
@@ -256,6 +258,10 @@ class DSQStorageWriter(StorageWriter):
         chain.remember_pending(path, agreement.save_id, codes)
         self._staged = _Staged(agreement, analysis)
         return staged
+
+    def _agreement(self, ranks: int, layouts: list[Layout]) -> Agreement:
+        previous = chain.predecessor(self._target(), self._parent)
+        return Agreement.new(ranks, previous, chain.choose_parent(previous, self._parent, self.config), layouts)
 
     def _target(self) -> Path:
         if self.path is None:
@@ -327,6 +333,13 @@ _PLAN_CACHING = (
 )
 
 
+def _make_directory(path: Path, fsync: bool) -> None:
+    """Make the checkpoint's directory, and its name in the run directory durable."""
+    path.mkdir(parents=True, exist_ok=True)
+    if fsync:
+        sync_directory(path.parent)
+
+
 def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
     future.set_result(results)
@@ -347,13 +360,15 @@ def _loader(item: WriteItem, planner: SavePlanner) -> Callable[[], Any]:
     return lambda: planner.resolve_data(item)
 
 
-def _staged_payloads(items: list[Item]) -> tuple[Iterator[Coded], list[Item]]:
+def _staged_payloads(items: list[Item], agreement: Agreement, analysis: Analysis) -> tuple[Iterator[Coded], list[Item]]:
     coded: list[Coded] = []
     plain: list[Item] = []
     for item in items:
         payload: Any = item.load()
         if isinstance(payload, Coded):
             coded.append(payload)
+        elif item.key.fqn in agreement.layout.tensors and item.key.fqn not in analysis.nonfinite:
+            raise SaveFailed("this writer holds an asynchronous save that failed; use a new DSQStorageWriter for each")
         else:
             plain.append(item)
     return iter(coded), plain
