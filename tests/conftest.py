@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 import dsq_ckpt
+from tests.small_run import small_run
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +16,17 @@ def _no_memory_of_other_tests():
     dsq_ckpt.forget()
     yield
     dsq_ckpt.forget()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run directory with three checkpoints, and what they were made of; not to be changed."""
+    run = tmp_path_factory.mktemp("run")
+    return run, small_run(run)
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of it, to be changed."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    return tmp_path / "run"

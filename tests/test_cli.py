@@ -17,22 +17,10 @@ from dsq_ckpt import bench
 from dsq_ckpt.cli import output
 from dsq_ckpt.manifest import Manifest
 from tests.commands import alter, document, dsq, error, owned, printed
-from tests.small_run import NAMES, small_run
+from tests.small_run import NAMES
 from tests.states import differences, loaded
 
 ORPHAN = "0123456789abcdef-00000.dsq"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run = tmp_path_factory.mktemp("run")
-    return run, small_run(run)
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "run")
-    return tmp_path / "run"
 
 
 # log

@@ -9,19 +9,7 @@ import shutil
 import pytest
 
 from tests.commands import alter, document, dsq, error, owned, printed
-from tests.small_run import NAMES, small_run
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run = tmp_path_factory.mktemp("run")
-    return run, small_run(run)
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "run")
-    return tmp_path / "run"
+from tests.small_run import NAMES
 
 
 def test_verify_a_run(trained):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 
 import pytest
@@ -29,18 +28,6 @@ FOREIGN = (
     f"{SAVE.upper()}-00000.dsq", f"{SAVE[:-1]}g-00000.dsq", ".metadata", "__0_0.distcp", f".{SAVE}-00000.dsq.tmpx",
     "manifest.json.tmp", f"{SAVE}0-00000.dsq",
 )
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run = tmp_path_factory.mktemp("run")
-    return run, small_run(run)
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "run")
-    return tmp_path / "run"
 
 
 def listing(path):

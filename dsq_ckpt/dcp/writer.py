@@ -93,7 +93,6 @@ class DSQStorageWriter(StorageWriter):
         self._group = process_group
         self._pinned = pinned
         self._staged: _Staged | None = None
-        self._coordinator = True
         self._rank = 0
         self._started = 0.0
         self._planned: Agreement | None = None
@@ -121,7 +120,6 @@ class DSQStorageWriter(StorageWriter):
 
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._coordinator = is_coordinator
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
         self._started = time.time()
