@@ -53,7 +53,10 @@ setup(
         "pyyaml",
     ],
     extras_require={
+        "safetensors": ["safetensors"],  # for dsq_ckpt.compress of such files
+        "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "dev": [
+            "matplotlib",
             "pytest",
             "pytest-cov",
             "pytest-timeout",

@@ -9,6 +9,7 @@
 
 from dsq_ckpt.api import async_save, describe, load, save
 from dsq_ckpt.chain import forget, latest
+from dsq_ckpt.compressor import Compressor
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
 from dsq_ckpt.errors import (
@@ -24,12 +25,15 @@ from dsq_ckpt.errors import (
     SaveFailed,
     UnsupportedFormat,
 )
+from dsq_ckpt.merging import merge
+from dsq_ckpt.oneshot import compress
 from dsq_ckpt.version import __version__
 
 __all__ = [
     "CheckpointExists",
     "CheckpointNotFound",
     "CodingError",
+    "Compressor",
     "ConfigError",
     "CorruptCheckpoint",
     "DSQConfig",
@@ -43,9 +47,11 @@ __all__ = [
     "UnsupportedFormat",
     "__version__",
     "async_save",
+    "compress",
     "describe",
     "forget",
     "latest",
     "load",
+    "merge",
     "save",
 ]

@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
+def as_config(config: ConfigLike) -> DSQConfig:
+    """A configuration from what a user gives; see `DSQConfig.create`."""
+    return DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
+
+
 @contextmanager
 def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
     """Raise what failed, naming its rank, in place of DCP's bundle of tracebacks (which stays as the cause).
@@ -89,11 +94,22 @@ def save(
     writer = DSQStorageWriter(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
     )
+    return save_with(writer, state_dict, process_group=process_group, no_dist=no_dist)
+
+
+def save_with(
+    writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False, staged: bool = False,
+) -> Metadata:
+    """Save with a writer made by the caller; with `staged`, it chooses and quantizes before DCP plans."""
+    assert writer.path is not None
     _background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    if staged:
+        state_dict = writer.stage(state_dict)
     with _plain_errors(SaveFailed), _alone(no_dist):
         metadata = dcp.save(state_dict, storage_writer=writer, process_group=process_group, no_dist=no_dist)
-    chain.remember_committed(Path(path), Manifest.read(Path(path)).save_id)
+    chain.remember_committed(writer.path, Manifest.read(writer.path).save_id)
     return metadata
 
 
@@ -128,6 +144,11 @@ class _Background:
 _background = _Background()
 
 
+def finish_background() -> None:
+    """Wait for the asynchronous save under way, if there is one."""
+    _background.wait()
+
+
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -149,6 +170,17 @@ def async_save(
     Returns:
         A future of DCP's metadata; its `result()` raises what the save raised.
     """
+    writer = DSQStorageWriter(
+        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
+    )
+    return save_async_with(writer, state_dict, process_group=process_group, processes=processes)
+
+
+def save_async_with(
+    writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
+    processes: bool = False,
+) -> Future[Any]:
+    """`async_save` with a writer made by the caller."""
     no_dist = not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
@@ -156,9 +188,6 @@ def async_save(
             "none here, or leave processes out"
         )
     _background.wait()
-    writer = DSQStorageWriter(
-        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
-    )
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     with _plain_errors(SaveFailed), _alone(no_dist):
         response = dcp.async_save(

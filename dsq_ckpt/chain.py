@@ -1,4 +1,4 @@
-"""Chains of checkpoints: which is the parent, its codes, links that make a child self-contained, retention."""
+"""Chains of checkpoints: which is the parent, what it leaves to its child, links between them, retention."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import os
 import shutil
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dsq_ckpt.checkpoint import Checkpoint, Codes
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.compress import ParentModel
+from dsq_ckpt.analysis import ParentModel
+from dsq_ckpt.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.chunk import ChunkKey, Codes, Floats32
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.manifest import Manifest, checkpoints
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
@@ -34,15 +37,32 @@ class ParentRef(NamedTuple):
     save_id: str
     path: str
     depth: int
+    lossy_resumes: int = 0
+    """Of what comes after it: its own, and one more where this process was restored from it and it is lossy."""
+
+
+@dataclass
+class Memory:
+    """What the next save needs of the chunks here.
+
+    Attributes:
+        codes: what it codes against where `delta.against` is "codes": 1 byte per element.
+        values: what it takes differences to where that is "values", the base layer's: float32, flat.
+    """
+
+    codes: dict[ChunkKey, Codes] = field(default_factory=dict)
+    values: dict[ChunkKey, Floats32] = field(default_factory=dict)
 
 
 @dataclass
 class Remembered:
-    """A checkpoint this process wrote or read, with the codes of its chunks here (1 byte per element)."""
+    """A checkpoint this process wrote or read, with what it knows of its chunks here."""
 
     save_id: str
     path: Path
-    codes: dict[ChunkKey, Codes] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
+    loaded: bool = False
+    """It was loaded: what is saved next comes from a restored state."""
 
 
 @dataclass
@@ -60,9 +80,9 @@ def run_of(path: Path) -> Path:
     return path.absolute().parent
 
 
-def remember_pending(path: Path, save_id: str, codes: dict[ChunkKey, Codes]) -> None:
-    """The codes of a save under way; they count once its manifest is there."""
-    _runs.setdefault(run_of(path), _Run()).pending = Remembered(save_id, path.absolute(), codes)
+def remember_pending(path: Path, save_id: str, memory: Memory) -> None:
+    """What a save under way leaves for the next; it counts once its manifest is there."""
+    _runs.setdefault(run_of(path), _Run()).pending = Remembered(save_id, path.absolute(), memory)
 
 
 def remember_committed(path: Path, save_id: str) -> None:
@@ -74,9 +94,9 @@ def remember_committed(path: Path, save_id: str) -> None:
         run.committed = Remembered(save_id, path.absolute())
 
 
-def remember_loaded(path: Path, save_id: str, codes: dict[ChunkKey, Codes]) -> None:
+def remember_loaded(path: Path, save_id: str, memory: Memory) -> None:
     """A checkpoint that was loaded: the parent of the next save of its run, whatever was saved before."""
-    _runs[run_of(path)] = _Run(Remembered(save_id, path.absolute(), codes))
+    _runs[run_of(path)] = _Run(Remembered(save_id, path.absolute(), memory, loaded=True))
 
 
 def forget(path: Path | None = None) -> None:
@@ -85,6 +105,19 @@ def forget(path: Path | None = None) -> None:
         _runs.clear()
     else:
         _runs.pop(run_of(path), None)
+
+
+@contextmanager
+def apart(path: Path) -> Iterator[None]:
+    """What is known of the run that `path` belongs to is not used in here, and is the same afterwards."""
+    key = run_of(path)
+    known = _runs.pop(key, None)
+    try:
+        yield
+    finally:
+        _runs.pop(key, None)
+        if known is not None:
+            _runs[key] = known
 
 
 def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef | None:
@@ -98,11 +131,25 @@ def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller is not there.
     """
+    last = _last(run_of(path))
     if parent is not None and parent != "auto":
         named = Path(parent).absolute()
         manifest = Manifest.read(named)
-        return ParentRef(manifest.save_id, str(named), manifest.depth)
+        # Whatever it is coded against, the state comes from what this process saved or loaded last.
+        origin = last or _last(run_of(named))
+        resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
+        return ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
     run = _runs.get(run_of(path), _Run())
+    if last is None and run.committed is not None and parent is not None:
+        warnings.warn(
+            f"the parent checkpoint '{run.committed.path}' is gone or was replaced; writing a keyframe", stacklevel=2
+        )
+    return last
+
+
+def _last(key: Path) -> ParentRef | None:
+    """What this process saved or loaded last in a run directory; having loaded it is a resume, if it is lossy."""
+    run = _runs.get(key, _Run())
     for candidate in (run.pending, run.committed):
         if candidate is None:
             continue
@@ -111,11 +158,8 @@ def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef 
         except DSQError:
             continue
         if manifest.save_id == candidate.save_id:
-            return ParentRef(manifest.save_id, str(candidate.path), manifest.depth)
-    if run.committed is not None and parent is not None:
-        warnings.warn(
-            f"the parent checkpoint '{run.committed.path}' is gone or was replaced; writing a keyframe", stacklevel=2
-        )
+            resumes = manifest.lossy_resumes + (candidate.loaded and manifest.lossy)
+            return ParentRef(manifest.save_id, str(candidate.path), manifest.depth, resumes)
     return None
 
 
@@ -150,15 +194,21 @@ def choose_parent(
 
 
 class Base(NamedTuple):
-    """What a chunk is coded against: previous codes, their record, and all files that record needs."""
+    """What a chunk is coded against.
 
-    codes: Codes
+    Attributes:
+        ref: a record of the parent.
+        requires: all files that record needs.
+        residual: the chunk is added to that record's values; otherwise its codes are coded given that record's.
+    """
+
     ref: RecordRef
     requires: frozenset[str]
+    residual: bool = False
 
 
 class Parent:
-    """The parent checkpoint as seen by one rank: from memory where its codes are still there, else from disk."""
+    """The parent checkpoint as seen by one rank: from memory where what is needed is still there, else from disk."""
 
     def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers) -> None:
         self.ref = ref
@@ -175,12 +225,12 @@ class Parent:
         if run.pending is not None and run.pending.save_id == ref.save_id:
             run.committed, run.pending = run.pending, None
         known = run.committed
-        self._memory = known.codes if known is not None and known.save_id == ref.save_id else {}
+        self._memory = known.memory if known is not None and known.save_id == ref.save_id else Memory()
 
     def close(self) -> None:
         self.checkpoint.close()
 
-    def base(self, key: ChunkKey, group: str) -> Base | None:
+    def codes(self, key: ChunkKey, group: str) -> tuple[Base, Codes] | None:
         """Previous codes of a chunk, or None where it must start anew (other sharding, group or alphabet)."""
         book = self.model.books.get(group)
         try:
@@ -190,16 +240,30 @@ class Parent:
         record = self.checkpoint.record(ref)
         if book is None or tuple(record["shape"]) != key.shape:
             return None
-        if record["type"] != "coded" or record["group"] != group:
+        if record["type"] != "coded" or record["group"] != group or "residual" in record:
             return None
         if self.checkpoint.codebook(ref).symbols != book.symbols:
             return None
         if record.get("exponent", 0) != self.model.exponents.get(key.fqn, 0):
             return None
-        codes = self._memory.get(key)
+        codes = self._memory.codes.get(key)
         if codes is None:
             codes = self.checkpoint.codes(ref, self._workers)
-        return Base(codes, ref, self.checkpoint.requires(ref.file))
+        return Base(ref, self.checkpoint.requires(ref.file)), codes
+
+    def values(self, key: ChunkKey) -> tuple[Base, Floats32] | None:
+        """What a chunk decodes to, flat, or None where it must start anew (other sharding, or no numbers)."""
+        try:
+            ref = self.checkpoint.find(key.fqn, key.offsets)
+        except CheckpointNotFound:
+            return None
+        record = self.checkpoint.record(ref)
+        if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
+            return None
+        values = self._memory.values.get(key)
+        if values is None:
+            values = self.checkpoint.values(ref, self._workers)
+        return Base(ref, self.checkpoint.requires(ref.file), residual=True), values
 
 
 def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -> None:

@@ -1,115 +1,41 @@
-"""A complete checkpoint opened for reading: index, records, codes along the chain, tensors."""
+"""A complete checkpoint opened for reading: codes along the chain, tensors."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from dsq_ckpt import kernels
-from dsq_ckpt.chunk import ChunkKey, Dequantizer
+from dsq_ckpt.analysis import ParentModel
+from dsq_ckpt.chunk import Codes, Dequantizer, Floats32, add
 from dsq_ckpt.codebook import Codebook
 from dsq_ckpt.coding import coder_class, shuffle_decompress
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.compress import ParentModel
-from dsq_ckpt.container import Block, ContainerReader, file_checksum, unpack_json
-from dsq_ckpt.errors import CheckpointNotFound, CodingError, CorruptCheckpoint
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.container import Block, ContainerReader
+from dsq_ckpt.errors import CodingError, CorruptCheckpoint
+from dsq_ckpt.files import CheckpointFiles
+from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.shard import RecordRef
+from dsq_ckpt.superstep import SuperStep
 from dsq_ckpt.workers import Workers
 
-Codes = npt.NDArray[np.uint8]
 
-
-class Checkpoint:
-    """A checkpoint directory. Opening reads manifest and index; data is read, and checked, on demand.
-
-    Raises:
-        CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: see `Manifest.read` and `ContainerReader`.
-    """
+class Checkpoint(CheckpointFiles):
+    """A checkpoint directory whose tensors can be decoded; see `CheckpointFiles`."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.manifest = Manifest.read(directory)
-        self._sizes = {file.name: file for file in self.manifest.files}
-        self._readers: dict[str, ContainerReader] = {}
+        super().__init__(directory)
         self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
-        self._packs: dict[tuple[str, int], bytes] = {}
-        self._lock = threading.Lock()
-        self.index = self._read_index()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
-        self._packs.clear()
-
-    @property
-    def has_refinement(self) -> bool:
-        return self.manifest.refinement == "kept"
-
-    def chunks(self) -> Iterator[tuple[ChunkKey, RecordRef]]:
-        """Every stored chunk of every tensor."""
-        for fqn, tensor in self.index["tensors"].items():
-            for offsets, shape, file, record in tensor["chunks"]:
-                yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._ref(file, record)
-
-    def find(self, fqn: str, offsets: tuple[int, ...] | None) -> RecordRef:
-        """Where a chunk (or, with offsets None, an object) lies.
-
-        Raises:
-            CheckpointNotFound: there is no such tensor or chunk.
-            CorruptCheckpoint: its record is not the one the index speaks of.
-        """
-        if offsets is None:
-            places = [self.index["objects"].get(fqn)]
-        else:
-            chunks = self.index["tensors"].get(fqn, {"chunks": []})["chunks"]
-            places = [chunk[2:] for chunk in chunks if tuple(chunk[0]) == offsets]
-        if not places or places[0] is None:
-            raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
-        ref = self._ref(*places[0])
-        self.record(ref, fqn, offsets)
-        return ref
-
-    def record(
-        self, ref: RecordRef, fqn: str | None = None, offsets: tuple[int, ...] | None = None
-    ) -> dict[str, Any]:
-        """A record of a data file, as its table of contents says; with `fqn`, checked to be the one the index means."""
-        records = self._reader(ref.file).contents["records"]
-        if not 0 <= ref.record < len(records):
-            raise CorruptCheckpoint(f"'{ref.file}' has {len(records)} records, record {ref.record} is asked for")
-        record: dict[str, Any] = records[ref.record]
-        found = (record["fqn"], None if record["type"] == "bytes" else tuple(record["offsets"]))
-        if fqn is not None and found != (fqn, offsets):
-            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is {found}, the index says {(fqn, offsets)}")
-        return record
 
     def model(self) -> ParentModel:
         """What a child needs of this checkpoint as its parent."""
         books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
         return ParentModel(books, dict(self.index["exponents"]))
-
-    def requires(self, file: str) -> frozenset[str]:
-        """All files that decoding a file needs, itself included."""
-        return frozenset([file, *self._reader(file).contents["requires"]])
 
     def codebook(self, ref: RecordRef) -> Codebook:
         """The codebook a coded record was coded with."""
@@ -121,23 +47,26 @@ class Checkpoint:
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
         """
-        chain: list[RecordRef] = []
-        link: RecordRef | None = ref
-        shape = self.record(ref).get("shape")
-        while link is not None:
-            if link in chain or len(chain) > 100_000:
-                raise CorruptCheckpoint(f"'{link.file}' record {link.record}: the chain never ends")
-            record = self.record(link)
-            if record["type"] != "coded" or record["shape"] != shape:
-                raise CorruptCheckpoint(f"'{link.file}' record {link.record} does not fit its chain: {record['type']}")
-            chain.append(link)
-            parent = record.get("parent")
-            link = None if parent is None else RecordRef(str(parent[0]), int(parent[1]))
+        if self.record(ref)["type"] == "merged":
+            return self._decode_codes(ref, None, workers)
         codes: Codes | None = None
-        for link in reversed(chain):
+        for link in reversed(self.chain(ref, "parent", ("coded",))):
             codes = self._decode_codes(link, codes, workers)
         assert codes is not None
         return codes
+
+    def values(self, ref: RecordRef, workers: Workers) -> Floats32:
+        """What a chunk decodes to without refinement, flat, before it is converted to its dtype.
+
+        Raises:
+            CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
+        """
+        if self.record(ref)["type"] == "plain":
+            return self._plain_values(ref, workers)
+        codes = self.codes(ref, workers)
+        out = np.empty(len(codes), np.float32)
+        self._sum(ref, codes, False, workers, out)
+        return out
 
     def tensor(
         self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None,
@@ -161,30 +90,72 @@ class Checkpoint:
             if flat.numel() != expected:
                 raise CorruptCheckpoint(f"{record['fqn']}: {flat.numel()} elements stored, shape {shape} promised")
             return flat.view(shape).to(dtype)
-        if record["type"] != "coded":
+        if record["type"] not in ("coded", "merged"):
             raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is of type {record['type']!r}, not a tensor")
         codes = self.codes(ref, workers) if codes is None else codes
         direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
         if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
-            self._values(ref, record, codes, refined, workers, into.view(-1).numpy())
+            self._sum(ref, codes, refined, workers, into.view(-1).numpy())
             return into
         values = np.empty(len(codes), np.float32)
-        self._values(ref, record, codes, refined, workers, values)
+        self._sum(ref, codes, refined, workers, values)
         return within(torch.from_numpy(values), dtype).view(shape)
 
+    def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: Floats32) -> None:
+        """Values of a record with codes into `out`, float32 flat: those it is added to, oldest first, and its own."""
+        for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
+            record = self.record(link)
+            if record["type"] == ("plain" if place else "merged"):
+                raise CorruptCheckpoint(f"'{link.file}' record {link.record} does not fit its chain: {record['type']}")
+            if record["type"] == "plain":
+                out[:] = self._plain_values(link, workers)
+                continue
+            own = codes if link == ref else self.codes(link, workers)
+            if record["type"] == "merged":
+                self.superstep(link, own).add_to(out, workers)
+            else:
+                self._values(link, record, own, refined and link == ref, workers, out, onto=place > 0)
+
+    def superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
+        """What a record with codes adds, by code, without refinement.
+
+        Raises:
+            CorruptCheckpoint: it is altered, or does not fit itself.
+        """
+        record = self.record(ref)
+        if record["type"] == "coded":
+            book, protected = self.codebook(ref), self._protected(ref.file, record)
+            levels = np.empty((1, len(book.levels)), np.float32)
+            dequantizer = Dequantizer(book, float(record.get("exponent", 0)), 0)
+            dequantizer.block(np.arange(levels.size, dtype=np.uint8), protected[:0], None, levels[0])
+            return SuperStep.checked(codes, levels, protected.view(np.float32)[None], f"'{ref.file}' {record['fqn']}")
+        steps, count = record["steps"], int(record.get("protected_count", 0))
+        own = np.empty((len(steps), count), np.float32)
+        if count:
+            raw = self._unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
+            own = np.frombuffer(raw, np.float32).reshape(own.shape)
+        return SuperStep.checked(codes, steps, own, f"'{ref.file}' {record['fqn']}")
+
+    def _plain_values(self, ref: RecordRef, workers: Workers) -> Floats32:
+        tensor = self.tensor(ref, False, workers)
+        if tensor.dtype not in QUANTIZABLE:
+            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} does not fit its chain: {tensor.dtype}")
+        values: Floats32 = tensor.to(torch.float32).view(-1).numpy()
+        return values
+
     def _values(
-        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers,
-        out: npt.NDArray[np.float32],
+        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: Floats32,
+        onto: bool,
     ) -> None:
-        """Dequantize a record into `out`, float32 flat, its blocks in parallel."""
+        """Dequantize a record into `out`, float32 flat, its blocks in parallel; `onto`: add it to what is there."""
         book, protected = self.codebook(ref), self._protected(ref.file, record)
         name = f"{Path(ref.file).stem}.refinement"
-        entry = self._reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
+        entry = self.reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
         bits = 0 if entry is None else int(entry["bits"])
         if entry is not None and len(protected):
             raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
             protected = np.frombuffer(raw, np.uint32)
-        source = self._reader(ref.file if entry is None else name)
+        source = self.reader(ref.file if entry is None else name)
         step = _block_elements(source)
         starts = range(0, len(codes), step)
         if entry is not None and len(entry["blocks"]) != len(starts):
@@ -197,7 +168,7 @@ class Checkpoint:
             raise CorruptCheckpoint(
                 f"{record['fqn']}: {before[-1]} codes are protected but {len(protected)} protected values are stored"
             )
-        dequantizer = Dequantizer(book, int(record.get("exponent", 0)), bits)
+        dequantizer = Dequantizer(book, float(record.get("exponent", 0)), bits)
 
         def work(place: int) -> None:
             where = slice(place * step, (place + 1) * step)
@@ -206,93 +177,56 @@ class Checkpoint:
                 if entry is not None:
                     symbols = np.empty(len(codes[where]), np.uint8)
                     packed = source.read(Block(*entry["blocks"][place]))
+                    whole = -(-len(symbols) * bits // 8)
+                    if len(packed) != whole:
+                        packed = shuffle_decompress(packed, 1, whole)
                     kernels.unpack(np.frombuffer(packed, np.uint8), bits, symbols)
-                dequantizer.block(codes[where], protected[before[place] : before[place + 1]], symbols, out[where])
-            except ValueError as error:
+                piece = np.empty_like(out[where]) if onto else out[where]
+                dequantizer.block(codes[where], protected[before[place] : before[place + 1]], symbols, piece)
+                if onto:
+                    add(out[where], piece, out[where])
+            except (CodingError, ValueError) as error:
                 raise CorruptCheckpoint(f"'{source.path}', {record['fqn']}: {error}") from error
 
         for _ in workers.map(work, range(len(starts))):
             pass
 
-    def object_bytes(self, ref: RecordRef) -> bytes:
-        """An object as DCP serialised it."""
-        return self._raw(ref.file, self.record(ref))
-
-    def verify(self) -> Iterator[tuple[str, int, str | None]]:
-        """Check size and checksum of every file; yields (name, bytes, problem or None)."""
-        for file in self.manifest.files:
-            if file.role == "refinement" and not self.has_refinement:
-                continue
-            try:
-                size, checksum = file_checksum(self.directory / file.name)
-            except OSError as error:
-                yield file.name, file.size, f"cannot be read: {error.strerror}"
-                continue
-            problem = None
-            if size != file.size:
-                problem = f"has {size} bytes, expected {file.size}"
-            elif checksum != file.checksum:
-                problem = f"has checksum {checksum}, expected {file.checksum}"
-            yield file.name, file.size, problem
-
-    def _read_index(self) -> dict[str, Any]:
-        info = self.manifest.index
-        path = self.directory / info.name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CorruptCheckpoint(
-                f"'{path}' cannot be read ({error.strerror}) although the manifest names it"
-            ) from error
-        if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
-            raise CorruptCheckpoint(f"'{path}' is not what was written: {len(data)} bytes, expected {info.size}")
-        index: dict[str, Any] = unpack_json(data, f"'{path}'")
-        return index
-
-    def _ref(self, file: int, record: int) -> RecordRef:
-        return RecordRef(self.index["files"][file], record)
-
-    def _reader(self, name: str) -> ContainerReader:
-        with self._lock:
-            if name not in self._readers:
-                if name not in self._sizes:
-                    raise CorruptCheckpoint(f"'{self.directory}': a record needs '{name}', which no manifest names")
-                reader = ContainerReader(self.directory / name)
-                if reader.size != self._sizes[name].size:
-                    reader.close()
-                    raise CorruptCheckpoint(
-                        f"'{reader.path}' has {reader.size} bytes, expected {self._sizes[name].size}"
-                    )
-                self._readers[name] = reader
-            return self._readers[name]
-
     def _model(self, file: str, group: str) -> tuple[Codebook, Coder]:
         key = (file, group)
         if key not in self._models:
-            reader = self._reader(file)
-            tree = reader.contents["groups"][group]
-            try:
-                coder = coder_class(tree["coder"]).from_bytes(reader.read(Block(*tree["model"])))
-            except CodingError as error:
-                raise CorruptCheckpoint(f"'{reader.path}', group {group}: {error}") from error
-            self._models[key] = (Codebook.from_json(tree["codebook"]), coder)
+            tree = self.reader(file).contents["groups"][group]
+            self._models[key] = (Codebook.from_json(tree["codebook"]), self._coder(file, tree))
         return self._models[key]
+
+    def _coder(self, file: str, tree: dict[str, Any]) -> Coder:
+        reader = self.reader(file)
+        try:
+            return coder_class(tree["coder"]).from_bytes(reader.read(Block(*tree["model"])))
+        except CodingError as error:
+            raise CorruptCheckpoint(f"'{reader.path}': {error}") from error
 
     def _decode_codes(self, ref: RecordRef, parent: Codes | None, workers: Workers) -> Codes:
         """Codes of one record given those of its parent, all blocks in parallel."""
-        record, reader = self.record(ref), self._reader(ref.file)
-        _, coder = self._model(ref.file, record["group"])
+        record, reader = self.record(ref), self.reader(ref.file)
+        merged = record["type"] == "merged"
+        coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
         count = int(np.prod(record["shape"], dtype=np.int64))
         step = _block_elements(reader)
-        blocks = [Block(*block) for block in record["blocks"]]
+        blocks = [None if block is None else Block(*block) for block in record["blocks"]]
         if len(blocks) != -(-count // step):
             raise CorruptCheckpoint(f"'{reader.path}': {len(blocks)} blocks of {step} codes for {count} elements")
         out = np.empty(count, np.uint8)
 
         def work(place: int) -> None:
             where = slice(place * step, (place + 1) * step)
+            block = blocks[place]
+            if block is None:
+                if parent is None:
+                    raise CorruptCheckpoint(f"'{reader.path}' block {place}: it repeats previous codes, but has none")
+                out[where] = parent[where]
+                return
             try:
-                coder.decode(reader.read(blocks[place]), None if parent is None else parent[where], out[where])
+                coder.decode(reader.read(block), None if parent is None else parent[where], out[where])
             except (CodingError, ValueError) as error:
                 raise CorruptCheckpoint(f"'{reader.path}' block {place}: {error}") from error
 
@@ -306,35 +240,6 @@ class Checkpoint:
             return np.empty(0, np.uint32)
         raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)
         return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
-
-    def _raw(self, file: str, record: dict[str, Any]) -> bytes:
-        size, packs = int(record["size"]), record["packs"]
-        if "at" not in record:
-            data = b"".join(self._pack(file, place, keep=False) for place in packs)
-            if len(data) != size:
-                raise CorruptCheckpoint(f"{record['fqn']}: {len(data)} bytes stored, {size} promised")
-            return data
-        start = int(record["at"])
-        piece = self._pack(file, packs[0], keep=True)[start : start + size]
-        if len(piece) != size:
-            raise CorruptCheckpoint(f"{record['fqn']}: bytes {start} to {start + size} are not in its pack")
-        return piece
-
-    def _pack(self, file: str, place: int, keep: bool) -> bytes:
-        if (file, place) in self._packs:
-            return self._packs[file, place]
-        block, itemsize, size = self._reader(file).contents["packs"][place]
-        data = self._unshuffled(file, Block(*block), itemsize, size)
-        if keep:
-            self._packs[file, place] = data
-        return data
-
-    def _unshuffled(self, file: str, block: Block, itemsize: int, size: int) -> bytes:
-        reader = self._reader(file)
-        try:
-            return shuffle_decompress(reader.read(block), itemsize, size)
-        except CodingError as error:
-            raise CorruptCheckpoint(f"'{reader.path}': {error}") from error
 
 
 def _block_elements(reader: ContainerReader) -> int:

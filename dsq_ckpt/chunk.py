@@ -16,6 +16,7 @@ from dsq_ckpt.codebook.fit import Fitted
 from dsq_ckpt.keys import KeyWindow
 from dsq_ckpt.workers import Workers
 
+_BLOCK = 1 << 18  # elements looked at together
 _LARGEST = float(np.finfo(np.float32).max)
 Codes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[np.uint32]
@@ -37,14 +38,21 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A lossy chunk before coding: local `tensor` (any device, any layout) of `group`, scaled by 2**`exponent`."""
+    """A lossy chunk before coding: local `tensor` (any device, any layout) of `group`, scaled by 2**`exponent`.
+
+    Where `onto` is given, what is coded is the difference of the tensor to it.
+    """
 
     key: ChunkKey
     tensor: torch.Tensor
     group: str
     refinement_bits: int
-    exponent: int = 0
+    exponent: float = 0.0
     parent: Codes | None = None
+    gradient: torch.Tensor | None = None
+    """Averaged gradient, of the tensor's shape, on the CPU; where elements are weighed by sensitivity."""
+    onto: Floats32 | None = None
+    """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
 
     def flat(self) -> torch.Tensor:
         """The tensor in one dimension, row-major; a view where its layout allows."""
@@ -65,14 +73,16 @@ class CodeSource(Protocol):
         codes: uint8, one per element, flat in row-major order; a block's codes are valid once it was asked for.
         parent: the previous codes they are coded against, or None.
         exponent: log2 of the factor that was taken out of the values.
+        values: of a residual, what the base layers of the chain decode to, flat; valid block by block, as codes are.
     """
 
     key: ChunkKey
     group: str
-    exponent: int
+    exponent: float
     codes: Codes
     parent: Codes | None
     refinement_bits: int
+    values: Floats32 | None
 
     def block(self, where: slice) -> BlockData:
         """Make `codes[where]` valid and return what lies beside them."""
@@ -88,9 +98,16 @@ class QuantizingChunk:
         self.parent = chunk.parent if fitted.uses_parent else None
         self._flat = chunk.flat()
         self._fitted = fitted
+        self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
+        self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
+        self._onto = chunk.onto
+        self.values: Floats32 | None = None
+        if chunk.onto is not None:
+            self.values = np.empty_like(chunk.onto)
+            self._dequantizer = Dequantizer(fitted.codebook, self.exponent, 0)
 
     def block(self, where: slice) -> BlockData:
-        values = block_values(self._flat[where])
+        values = coded_values(self._flat, self._onto, where)
         codes = self.codes[where]
         parent = None if self.parent is None else self.parent[where]
         fitted, book = self._fitted, self._fitted.codebook
@@ -98,6 +115,14 @@ class QuantizingChunk:
         kernels.quantize(
             values, parent, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes
         )
+        if self._gradient is not None and fitted.limits is not None:
+            sensitivity = kernels.importance(values, block_values(self._gradient[where]))
+            kinds = kernels.classes(sensitivity, *fitted.limits)
+            codes[(kinds == kernels.PRUNE) & (codes != book.protected)] = 0
+            codes[kinds == kernels.PROTECT] = book.protected
+        if self._turn is not None:
+            start, stop = (max(0, edge - where.start) for edge in (self._turn.start, self._turn.stop))
+            codes[start:stop] = book.protected
         packed = b""
         if self.refinement_bits:
             width = book.cell_high - book.cell_low
@@ -108,7 +133,13 @@ class QuantizingChunk:
                 book.domain == "log", symbols,
             )
             packed = kernels.pack(symbols, self.refinement_bits).tobytes()
-        return BlockData(kernels.gather_protected(values, codes, book.protected), packed)
+        protected = kernels.gather_protected(values, codes, book.protected)
+        if self.values is not None and self._onto is not None:
+            out = self.values[where]
+            kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
+            self._dequantizer.block(codes, kept, None, out)
+            add(self._onto[where], out, out)
+        return BlockData(protected, packed)
 
 
 @dataclass
@@ -117,11 +148,13 @@ class CodedChunk:
 
     key: ChunkKey
     group: str
-    exponent: int
+    exponent: float
     codes: Codes
     parent: Codes | None
     refinement_bits: int
     data: dict[int, BlockData]
+    values: Floats32 | None = None
+    """Not carried: the next save asks the process that made them."""
 
     @classmethod
     def of(cls, source: CodeSource, workers: Workers) -> CodedChunk:
@@ -141,8 +174,33 @@ def block_values(flat: torch.Tensor) -> Floats32:
     return flat.to("cpu", torch.float32).numpy()
 
 
+def flat_values(tensor: torch.Tensor) -> Floats32:
+    """A tensor's values as float32 on the CPU, row-major and flat; a view where its layout and dtype allow."""
+    return block_values(tensor.detach().contiguous().view(-1))
+
+
+def all_finite(chunk: Chunk) -> bool:
+    """Whether what is coded of a chunk has neither NaN nor infinities."""
+    flat = chunk.flat()
+    blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
+    return all(bool(np.isfinite(coded_values(flat, chunk.onto, where)).all()) for where in blocks)
+
+
+def coded_values(flat: torch.Tensor, onto: Floats32 | None, where: slice) -> Floats32:
+    """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `onto`.
+
+    Differences of infinities, and those past the largest number, are not finite.
+    """
+    values = block_values(flat[where])
+    if onto is None:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference: Floats32 = values - onto[where]
+    return difference
+
+
 def sketch_block(
-    values: Floats32, parent: Codes | None, window: KeyWindow, exponent: int, counts: npt.NDArray[np.int64]
+    values: Floats32, parent: Codes | None, window: KeyWindow, exponent: float, counts: npt.NDArray[np.int64]
 ) -> None:
     """Add a block to a group's joint counts, int64[rows, window.size]; without parent, to the last row."""
     last = counts.shape[0] - 1
@@ -161,7 +219,7 @@ class Dequantizer:
         bits: of the refinement symbols.
     """
 
-    def __init__(self, book: Codebook, exponent: int, bits: int) -> None:
+    def __init__(self, book: Codebook, exponent: float, bits: int) -> None:
         self._book, self._bits, factor = book, bits, 2.0**exponent
         levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
         if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
@@ -205,6 +263,13 @@ def protected_bf16(bits: Bits) -> npt.NDArray[np.uint16]:
     halves = kernels.to_bf16(bits)
     infinite = (halves & 0x7FFF) == 0x7F80
     return np.where(infinite, halves - 1, halves).astype(np.uint16)
+
+
+def add(values: Floats32, residual: Floats32, out: Floats32) -> None:
+    """The sum of fp32 numbers as every reader computes it: what is past the largest number becomes that."""
+    with np.errstate(over="ignore"):
+        np.add(values, residual, out=out)
+    np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)
 
 
 def _padded(per_code: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -6,17 +6,17 @@ nothing reads does not exist. The defaults are those measured in `benchmarks/res
 
 from __future__ import annotations
 
-import json
 import os
 from difflib import get_close_matches
-from importlib.resources import files
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.trees import merged, preset_tree, read_tree
+
+SystemName = Literal["dsq", "inshrinkerator", "uniform", "adaptive", "kmeans", "lc", "topn", "scar", "exact"]
 
 
 class _Strict(BaseModel):
@@ -27,10 +27,16 @@ class Lattice(_Strict):
     """Uniform lattice: code = round(x / step). The zero cell is pruned; beyond the alphabet is protected."""
 
     fit: Literal["lattice"] = "lattice"
-    step: float = Field(0.5, gt=0, le=8, description="cell width in units of the group's root mean square")
+    step: float = Field(
+        0.5, gt=0, le=16, description="cell width in root mean squares: of all tensors of the kind where their "
+        "gradients are known (then scaled by tensor), else of the group"
+    )
     bins: int = Field(62, ge=2, le=62, description="levels besides zero, half of them negative (even number)")
     rate_distortion: float = Field(
         0.05, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+    )
+    sensitivity: float = Field(
+        0.25, ge=0, le=1, description="step of a tensor ~ (mean squared gradient)**-sensitivity; 0: not by gradients"
     )
 
     @model_validator(mode="after")
@@ -47,6 +53,9 @@ class KMeans(_Strict):
     bins: int = Field(16, ge=2, le=254, description="levels, not counting pruned and protected")
     prune: float = Field(0.0, ge=0, le=0.9, description="fraction of the smallest |x| stored as zero")
     protect: float = Field(0.005, ge=0, le=0.2, description="fraction of the largest |x| kept in bf16")
+    metric: Literal["magnitude", "sensitivity"] = Field(
+        "magnitude", description="what pruning goes by; sensitivity where a Compressor averages gradients"
+    )
     sigma: float = Field(
         1.0, ge=0, le=1, description="sample weight sigma*frequency + (1-sigma)*|value|; the papers use 0.2"
     )
@@ -64,7 +73,69 @@ class KMeans(_Strict):
         return self
 
 
-AnyCodebook = Annotated[Lattice | KMeans, Field(discriminator="fit")]
+class Uniform(_Strict):
+    """QD-Compressor: equal cells over the range of values, as many as their entropy asks for."""
+
+    fit: Literal["uniform"] = "uniform"
+    min_bins: int = Field(8, ge=2, le=254, description="levels at least")
+    max_bins: int = Field(254, ge=2, le=254, description="levels at most")
+    rate_distortion: ClassVar[float] = 0.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Uniform:
+        if self.min_bins > self.max_bins:
+            raise ValueError(f"min_bins is {self.min_bins}, above max_bins, {self.max_bins}")
+        return self
+
+
+class Adaptive(_Strict):
+    """Check-N-Run: equal cells over the part of the range that a greedy search finds best; the rest is clipped."""
+
+    fit: Literal["adaptive"] = "adaptive"
+    bins: int = Field(16, ge=2, le=254, description="levels")
+    step_bins: int = Field(25, ge=1, le=1000, description="the search gives up 1 / step_bins of the range at a time")
+    search_range: float = Field(0.3, ge=0, lt=1, description="part of the range that may be given up")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Gobo(_Strict):
+    """GOBO: outliers of a normal distribution kept in bf16, the others by k-means that watches the L1 norm."""
+
+    fit: Literal["gobo"] = "gobo"
+    bins: int = Field(16, ge=2, le=254, description="levels")
+    outlier_threshold: float = Field(-4.0, le=0, description="log density below which a value is an outlier")
+    max_iterations: int = Field(1000, ge=1, description="of k-means, which stops early when it gains nothing")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Exponent(_Strict):
+    """LC-Checkpoint: one level per sign and power of two; the largest powers of two are kept, the rest is zero."""
+
+    fit: Literal["exponent"] = "exponent"
+    bits: int = Field(2, ge=1, le=7, description="priority promotion: 2**bits - 1 buckets besides zero")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Largest(_Strict):
+    """Top-n: the largest |x| kept in bf16, all else zero."""
+
+    fit: Literal["largest"] = "largest"
+    fraction: float = Field(0.05, gt=0, le=1, description="fraction of elements kept")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Partition(_Strict):
+    """SCAR: one part of every chunk kept in bf16, a different one in every checkpoint of a chain, all else zero."""
+
+    fit: Literal["partition"] = "partition"
+    parts: int = Field(20, ge=1, le=100_000, description="parts, of nearly equal size")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+AnyCodebook = Annotated[
+    Lattice | KMeans | Uniform | Adaptive | Gobo | Exponent | Largest | Partition, Field(discriminator="fit")
+]
+_FITS = ("lattice", "kmeans", "lloyd", "uniform", "adaptive", "gobo", "exponent", "largest", "partition")
 
 
 class TensorConfig(_Strict):
@@ -89,18 +160,21 @@ class QuantizeConfig(_Strict):
 
     weights: TensorConfig = TensorConfig()
     exp_avg: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
+        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=2
     )
     exp_avg_sq: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=6, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=3
+        codebook=KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=1
     )
     momentum: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=8, protect=0.0005, rate_distortion=0.05), refinement_bits=4
+        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
     )
     groups: dict[str, TensorConfig] = Field(
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
     )
     rules: tuple[Rule, ...] = Field(default=(), description="first match wins; group 'exact' means bit for bit")
+    share: Literal["layer", "tensor"] = Field(
+        "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
+    )
     min_elements: int = Field(4096, ge=1, description="smaller tensors are exact")
     nonfinite: Literal["exact", "error"] = Field("exact", description="what to do with a tensor with NaN or Inf")
     outlier_octaves: int = Field(
@@ -118,12 +192,12 @@ class QuantizeConfig(_Strict):
         tree = dict(tree)
         for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum"):
             if isinstance(tree.get(kind), dict):
-                tree[kind] = _merged(cls.model_fields[kind].default.model_dump(), tree[kind])
+                tree[kind] = merged(cls.model_fields[kind].default.model_dump(), tree[kind])
         if isinstance(tree.get("groups"), dict):
             weights = tree.get("weights", cls.model_fields["weights"].default)
             base = weights.model_dump() if isinstance(weights, TensorConfig) else weights
             tree["groups"] = {
-                name: _merged(base, block) if isinstance(block, dict) and isinstance(base, dict) else block
+                name: merged(base, block) if isinstance(block, dict) and isinstance(base, dict) else block
                 for name, block in tree["groups"].items()
             }
         return tree
@@ -141,8 +215,43 @@ class DeltaConfig(_Strict):
     """Coding against the parent checkpoint."""
 
     enabled: bool = True
+    against: Literal["codes", "values"] = Field(
+        "codes", description="codes: given the parent's codes; values: the difference to the values the parent "
+        "decodes to (base layer), and bit for bit where there is no parent"
+    )
     coder: Literal["rans", "huffman"] = "rans"
+    rearrange: bool = Field(True, description="huffman: deltas split by previous code")
+    run_length: bool = Field(True, description="huffman: lengths of runs are coded")
     max_chain: int = Field(32, ge=1, le=1000, description="a keyframe at the latest after this many deltas")
+
+
+class SearchConfig(_Strict):
+    """How a `Compressor` looks for the smallest configuration that keeps the model's quality."""
+
+    bound: Literal["progress", "relative"] = Field(
+        "progress", description="progress: a restore may lose at most `share` of what training gained since the "
+        "parent, and the base layer at most `epsilon`; relative: `epsilon` alone, as in the papers"
+    )
+    epsilon: float = Field(0.05, gt=0, lt=10, description="relative degradation of the metric by the base layer")
+    share: float = Field(0.1, gt=0, le=1, description="of the metric's gain since the parent checkpoint")
+    floor: float = Field(
+        0.001, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
+    )
+    higher_is_better: bool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
+    trials: int = Field(2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known")
+    radius: int = Field(1, ge=1, le=8, description="how far from the last configuration these look, in steps")
+    gentler_only: bool = Field(False, description="as the papers: never more aggressive than the checkpoint before")
+    spread: bool = Field(
+        False, description="each replica tries another configuration; only where `evaluate` does not communicate"
+    )
+    otherwise: Literal["gentlest", "exact"] = Field(
+        "gentlest", description="how weights are stored when nothing satisfies the bound"
+    )
+    window: int = Field(50, ge=1, le=100_000, description="batches before a checkpoint whose gradients are averaged")
+    beta: float = Field(0.9, gt=0, le=1, description="weight of the newest gradient in that average")
+    max_lossy_resumes: int | None = Field(
+        None, ge=0, description="from so many lossy restores of a run on, checkpoints are stored exactly"
+    )
 
 
 class RefinementConfig(_Strict):
@@ -170,10 +279,38 @@ class StorageConfig(_Strict):
 class DSQConfig(_Strict):
     """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`."""
 
+    system: SystemName = Field("dsq", description="whose defaults and search space: ours, or one it is compared with")
     quantize: QuantizeConfig = QuantizeConfig()
+    search: SearchConfig = SearchConfig()
     delta: DeltaConfig = DeltaConfig()
     refinement: RefinementConfig = RefinementConfig()
     storage: StorageConfig = StorageConfig()
+
+    @model_validator(mode="after")
+    def _what_differences_serve(self) -> DSQConfig:
+        quantize, values = self.quantize, self.delta.against == "values"
+        kinds = {"weights": quantize.weights, "exp_avg": quantize.exp_avg, "exp_avg_sq": quantize.exp_avg_sq,
+                 "momentum": quantize.momentum, **{f"groups.{name}": group for name, group in quantize.groups.items()}}
+        for name, config in kinds.items():
+            if config.method == "quantize" and isinstance(config.codebook, Partition) and not values:
+                raise ValueError(
+                    f"quantize.{name} updates one part of a tensor at a time (fit: partition), which only differences "
+                    "can: set delta.against to values"
+                )
+        if values and quantize.exp_avg_sq.method == "quantize":
+            raise ValueError(
+                "delta.against is values, and a lossy sum of differences can make second moments negative: set "
+                "quantize.exp_avg_sq.method to exact or bf16"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_system(cls, tree: Any) -> Any:
+        """What the user gives goes over the defaults of the chosen system."""
+        if isinstance(tree, dict) and (system := SYSTEMS.get(str(tree.get("system", "dsq")))) is not None:
+            return merged(dict(system.defaults), tree)
+        return tree
 
     def __init__(self, **values: Any) -> None:
         """From keyword arguments.
@@ -197,14 +334,14 @@ class DSQConfig(_Strict):
             return cls()
         if isinstance(source, DSQConfig):
             return source
-        where = "configuration"
-        if not isinstance(source, dict):
-            where = os.fspath(source)
-            source = _read(Path(where))
+        where, tree = "configuration", source
+        if not isinstance(tree, dict):
+            where = os.fspath(tree)
+            tree = read_tree(where)
         try:
-            return cls.model_validate(source)
-        except ValidationError as error:
-            raise ConfigError(_explain(where, error)) from None
+            return cls(**{str(key): value for key, value in tree.items()})
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("configuration", where, 1)) from None
 
     @classmethod
     def preset(cls, name: str) -> DSQConfig:
@@ -213,11 +350,7 @@ class DSQConfig(_Strict):
         Raises:
             ConfigError: there is no such preset.
         """
-        presets = files("dsq_ckpt.configs")
-        names = sorted(entry.name.removesuffix(".yaml") for entry in presets.iterdir() if entry.name.endswith(".yaml"))
-        if name not in names:
-            raise ConfigError(f"there is no preset '{name}'; choose from {', '.join(names)}")
-        return cls.create(yaml.safe_load((presets / f"{name}.yaml").read_text()) or {})
+        return cls.create(preset_tree(name))
 
     def with_values(self, **dotted: Any) -> DSQConfig:
         """A copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
@@ -233,37 +366,10 @@ class DSQConfig(_Strict):
         return DSQConfig.create(tree)
 
 
-def _merged(defaults: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` over `defaults`; a codebook of another family takes none of the default one's keys."""
-    merged = dict(defaults)
-    for key, value in tree.items():
-        known = defaults.get(key)
-        if isinstance(value, dict) and isinstance(known, dict):
-            same = (value.get("fit", known.get("fit")) == "lattice") == (known.get("fit") == "lattice")
-            merged[key] = _merged(known, value) if key != "codebook" or same else value
-        else:
-            merged[key] = value
-    return merged
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"configuration file '{path}' cannot be read: {error.strerror}") from error
-    try:
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"configuration file '{path}' is not valid {path.suffix or 'YAML'}: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"configuration file '{path}' holds {type(tree).__name__}, expected a mapping")
-    return tree
-
-
 def _explain(where: str, error: ValidationError) -> str:
     lines = []
     for issue in error.errors():
-        key = ".".join(str(part) for part in issue["loc"] if part not in ("lattice", "kmeans", "lloyd"))
+        key = ".".join(str(part) for part in issue["loc"] if part not in _FITS)
         found = issue.get("input")
         if issue["type"] == "extra_forbidden":
             lines.append(f"  {key}: unknown key{_suggestion(key)}")

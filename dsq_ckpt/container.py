@@ -26,7 +26,7 @@ from dsq_ckpt.errors import CorruptCheckpoint, UnsupportedFormat
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")
@@ -168,6 +168,23 @@ class ContainerReader:
                 raise CorruptCheckpoint(f"'{self.path}' ended at {offset + len(data)} while it was being read")
             data += more
         return data
+
+
+def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bool) -> FileInfo:
+    """Write the index of a checkpoint, complete or not at all."""
+    data = pack_json(index)
+    name = f"{save_id}.index"
+    temporary = directory / f".{name}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, directory / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
 
 
 def pack_json(tree: Any) -> bytes:

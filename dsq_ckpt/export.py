@@ -90,7 +90,7 @@ def export_dcp(
                 warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": that is so
                 dcp.save(flat, storage_writer=writer, planner=_Planner(opened), no_dist=True)
         except CheckpointException as error:
-            raise _cause(error) from error
+            raise cause_of(error) from error
         sync_directory(hidden)
         replace_directory(hidden, goal)
         return opened.result(goal)
@@ -117,18 +117,29 @@ def export_torch(
     goal = Path(os.path.abspath(file))
     refuse(goal, overwrite)
     with _Source(source, refinement, progress) as opened:
-        flat: dict[str, Any] = {fqn: opened.object(fqn, allow_pickle) for fqn in opened.objects}
-        flat.update((fqn, opened.tensor(fqn)) for fqn in opened.tensors)
-        flat = {fqn: flat[fqn] for fqn in opened.order() if fqn in flat}
-        paths = opened.paths
-        nested = flat if paths is None else unflatten_state_dict(flat, paths)
+        nested = opened.nested(allow_pickle)
         with temporary(goal) as hidden, open(hidden, "xb") as stream:
             try:
                 torch.save(nested, stream)
             except RuntimeError as error:
-                raise _cause(error) from error
+                raise cause_of(error) from error
             publish(stream, hidden, goal)
         return opened.result(goal)
+
+
+def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool = False) -> dict[str, Any]:
+    """The nested state dict that was saved, as whole tensors on the CPU; the run it belongs to is not resumed by this.
+
+    Args:
+        source: a checkpoint directory.
+        refinement: as in `dsq_ckpt.load`.
+        allow_pickle: unpickle objects of any class, which can run code of whoever wrote the checkpoint.
+
+    Raises:
+        ExportError: an object is more than plain data and `allow_pickle` was not given.
+    """
+    with _Source(source, refinement, None) as opened:
+        return opened.nested(allow_pickle)
 
 
 def export_safetensors(
@@ -217,6 +228,13 @@ class _Source:
     def __exit__(self, *_: object) -> None:
         self._workers.__exit__()
         self.checkpoint.close()
+
+    def nested(self, allow_pickle: bool) -> dict[str, Any]:
+        """All of it, in memory, in the shape that was saved where that is known."""
+        flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
+        flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
+        flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
+        return flat if self.paths is None else unflatten_state_dict(flat, self.paths)
 
     def order(self) -> list[str]:
         """All names in the order of the state dict that was saved, where it is known."""
@@ -312,7 +330,7 @@ def _is_plain_dcp(directory: Path) -> bool:
     return all(entry.name == ".metadata" or entry.suffix == ".distcp" for entry in directory.iterdir())
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """The error to show: inside DCP's wrapper (one process exports, so there is one), and, where torch's zip writer
     hides that the disk is full behind a position that it did not expect, the one before it.
     """

@@ -57,7 +57,7 @@ def layer_types(model: nn.Module) -> dict[str, str]:
         else:
             layer = "other"
         for name, _ in module.named_parameters(recurse=False):
-            types[_unwrapped(f"{module_name}.{name}" if module_name else name)] = layer
+            types[unwrapped(f"{module_name}.{name}" if module_name else name)] = layer
     return types
 
 
@@ -96,7 +96,8 @@ def assign(
         chosen = config.groups.get(group, chosen)
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None)
-    return Assignment(kind, f"{kind}/{group}", chosen)
+    own = f"/{fqn}" if config.share == "tensor" else ""
+    return Assignment(kind, f"{kind}/{group}{own}", chosen)
 
 
 def _kind(fqn: str) -> tuple[str, str]:
@@ -109,13 +110,33 @@ def _kind(fqn: str) -> tuple[str, str]:
     return "weights", fqn
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     """A name without what torch.compile, DDP, FSDP and activation checkpointing put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def kind_of(fqn: str) -> str:
+    """What a tensor is to training by its name: weights, exp_avg, exp_avg_sq, momentum or exact."""
+    return _kind(fqn)[0]
+
+
+def parameter_of(fqn: str) -> str:
+    """The name of a parameter, from its own name or from that of its optimizer state."""
+    kind, name = _kind(fqn)
+    if kind != "weights":
+        name = f".{name}".partition(".state.")[2] or name
+    return unwrapped(name)
+
+
+def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
+    """How a group, named as `assign` names it, is stored under another configuration."""
+    kind, _, layer = group.partition("/")
+    chosen: TensorConfig = getattr(config, kind)
+    return config.groups.get(layer.partition("/")[0], chosen) if kind == "weights" else chosen
+
+
 def _layer_from_tree(parameter: str, types: Mapping[str, str]) -> str | None:
-    tail = _unwrapped(parameter)
+    tail = unwrapped(parameter)
     while tail:
         if tail in types:
             return types[tail]

@@ -94,6 +94,10 @@ class Manifest(BaseModel):
     kinds: dict[str, Sizes]
     groups: dict[str, GroupReport]
     nonfinite: list[str] = []
+    quality: dict[str, Any] | None = None
+    """What the search for this configuration measured (`Compressor`), None where there was none."""
+    lossy_resumes: int = 0
+    """How often the run was restored from lossy state before this was saved."""
     seconds: float
     config: dict[str, Any]
     writer: dict[str, str]
@@ -110,6 +114,11 @@ class Manifest(BaseModel):
     @property
     def index(self) -> ManifestFile:
         return next(file for file in self.files if file.role == "index")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a run that is restored from this checkpoint gets other values than were saved."""
+        return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
 
     def bytes_in(self, *roles: str) -> int:
         """Total size of the files of these roles."""

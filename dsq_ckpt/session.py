@@ -5,28 +5,26 @@ Nothing here knows DCP; the storage writer (and other integrations) drive these 
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import xxhash
 
 from dsq_ckpt import chain
-from dsq_ckpt.chain import Base, Parent, ParentRef
-from dsq_ckpt.checkpoint import Checkpoint, Codes
-from dsq_ckpt.chunk import Chunk, ChunkKey, CodeSource, QuantizingChunk
+from dsq_ckpt.analysis import MEASURED, Analysis, Layout, ParentModel, Sketches, measure
+from dsq_ckpt.chain import Base, Memory, Parent, ParentRef
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.chunk import Chunk, ChunkKey, CodeSource, Floats32, QuantizingChunk, all_finite, flat_values
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator
-from dsq_ckpt.compress import Analysis, Layout, ParentModel, analyse
-from dsq_ckpt.config import DSQConfig, TensorConfig
-from dsq_ckpt.container import FileInfo, pack_json, sync_directory
+from dsq_ckpt.config import DSQConfig, Lattice, TensorConfig
+from dsq_ckpt.container import FileInfo, sync_directory, write_index
 from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
 from dsq_ckpt.shard import Piece, ShardWriter, Written
@@ -44,10 +42,13 @@ class Agreement:
     parent: ParentRef | None
     model: ParentModel | None
     layout: Layout
+    exact: bool = False
+    """Nothing is stored lossy, whatever the configuration says: see `too_many_resumes`."""
 
     @classmethod
     def new(
-        cls, ranks: int, previous: ParentRef | None, parent: ParentRef | None, layouts: Iterable[Layout]
+        cls, ranks: int, previous: ParentRef | None, parent: ParentRef | None, layouts: Iterable[Layout],
+        exact: bool = False,
     ) -> Agreement:
         """Made by the coordinator, which alone reads the parent's model: the shape of the collective follows from it.
 
@@ -57,8 +58,9 @@ class Agreement:
         model, layout = None, Layout.union(layouts)
         if parent is not None:
             with Checkpoint(Path(parent.path)) as checkpoint:
-                model = checkpoint.model().usable_for(layout)
-        return cls(uuid.uuid4().hex[:16], ranks, previous, parent, model, layout)
+                # Codebooks of values serve no differences, nor do those of other differences, which have other sizes.
+                model = ParentModel({}, {}) if layout.residual else checkpoint.model().usable_for(layout)
+        return cls(uuid.uuid4().hex[:16], ranks, previous, parent, model, layout, exact)
 
 
 @dataclass
@@ -108,62 +110,173 @@ def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
     return message + "; stored exactly in this checkpoint"
 
 
+def too_many_resumes(previous: ParentRef | None, config: DSQConfig) -> str | None:
+    """A warning, if the run was restored from lossy state so often that its checkpoints are to be exact from now on."""
+    limit, resumes = config.search.max_lossy_resumes, previous.lossy_resumes if previous else 0
+    if limit is None or resumes < limit:
+        return None
+    return (
+        f"the run was restored from lossy state {resumes} time(s), and search.max_lossy_resumes is {limit}: weights "
+        "and optimizer state of this checkpoint are stored exactly"
+    )
+
+
 def lossy_items(items: Sequence[Item]) -> list[Item]:
     """Items that are to be quantized."""
     return [item for item in items if item.config is not None and item.config.method == "quantize"]
 
 
-def sketch_and_fit(
-    items: Sequence[Item], agreement: Agreement, config: DSQConfig, comm: Communicator, workers: Workers,
-    parent: Callable[[], Parent | None],
-) -> tuple[list[Chunk], dict[ChunkKey, Base], Analysis]:
-    """The collective part of a save: local sketches, all-reduce, fit.
+@dataclass(frozen=True)
+class Choice:
+    """How a save is to be stored, once its sketches are known.
+
+    Attributes:
+        analysis: codebooks by group; groups that are absent are stored exactly.
+        config: the configuration, for the manifest.
+        refinement_bits: by group, where they differ from the layout's.
+        quality: what was measured about it, for the manifest.
+    """
+
+    analysis: Analysis
+    config: DSQConfig
+    refinement_bits: dict[str, int] = field(default_factory=dict)
+    quality: dict[str, Any] | None = None
+
+
+class Chooser(Protocol):
+    """Chooses the configuration of a save; collective."""
+
+    def __call__(
+        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> Choice:
+        """Choose.
+
+        Args:
+            sketches: global; their `chunks` are those this rank writes.
+            local: chunks of all weights that lie on this rank, those included that another rank writes.
+            config: the save's configuration.
+            comm: of the ranks that save.
+            workers: threads.
+        """
+
+
+def as_configured(
+    sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+) -> Choice:
+    """The chooser that takes the configuration as it is."""
+    return Choice(sketches.fit(), config)
+
+
+def all_exact(
+    sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+) -> Choice:
+    """The chooser of a save that has to be exact."""
+    return Choice(Analysis({}, {}, sketches.nonfinite), config)
+
+
+def measured_items(items: Sequence[Item], layout: Layout) -> list[Item]:
+    """Optimizer state that is not quantized itself, but tells the size of gradients."""
+    wanted = any(isinstance(c.codebook, Lattice) and c.codebook.sensitivity > 0 for c in layout.groups.values())
+    return [item for item in items if wanted and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
+
+
+def sketch(
+    items: Sequence[Item], measured: Sequence[Item], agreement: Agreement, config: DSQConfig, comm: Communicator,
+    workers: Workers, parent: Callable[[], Parent | None], gradients: Mapping[ChunkKey, torch.Tensor] | None = None,
+) -> tuple[Sketches, dict[ChunkKey, Base]]:
+    """The collective part of a save: local sketches and their merge.
 
     Args:
         items: the lossy items of this rank.
+        measured: those that are only measured.
+        agreement: of all ranks.
+        config: of the save.
+        comm: of the ranks that save.
+        workers: threads.
         parent: opens the parent checkpoint; called so that its failure reaches the other ranks.
+        gradients: averaged, of weights, by chunk.
 
     Returns:
-        Chunks to be quantized, what each is coded against, and the analysis.
+        The sketches, and what each chunk is coded against.
     """
     bases: dict[ChunkKey, Base] = {}
+
     def load_chunks() -> list[Chunk]:
         view = parent()
-        chunks = []
-        for item in items:
-            assert item.config is not None
-            base = view.base(item.key, item.group) if view else None
-            if base is not None:
-                bases[item.key] = base
-            chunks.append(Chunk(
-                item.key, item.load(), item.group, item.config.refinement_bits,
-                parent=base.codes if base else None,
-            ))
-        return chunks
+        residual = agreement.layout.residual
+        loaded = (load_chunk(item, view, bases, gradients or {}, residual) for item in items)
+        chunks = [chunk for chunk in loaded if chunk is not None]
+        return chunks + [Chunk(item.key, item.load(), MEASURED, 0) for item in measured]
 
-    chunks, analysis = analyse(
-        load_chunks, agreement.layout, agreement.model, config.quantize.outlier_octaves, comm, workers
+    sketches = measure(
+        load_chunks, agreement.layout, agreement.model, config.quantize.outlier_octaves, comm, workers,
+        0 if agreement.parent is None else agreement.parent.depth,
     )
-    return chunks, bases, analysis
+    return sketches, bases
+
+
+def load_chunk(
+    item: Item, view: Parent | None, bases: dict[ChunkKey, Base], gradients: Mapping[ChunkKey, torch.Tensor],
+    residual: bool,
+) -> Chunk | None:
+    """A lossy item's tensor, with previous codes or, if `residual`, with the values that its difference is taken to.
+
+    What it is coded against goes to `bases`. None: there is nothing to take a difference to, so it is stored exactly.
+    """
+    assert item.config is not None
+    chunk = Chunk(
+        item.key, item.load(), item.group, item.config.refinement_bits, gradient=gradients.get(item.key)
+    )
+    if not residual:
+        previous = view.codes(item.key, item.group) if view else None
+        if previous is None:
+            return chunk
+        bases[item.key] = previous[0]
+        return replace(chunk, parent=previous[1])
+    known = view.values(item.key) if view else None
+    if known is not None:
+        difference = replace(chunk, onto=known[1])
+        if all_finite(difference):
+            bases[item.key] = known[0]
+            return difference
+    return None if all_finite(chunk) else chunk  # NaN and Inf are for `measure` to find
+
+
+def exact_values(plain: Iterable[Item], layout: Layout) -> dict[ChunkKey, Floats32]:
+    """Of chunks that are stored exactly, what the next save takes differences to.
+
+    Copies: training goes on in the tensors, and what is staged may move to shared memory under a view of it.
+    """
+    wanted = (item for item in plain if layout.residual and item.key.fqn in layout.tensors)
+    return {item.key: flat_values(item.load()).copy() for item in wanted}
 
 
 def quantize(chunk: Chunk, bases: dict[ChunkKey, Base], analysis: Analysis) -> Coded:
     """The chunk's codes, made as they are written, and what they are coded against."""
     source = QuantizingChunk(chunk, analysis.fitted[chunk.group])
-    return Coded(source, bases.get(chunk.key) if source.parent is not None else None)
+    coded = source.parent is not None or chunk.onto is not None
+    return Coded(source, bases.get(chunk.key) if coded else None)
+
+
+def remember(memory: Memory, chunk: CodeSource) -> None:
+    """Keep what the next save needs of a chunk; valid once all its blocks were asked for."""
+    if chunk.values is None:
+        memory.codes[chunk.key] = chunk.codes
+    else:
+        memory.values[chunk.key] = chunk.values
 
 
 def write_rank(
     directory: Path, agreement: Agreement, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
     coded: Iterable[Coded], plain: Iterable[Item], objects: Iterable[tuple[str, bytes]],
     dtypes: dict[ChunkKey, torch.dtype], kinds: dict[ChunkKey, str], workers: Workers,
-) -> tuple[RankResult, dict[ChunkKey, Codes]]:
-    """Write the files of one rank; returns what was written, and the codes for the next save.
+) -> tuple[RankResult, Memory]:
+    """Write the files of one rank; returns what was written, and what the next save needs of what was coded.
 
-    `coded` is consumed one by one, so that only codes stay in memory.
+    `coded` is consumed one by one, so that only codes, or values, stay in memory.
     """
     result = RankResult()
-    memory: dict[ChunkKey, Codes] = {}
+    memory = Memory()
     by_kind: dict[str, list[Written]] = defaultdict(list)
     with ShardWriter(directory, agreement.save_id, rank, config, workers=workers, fitted=fitted) as shard:
         keys = []
@@ -171,9 +284,13 @@ def write_rank(
         def pieces() -> Iterator[Piece]:
             for chunk, base in ((piece.chunk, piece.base) for piece in coded):
                 keys.append(chunk.key)
-                memory[chunk.key] = chunk.codes
-                ref, requires = (base.ref, base.requires) if base else (None, frozenset[str]())
-                yield Piece(chunk, dtypes[chunk.key], ref, requires)
+                remember(memory, chunk)
+                if base is None:
+                    yield Piece(chunk, dtypes[chunk.key], None, frozenset())
+                elif base.residual:
+                    yield Piece(chunk, dtypes[chunk.key], None, base.requires, base.ref)
+                else:
+                    yield Piece(chunk, dtypes[chunk.key], base.ref, base.requires)
 
         for place, written in enumerate(shard.add_coded(pieces())):
             result.written[keys[place]] = written
@@ -207,8 +324,7 @@ def write_rank(
 
 def commit(
     directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
-    objects: Sequence[str], planner: Any, analysis: Analysis, config: DSQConfig, *, overwrite: bool, pinned: bool,
-    started: float,
+    objects: Sequence[str], planner: Any, choice: Choice, *, overwrite: bool, pinned: bool, started: float,
 ) -> Manifest:
     """The coordinator's part: check that all is there, write index and manifest.
 
@@ -221,6 +337,7 @@ def commit(
     Raises:
         SaveFailed: something planned was not written; the checkpoint stays invisible.
     """
+    analysis, config = choice.analysis, choice.config
     written: dict[ChunkKey | str, Written] = {}
     for result in results:
         written.update(result.written)
@@ -259,12 +376,13 @@ def commit(
         "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in objects},
         "codebooks": {
             # A group of zeros teaches nothing to the next checkpoint.
-            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items() if fitted.mean_square > 0
+            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items()
+            if fitted.mean_square > 0 and not agreement.layout.residual
         },
-        "exponents": analysis.exponents,
+        "exponents": {} if agreement.layout.residual else analysis.exponents,
         "planner": planner,
     }
-    files.append(ManifestFile.of(_write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
+    files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
     kinds: dict[str, Sizes] = {}
     for result in results:
         for kind, sizes in result.kinds.items():
@@ -280,8 +398,13 @@ def commit(
         previous=agreement.previous.save_id if agreement.previous else None,
         previous_name=_sibling(directory, agreement.previous),
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
-        groups={name: _report(fitted) for name, fitted in analysis.fitted.items() if fitted.counts.any()},
-        nonfinite=sorted(analysis.nonfinite), seconds=time.time() - started, config=config.model_dump(mode="json"),
+        groups={
+            name: _report(fitted, agreement.layout.residual) for name, fitted in analysis.fitted.items()
+            if fitted.counts.any()
+        },
+        nonfinite=sorted(analysis.nonfinite), quality=choice.quality,
+        lossy_resumes=agreement.previous.lossy_resumes if agreement.previous else 0,
+        seconds=time.time() - started, config=config.model_dump(mode="json"),
         writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
     replaced = _replaced(directory, files) if overwrite else []
@@ -321,27 +444,11 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
         return []
 
 
-def _write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bool) -> FileInfo:
-    data = pack_json(index)
-    name = f"{save_id}.index"
-    temporary = directory / f".{name}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, directory / name)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
-
-
-def _report(fitted: Fitted) -> GroupReport:
+def _report(fitted: Fitted, residual: bool) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
     return GroupReport(
-        elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent,
+        elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent or residual,
         bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
         step=fitted.codebook.step,
     )

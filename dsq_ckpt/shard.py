@@ -13,14 +13,16 @@ import torch
 
 from dsq_ckpt.chunk import Bits, BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.codebook import Fitted
-from dsq_ckpt.coding import coder_class, shuffle_compress
+from dsq_ckpt.coding import HuffmanCoder, coder_class, shuffle_compress
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config import DeltaConfig, DSQConfig
 from dsq_ckpt.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.workers import Workers
 
 _PACKED = 1 << 16  # smaller exact items share a compressed block
+_FAST = 1  # zstd level
+_PAYS = 0.97
 _PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
 
 
@@ -49,12 +51,14 @@ class Piece(NamedTuple):
         dtype: of the tensor.
         parent: the record of the parent checkpoint that holds the previous codes.
         requires: all files that record needs in turn, its own included.
+        residual: the record of the parent checkpoint that it is to be added to; then `requires` is of that.
     """
 
     source: CodeSource
     dtype: torch.dtype
     parent: RecordRef | None
     requires: frozenset[str]
+    residual: RecordRef | None = None
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,18 @@ class _Task:
     where: slice
     last: bool
 
-    def run(self) -> tuple[_Task, bytes, BlockData]:
+    def run(self) -> tuple[_Task, bytes | None, BlockData]:
+        """Codes as bytes (None: they equal the previous ones), and what lies beside them."""
         source = self.piece.source
         if not len(source.codes):
             return self, b"", BlockData(np.empty(0, np.uint32), b"")
         beside = source.block(self.where)
         parent = None if source.parent is None else source.parent[self.where]
-        return self, self.coder.encode(source.codes[self.where], parent), beside
+        beside = beside._replace(refinement=_squeezed(beside.refinement))
+        codes = source.codes[self.where]
+        if parent is not None and np.array_equal(codes, parent):  # a frozen layer
+            return self, None, beside
+        return self, self.coder.encode(codes, parent), beside
 
 
 @dataclass
@@ -134,20 +143,20 @@ class ShardWriter:
                 for where in blocks:
                     yield _Task(piece, coder, where, last=where is blocks[-1])
 
-        base: list[Block] = []
+        base: list[Block | None] = []
         refined: list[Block] = []
         protected: list[Bits] = []
         for task, data, beside in self._workers.map(_Task.run, tasks()):
             protected.append(beside.protected)
             if len(task.piece.source.codes):
-                base.append(self._base.add(data))
+                base.append(None if data is None else self._base.add(data))
                 if task.piece.source.refinement_bits:
                     refined.append(self._refinement_file().add(beside.refinement))
             if task.last:
                 yield self._add_record(task.piece, base, refined, np.concatenate(protected))
                 base, refined, protected = [], [], []
 
-    def _add_record(self, piece: Piece, blocks: list[Block], refined: list[Block], protected: Bits) -> Written:
+    def _add_record(self, piece: Piece, blocks: list[Block | None], refined: list[Block], protected: Bits) -> Written:
         source, dtype, parent = piece.source, piece.dtype, piece.parent
         record: dict[str, Any] = {
             "type": "coded", **_identity(source.key, dtype), "group": source.group, "blocks": blocks,
@@ -156,8 +165,10 @@ class ShardWriter:
             record["exponent"] = source.exponent
         if parent is not None:
             record["parent"] = list(parent)
-            self._requires |= piece.requires
-        size = sum(block.size for block in blocks)
+        if piece.residual is not None:
+            record["residual"] = list(piece.residual)
+        self._requires |= piece.requires
+        size = sum(block.size for block in blocks if block is not None)
         if len(protected):
             record["protected_count"] = len(protected)
             record["protected"] = self._base.add(shuffle_compress(protected_bf16(protected).tobytes(), 2))
@@ -215,7 +226,7 @@ class ShardWriter:
         """The coder of a group; its codebook and model are written once per file."""
         if name not in self._groups:
             fitted = self._fitted[name]
-            coder = coder_class(self._config.delta.coder).fit(fitted.counts)
+            coder = _fitted_coder(self._config.delta, fitted.counts)
             self._coders[name] = coder
             self._groups[name] = {
                 "codebook": fitted.codebook.to_json(), "coder": coder.name, "elements": 0,
@@ -263,6 +274,18 @@ class ShardWriter:
             record["packs"] = [len(self._packs)]
             written.base = -(-len(data) * record["size"] // max(len(raw), 1))  # its share, rounded up
         self._packs.append((self._base.add(data), itemsize, len(raw)))
+
+
+def _squeezed(packed: bytes) -> bytes:
+    """A block of refinement as one zstd frame where that is smaller: most symbols of a first moment are zero."""
+    frame = shuffle_compress(packed, 1, _FAST)
+    return frame if len(frame) < _PAYS * len(packed) else packed
+
+
+def _fitted_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:
+    if config.coder == "huffman":
+        return HuffmanCoder.fit(counts, config.rearrange, config.run_length)
+    return coder_class(config.coder).fit(counts)
 
 
 def _identity(key: ChunkKey, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 import dsq_ckpt
 from tests.small_run import small_run
@@ -16,6 +17,15 @@ def _no_memory_of_other_tests():
     dsq_ckpt.forget()
     yield
     dsq_ckpt.forget()
+
+
+@pytest.fixture
+def one_thread():
+    """Torch on one thread: for models too small for more, whose threads would wait for those of other processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt import bench
+from dsq_ckpt import DSQConfig, bench
 from dsq_ckpt.cli import output
 from dsq_ckpt.manifest import Manifest
 from tests.commands import alter, document, dsq, error, owned, printed
@@ -94,6 +94,75 @@ def test_log_notes(tmp_path):
     assert "NaN or Inf, stored exactly: weight" in printed("inspect", tmp_path / "only")
 
 
+def searched(path, chosen, bits=0, otherwise="gentlest", resumes=0, **quality):
+    """Make a manifest look as if a search had chosen its configuration."""
+    manifest = Manifest.read(path)
+    config = DSQConfig.create(manifest.config).with_values(
+        **{"quantize.weights.refinement_bits": bits, "search.otherwise": otherwise}
+    )
+    record = {
+        "system": "dsq", "bound": "progress", "metric": 2.5, "search": "neighbourhood", "chosen": chosen,
+        "satisfied": True, **quality,
+    }
+    manifest.model_copy(update={
+        "quality": record, "config": config.model_dump(mode="json"), "lossy_resumes": resumes,
+    }).write(path, exclusive=False, fsync=False)
+
+
+@pytest.mark.parametrize("columns", [80, 100, None])
+def test_log_of_searches(run, columns):
+    assert "chosen" not in printed("log", run, columns=columns) and "evaluations" not in printed("log", run)
+    first = {"degradation": 0.034, "predicted_degradation": 0.03, "evaluations": 5, "seconds": 1.25}
+    searched(run / NAMES[1], {"variant": "default", "step": 2.8}, 3, **first)
+    searched(
+        run / NAMES[2], {"variant": "sensitivity", "bins": 16, "prune": 0.2}, degradation=-0.0041, evaluations=12,
+        seconds=75.0, resumes=2,
+    )
+    text = printed("log", run, columns=columns)
+    assert max(map(len, text.splitlines())) <= (columns or 240) and "…" not in text
+    table = text.split("\n\n")[1].splitlines()
+    assert re.split(r"  +| (?=base|eval|search)", table[0].strip()) == [
+        "checkpoint", "chosen", "base loses", "evaluations", "searched",
+    ]
+    assert re.fullmatch(rf"{NAMES[0]} +- +- +- +-", table[1].rstrip())
+    assert re.fullmatch(rf"{NAMES[1]} +step 2\.8, 3 bits +3\.4 % +5 +1\.25 s", table[2].rstrip())
+    assert re.fullmatch(
+        rf"{NAMES[2]} +sensitivity, bins 16, prune 0\.2 +-0\.41 % +12 +1 min 15 s", table[3].rstrip()
+    )
+    assert "1 min 16 s of searching with 17 evaluations, lossy resumes: 2" in " ".join(text.split())
+    found = document("log", run)["checkpoints"]
+    assert [entry["lossy_resumes"] for entry in found] == [0, 0, 2]
+    assert found[0]["quality"] is None and found[1]["quality"]["predicted_degradation"] == 0.03
+
+
+def test_log_of_searches_that_found_nothing(run):
+    chosen = {"variant": "default", "step": 0.5}
+    searched(run / NAMES[0], chosen, 4, restore_loses=0.005, degradation=0.0, evaluations=3)
+    searched(run / NAMES[1], None, 8, satisfied=False, reason="`evaluate` raised", evaluations=1, seconds=0.5)
+    searched(run / NAMES[2], None, otherwise="exact", satisfied=False, metric=None)
+    table = printed("log", run, columns=100).split("\n\n")[1].splitlines()
+    assert re.fullmatch(rf"{NAMES[0]} +step 0\.5, 4 bits +0 % +0\.2 % +3 +- +kept", table[1].rstrip())
+    assert re.fullmatch(rf"{NAMES[1]} +none: gentlest +- +- +1 +0\.50 s +missed", table[2].rstrip())
+    assert re.fullmatch(rf"{NAMES[2]} +none: exact +- +- +- +- +missed", table[3].rstrip())
+
+
+def test_inspect_shows_all_that_a_search_measured(run):
+    assert "neighbourhood" not in printed("inspect", run / NAMES[2])
+    searched(
+        run / NAMES[2], {"variant": "default", "step": 2.8}, 3, degradation=0.0345678, evaluations=5, seconds=1.25,
+        resumes=3, noise=1e-9,
+    )
+    text = printed("inspect", run / NAMES[2], columns=80)
+    assert re.search(r"lossy resumes +3 *\n", text)
+    for name, value in (
+        ("search", "neighbourhood"), ("chosen", "variant default, step 2.8"), ("degradation", "0.0345678"),
+        ("satisfied", "yes"), ("evaluations", "5"), ("noise", "1e-09"), ("metric", "2.5"), ("bound", "progress"),
+    ):
+        assert re.search(rf"^{name} +{re.escape(value)} *$", text, re.M), name
+    found = document("inspect", run / NAMES[2])
+    assert found["quality"] == Manifest.read(run / NAMES[2]).quality and found["lossy_resumes"] == 3
+
+
 def test_log_errors(trained, tmp_path):
     run, _ = trained
     assert "is a checkpoint; name its run directory" in error("log", run / NAMES[0])
@@ -162,6 +231,55 @@ def test_export_errors(trained, tmp_path):
     message = error("export", tmp_path / "pickled", tmp_path / "b.pt")
     assert "object 'odd'" in message and "--allow-pickle" in message
     assert dsq("export", run / NAMES[0], tmp_path / "a", "--format", "zip").exit_code == 2
+
+
+# compress
+
+
+def test_compress(tmp_path):
+    state = {"layer.weight": torch.randn(96, 64), "layer.bias": torch.zeros(96)}
+    torch.save(state, tmp_path / "in.pt")
+    text = printed("compress", tmp_path / "in.pt", tmp_path / "out", columns=240)
+    assert str(tmp_path / "in.pt") in text and str(tmp_path / "out") in text
+    assert re.search(r"uncompressed +24\.4 KiB *\n", text) and re.search(r"weights/linear .* anew ", text)
+    assert differences(loaded(tmp_path / "out", state), state) == ["layer.weight"]
+    assert "--overwrite" in error("compress", tmp_path / "in.pt", tmp_path / "out")
+    (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 0}}")
+    for given, bits in (("default", 4), (tmp_path / "c.yaml", 0)):
+        found = document("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)
+        about = dsq_ckpt.describe(tmp_path / "out")
+        assert found == {
+            **about, "source": str(tmp_path / "in.pt"), "path": str(tmp_path / "out"), "quality": None,
+            "ratio_kept": pytest.approx(about["bytes_logical"] / about["bytes_kept"], rel=1e-3),
+        }
+        assert Manifest.read(tmp_path / "out").config["quantize"]["weights"]["refinement_bits"] == bits
+    printed("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--system", "uniform", "--config",
+            tmp_path / "c.yaml")
+    config = Manifest.read(tmp_path / "out").config
+    assert config["system"] == "uniform" and config["quantize"]["weights"]["codebook"]["fit"] == "uniform"
+    printed("compress", tmp_path / "in.pt", tmp_path / "exact", "--config", "exact")
+    assert differences(loaded(tmp_path / "exact", state), state) == []
+
+
+def test_compress_errors(tmp_path):
+    torch.save({"weight": torch.randn(80, 80)}, tmp_path / "in.pt")
+    torch.save({"weight": torch.randn(80, 80), "odd": pytest.approx(1)}, tmp_path / "odd.pt")
+    out = tmp_path / "out"
+    assert "does not exist; name a .safetensors" in error("compress", tmp_path / "nowhere", out)
+    assert "more than plain data" in error("compress", tmp_path / "odd.pt", out)
+    for option, value, says in (
+        ("--config", "none", "no preset 'none'; choose from default"), ("--config", "none.yaml", "cannot be read"),
+        ("--system", "none", "Input should be 'dsq'"),
+    ):
+        assert says in error("compress", tmp_path / "in.pt", out, option, value)
+    (tmp_path / "c.yaml").write_text("quantise: {}")
+    assert "c.yaml: 1 problem(s) quantise: unknown key; did you mean 'quantize'?" in error(
+        "compress", tmp_path / "in.pt", out, "--config", tmp_path / "c.yaml"
+    )
+    assert not out.exists()
+    out.write_text("a file")
+    assert "error: " in error("compress", tmp_path / "in.pt", out)
+    assert out.read_text() == "a file"
 
 
 # gc

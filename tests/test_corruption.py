@@ -144,7 +144,7 @@ def test_newer_format_version(damaged):
     manifest = path / "manifest.json"
     held = manifest.read_text()
     tree = json.loads(held)
-    for version in (2, 10**9):
+    for version in (3, 10**9):
         manifest.write_text(json.dumps({**tree, "version": version, "unheard_of": {}}))
         error = failure(path, state)
         assert isinstance(error, dsq_ckpt.UnsupportedFormat) and "upgrade" in str(error)
@@ -154,7 +154,7 @@ def test_newer_format_version(damaged):
     manifest.write_text(held)
     for file in path.glob("*.dsq"):
         data = file.read_bytes()
-        file.write_bytes(data[:8] + struct.pack("<I", 2) + data[12:])
+        file.write_bytes(data[:8] + struct.pack("<I", 3) + data[12:])
         error = failure(path, state)
         assert isinstance(error, dsq_ckpt.UnsupportedFormat)
         file.write_bytes(data)

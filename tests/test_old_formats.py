@@ -39,7 +39,7 @@ def test_version_1_holds_every_kind_of_record():
             for file in checkpoint.manifest.files:
                 if file.role != "own":
                     continue
-                contents = checkpoint._reader(file.name).contents
+                contents = checkpoint.reader(file.name).contents
                 for record in contents["records"]:
                     kinds.add(record["type"])
                     kinds.update(key for key in ("parent", "exponent", "protected", "stored", "at") if key in record)

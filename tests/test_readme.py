@@ -28,7 +28,20 @@ def training(tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(50)).square().mean().backward()
     optimizer.step()
-    return {"model": model, "optimizer": optimizer}
+
+    def train_on_a_batch(model, optimizer):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loss_of(model):
+        tokens = torch.arange(100)
+        return nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 100)
+
+    return {
+        "model": model, "optimizer": optimizer, "train_on_a_batch": train_on_a_batch,
+        "loss_on_a_few_batches": lambda model: float(loss_of(model)),
+    }
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -40,7 +53,7 @@ def test_python_examples(training, number):
 def test_shell_examples(training):
     state = {"model": training["model"].state_dict(), "step": 500}
     dsq_ckpt.save(state, "run/step-000500")
-    assert {line.split()[1] for line in SHELL} == {"log", "inspect", "verify", "export", "gc", "bench"}
+    assert {line.split()[1] for line in SHELL} == {"log", "inspect", "verify", "export", "compress", "gc", "bench"}
     for line in SHELL:
         arguments = shlex.split(line)[1:]
         if arguments == ["bench"]:

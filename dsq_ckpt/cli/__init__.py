@@ -17,7 +17,8 @@ from typer.core import TyperGroup
 
 from dsq_ckpt import export as exporting
 from dsq_ckpt import gc as collecting
-from dsq_ckpt.cli import inspection, output
+from dsq_ckpt import merging
+from dsq_ckpt.cli import compressing, inspection, output
 from dsq_ckpt.cli.history import History
 from dsq_ckpt.cli.verification import verify as verify_path
 from dsq_ckpt.dcp.reader import Refinement
@@ -185,6 +186,45 @@ def export(
     )
     if done.left_out:
         screen.print(f"left out, not tensors: {', '.join(done.left_out)}", soft_wrap=True)
+
+
+@app.command()
+def compress(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="safetensors (file, index or directory), torch.save file, dsq_ckpt "
+                                                "checkpoint, or a DCP directory, which torch unpickles: trusted only.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Checkpoint directory to write.")],
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE|PRESET", help="JSON or YAML file, or name of a preset.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="NAME", help="Whose defaults: dsq, or one it is compared with.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compress one checkpoint that somebody wrote, by itself; to keep to a quality bound, see dsq_ckpt.compress."""
+    compressing.run(source, target, config, system, overwrite, as_json)
+
+
+@app.command()
+def merge(
+    checkpoint: CheckpointPath,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Checkpoint directory to make.")],
+    as_json: Json = False,
+) -> None:
+    """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
+    done = merging.merge(checkpoint, target)
+    if as_json:
+        output.print_json({
+            "path": str(done.path), "links_before": done.links_before, "links": done.links, "bytes": done.bytes,
+        })
+        return
+    output.console().print(
+        f"{done.path}: {done.links_before} differences merged into {done.links}, {output.size(done.bytes)} written",
+        soft_wrap=True,
+    )
 
 
 @app.command()

@@ -12,6 +12,7 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.gc import is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
+from dsq_ckpt.search.space import VARIANT
 
 CLASSES = ("weights", "moments", "everything")
 
@@ -71,9 +72,53 @@ class Entry:
             "name": self.path.name, "save_id": manifest.save_id, "created": manifest.created,
             "keyframe": manifest.depth == 0, "depth": manifest.depth, "parent": manifest.parent,
             "seconds": manifest.seconds, "refinement": manifest.refinement, "pinned": manifest.pinned,
-            "nonfinite": manifest.nonfinite,
+            "nonfinite": manifest.nonfinite, "quality": manifest.quality, "lossy_resumes": manifest.lossy_resumes,
             "classes": {name: part.as_json() for name, part in self.classes.items()},
         }
+
+
+@dataclass
+class Search:
+    """What a manifest's `quality` says, in words; "-" where it does not say it."""
+
+    chosen: str
+    degradation: str
+    restore: str | None
+    """What a restore from base and refinement loses; None where that was not measured."""
+    evaluations: str
+    seconds: str
+    kept: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Search | None:
+        """The search that a checkpoint was saved with; None if there was none."""
+        record = manifest.quality
+        if not record:
+            return None
+        metric, loses = record.get("metric"), record.get("restore_loses")
+        return cls(
+            chosen=chosen_of(manifest),
+            degradation=output.percent(record["degradation"]) if "degradation" in record else "-",
+            restore=output.percent(loses / abs(metric)) if loses is not None and metric else None,
+            evaluations=str(record.get("evaluations", "-")),
+            seconds=output.seconds(record["seconds"]) if "seconds" in record else "-",
+            kept=bool(record.get("satisfied", True)),
+        )
+
+
+def chosen_of(manifest: Manifest) -> str:
+    """The configuration that a search chose, in short: step 2.8, 3 bits; bits are those of the refinement."""
+    record = manifest.quality or {}
+    chosen = record.get("chosen")
+    if not chosen:
+        return f"none: {manifest.config.get('search', {}).get('otherwise', '-')}"
+    variant = chosen.get(VARIANT, "default")
+    bits = manifest.config.get("quantize", {}).get("weights", {}).get("refinement_bits", 0)
+    return ", ".join([
+        *([variant] if variant != "default" else []),
+        output.settings({name: value for name, value in chosen.items() if name != VARIANT}),
+        *([f"{bits} bits"] if bits else []),
+    ])
 
 
 @dataclass
@@ -141,6 +186,9 @@ class History:
             )
         screen.print(rows)
         screen.print()
+        if any(entry.manifest.quality for entry in self.entries):
+            screen.print(self._searches())
+            screen.print()
         count = len(self.entries)
         totals = output.table("<whole run", "bytes", "weights", "moments", "all")
         everything = self.total["everything"]
@@ -153,8 +201,39 @@ class History:
         ))
         screen.print(totals)
         spent = output.seconds(sum(entry.manifest.seconds for entry in self.entries))
-        screen.print(f"{count} checkpoint{'s' if count > 1 else ''}, {spent} of saving")
+        screen.print(", ".join([f"{count} checkpoint{'s' if count > 1 else ''}", f"{spent} of saving", *self._told()]))
         self.print_leftovers()
+
+    def _searches(self) -> Any:
+        """What the search for each configuration did; a table of its own, since terminals have 80 or 100 columns."""
+        found = [(entry, Search.of(entry.manifest)) for entry in self.entries]
+        searches = [search for _, search in found if search is not None]
+        restores = any(search.restore is not None for search in searches)
+        missed = any(not search.kept for search in searches)
+        rows = output.table(
+            "<checkpoint", "<chosen", "base loses", *(["restore loses"] if restores else []), "evaluations", "searched",
+            *(["<bound"] if missed else []),
+        )
+        for entry, search in found:
+            if search is None:
+                rows.add_row(entry.path.name, *["-"] * (len(rows.columns) - 1))
+                continue
+            rows.add_row(
+                entry.path.name, search.chosen, search.degradation, *([search.restore or "-"] if restores else []),
+                search.evaluations, search.seconds, *(["kept" if search.kept else "missed"] if missed else []),
+            )
+        return rows
+
+    def _told(self) -> list[str]:
+        """What the line below the tables says of searches and restores."""
+        records = [entry.manifest.quality for entry in self.entries if entry.manifest.quality]
+        evaluations = sum(record.get("evaluations", 0) for record in records)
+        searched = output.seconds(sum(record.get("seconds", 0.0) for record in records))
+        resumes = self.entries[-1].manifest.lossy_resumes
+        return [
+            *([f"{searched} of searching with {evaluations} evaluations"] if records else []),
+            *([f"lossy resumes: {resumes}"] if resumes else []),
+        ]
 
     def print_leftovers(self) -> None:
         """Warnings about directories that look like checkpoints and are none."""

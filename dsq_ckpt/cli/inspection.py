@@ -38,18 +38,10 @@ def show(path: Path, tensors: bool) -> None:
     screen = output.console()
     screen.print(output.fields(_header(path, manifest)))
     screen.print()
-    screen.print(_kinds(path, manifest))
-    if manifest.groups:
-        rows = output.table("<group", "elements", "levels", "step", "coded", "bits/element", "rel. error")
-        for name, group in sorted(manifest.groups.items()):
-            rows.add_row(
-                name, output.number(group.elements), str(group.levels),
-                f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "anew",
-                f"{group.bits_per_element:.3f}", f"{100 * group.relative_error:.2f} %",
-            )
+    print_contents(path, manifest)
+    if manifest.quality:
         screen.print()
-        screen.print(rows)
-        screen.print("bits/element and error (root mean square, relative) are of the base layer")
+        screen.print(_quality(manifest.quality))
     screen.print()
     screen.print(_files(path, manifest))
     if manifest.nonfinite:
@@ -60,6 +52,38 @@ def show(path: Path, tensors: bool) -> None:
         screen.print(_tensors(path))
 
 
+def print_contents(path: Path, manifest: Manifest) -> None:
+    """Kinds of tensors and their groups: sizes and errors."""
+    screen = output.console()
+    screen.print(_kinds(path, manifest))
+    if not manifest.groups:
+        return
+    rows = output.table("<group", "elements", "levels", "step", "coded", "bits/element", "rel. error")
+    for name, group in sorted(manifest.groups.items()):
+        rows.add_row(
+            name, output.number(group.elements), str(group.levels),
+            f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "anew",
+            f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
+        )
+    screen.print()
+    screen.print(rows)
+    screen.print("bits/element and error (root mean square, relative) are of the base layer")
+
+
+def _quality(record: dict[str, Any]) -> Any:
+    """All that the search for the configuration recorded."""
+    rows = output.table("<search", "<measured")
+    for name, value in record.items():
+        if isinstance(value, dict):
+            text = output.settings(value)
+        elif isinstance(value, bool):
+            text = "yes" if value else "no"
+        else:
+            text = "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        rows.add_row(name.replace("_", " "), text)
+    return rows
+
+
 def tensor_list(path: Path) -> list[dict[str, Any]]:
     """Every tensor and object: name, dtype, shape, chunks, and the group it was quantized in, `exact` or `bf16`."""
     found: list[dict[str, Any]] = []
@@ -67,7 +91,8 @@ def tensor_list(path: Path) -> list[dict[str, Any]]:
         stored: dict[str, str] = {}
         for key, ref in checkpoint.chunks():
             record = checkpoint.record(ref)
-            how = record["group"] if record["type"] == "coded" else record.get("stored", "exact")
+            how = {"coded": record.get("group"), "merged": "merged"}.get(record["type"])
+            how = how or record.get("stored", "exact")
             # NaN in one rank's part makes that part exact; the tensor is still lossy.
             if stored.get(key.fqn, "exact") == "exact":
                 stored[key.fqn] = how
@@ -97,6 +122,7 @@ def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
         ("saved", f"{about['created']} {zone}, in {output.seconds(manifest.seconds)}, by {manifest.ranks} rank(s)"),
         ("parent", parent),
         ("refinement", refinement),
+        *([("lossy resumes", str(manifest.lossy_resumes))] if manifest.lossy_resumes else []),
         ("uncompressed", output.size(logical)),
         ("written", f"{output.size(about['bytes_written'])} ({output.ratio(logical, about['bytes_written'])})"),
         ("kept", f"{output.size(about['bytes_kept'])} ({output.ratio(logical, about['bytes_kept'])}), without linked "

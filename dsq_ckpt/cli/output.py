@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,17 @@ def seconds(duration: float) -> str:
     if duration >= 60:
         return f"{int(duration // 60)} min {int(duration % 60):02d} s"
     return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
+
+
+def percent(share: float) -> str:
+    """A share in two digits: 1.2 %, 0.034 %, -0.5 %."""
+    return f"{100 * share:.2g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """A mapping in one line: step 2.8, bins 16."""
+    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in values.items())
 
 
 def _digits(value: float) -> str:

@@ -15,6 +15,60 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Aside:
+    """Elements whose code does not follow from their value alone, because their sensitivity decides.
+
+    Attributes:
+        pruned, protected: int64[rows, bins], their joint sketch.
+        limits: sensitivity below which an element is pruned, and from which it is protected.
+    """
+
+    pruned: npt.NDArray[np.int64]
+    protected: npt.NDArray[np.int64]
+    limits: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The part of every chunk that is protected because it is its turn, whatever its values (SCAR).
+
+    Attributes:
+        parts: how many there are.
+        number: of the part in its turn, 0 <= number < parts.
+        elements: in their turn, over all chunks of the group.
+    """
+
+    parts: int
+    number: int
+    elements: int = 0
+
+    def of(self, elements: int) -> slice:
+        """Which elements of a chunk of so many; the parts of a chunk cover it and are of nearly equal size."""
+        return slice(elements * self.number // self.parts, elements * (self.number + 1) // self.parts)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a fit decides about the bins of a sketch; nearest levels and rate-distortion choice follow from it.
+
+    Attributes:
+        levels: float64[k], ascending, without zero; in the domain where distance is measured.
+        forced: bool[bins], kept in bf16 whatever their distance.
+        pruned: bool[bins], stored as zero whatever their distance.
+        step: the lattice's step, 0 for other fits.
+        zero_is_level: whether zero competes for the values near it; it does not where pruning was asked for.
+        codes: uint8[bins], where a fit assigns values otherwise than to the nearest level.
+    """
+
+    levels: Floats
+    forced: npt.NDArray[np.bool_]
+    pruned: npt.NDArray[np.bool_]
+    step: float = 0.0
+    zero_is_level: bool = True
+    codes: npt.NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True)
 class Codebook:
     """Levels of a group's codes, in the group's own units (a tensor's scale multiplies them).
 

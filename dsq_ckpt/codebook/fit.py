@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from dsq_ckpt.codebook.base import Codebook, Floats
-from dsq_ckpt.codebook.kmeans import exact_kmeans
-from dsq_ckpt.codebook.lloyd import lloyd_kmeans, sample_weights
+from dsq_ckpt.codebook.base import Aside, Codebook, Floats, Turn
+from dsq_ckpt.codebook.propose import propose
 from dsq_ckpt.codebook.table import (
     Codes,
     Counts,
@@ -17,13 +17,12 @@ from dsq_ckpt.codebook.table import (
     nearest,
     rate_distortion_table,
 )
-from dsq_ckpt.config import KMeans, Lattice
+from dsq_ckpt.config import AnyCodebook, KMeans
 from dsq_ckpt.keys import KeyWindow
 
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
 _CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
-_KEEP_STEP = 2**0.5  # a lattice keeps its parent's step while the fresh one is within this factor
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,15 @@ class Fitted:
     bits: float
     mean_square: float
     error: float
+    limits: tuple[float, float] | None = None
+    """Of sensitivity: below the first, elements are pruned, from the second on, protected."""
+    turn: Turn | None = None
+    """Elements that are protected because of their place."""
 
 
 def fit_group(
-    joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None, refinement_bits: int = 0
+    joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int = 0,
+    unit: float = 0.0, aside: Aside | None = None, turn: Turn | None = None,
 ) -> Fitted:
     """Fit one group on its joint sketch.
 
@@ -63,19 +67,34 @@ def fit_group(
         config: which codebook.
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
         refinement_bits: into how many parts (2**bits) the refinement layer will divide the cells.
+        unit: what a lattice's step is measured in; 0: the group's root mean square.
+        aside: elements that are not in `joint`, because their sensitivity decides about them.
+        turn: elements of `joint` that are protected because of their place; only where all others become zero.
     """
-    fitted = _fit(joint, window, config, parent, refinement_bits)
+    fitted = _fit(joint, window, config, parent, refinement_bits, unit, aside)
+    if turn is not None:
+        counts = fitted.counts.copy()
+        counts[-1, 0] -= turn.elements
+        counts[-1, fitted.codebook.protected] += turn.elements
+        return replace(fitted, counts=counts, bits=entropy_bits(counts), turn=turn)
     unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
     if joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
         return fitted
-    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits)
+    if aside is not None:
+        aside = replace(
+            aside, pruned=aside.pruned.sum(0, keepdims=True), protected=aside.protected.sum(0, keepdims=True)
+        )
+    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits, unit, aside)
     return fitted if fitted.bits < _PAYS * alone.bits else alone
 
 
 def _fit(
-    joint: Counts, window: KeyWindow, config: Lattice | KMeans, parent: Codebook | None, refinement_bits: int
+    joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int,
+    unit: float, aside: Aside | None,
 ) -> Fitted:
     total = joint.sum(0)
+    if aside is not None:  # fractions are of all elements
+        total = total + aside.pruned.sum(0) + aside.protected.sum(0)
     values = window.values()
     finite = np.isfinite(values)
     held = total * finite
@@ -83,33 +102,15 @@ def _fit(
     mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
     log = isinstance(config, KMeans) and config.domain == "log"
     points = window.bit_values() if log else values
-    n = window.n
-    over = np.zeros(window.size, bool)
-    over[[n - 2, n - 1, 2 * n - 2, 2 * n - 1]] = True
-    if isinstance(config, Lattice):
-        step = _lattice_step(held, values, config, parent)
-        half = config.bins // 2
-        levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
-        forced = over | (np.abs(values) > (half + 0.5) * step)
-        pruned = np.zeros(window.size, bool)
-        spread = step * step
-    else:
-        step = 0.0
-        forced, pruned = _thresholds(held, values, config, over)
-        if log:
-            forced[n:] = True
-            forced[[0, n]] = False  # zero of either sign is code 0
-            pruned[[0, n]] = True
-        chosen = (held > 0) & ~forced & ~pruned
-        if not log:
-            chosen &= values != 0
-        levels = _levels(points[chosen], held[chosen], config)
-        spread = 0.0
+    proposal = propose(config, held, window, parent, unit)
+    levels, forced, pruned, step = proposal.levels, proposal.forced, proposal.pruned, proposal.step
     positions, codes = _ascending(levels, log)
-    if pruned.any() and not log:  # the pruned fraction is what was asked for: zero is not a level beside it
-        base = (nearest(np.where(finite, points, 0.0), levels) + 1).astype(np.uint8)
-    else:
+    if proposal.codes is not None:
+        base = proposal.codes.copy()
+    elif proposal.zero_is_level:
         base = codes[nearest(np.where(finite, points, 0.0), positions)]
+    else:
+        base = (nearest(np.where(finite, points, 0.0), levels) + 1).astype(np.uint8)
     base[pruned] = 0
     protected = len(levels) + 1
     base[forced] = protected
@@ -117,12 +118,17 @@ def _fit(
     by_code = np.zeros(protected + 1)
     by_code[codes] = positions
     gap = np.where(movable, points - by_code[base], 0.0)
-    if not spread:
-        spread = 12.0 * float((held * gap * gap).sum() / count)
+    spread = step * step if step else 12.0 * float((held * gap * gap).sum() / count)
     table = rate_distortion_table(joint, points, base, movable, positions, codes, config.rate_distortion * spread)
     counts = code_counts(joint, table, protected + 1)
+    if aside is not None:
+        counts[:, protected] += aside.protected.sum(1) + aside.pruned[:, forced].sum(1)
+        counts[:, 0] += aside.pruned[:, ~forced].sum(1)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
     low, high = _cells(joint, table, window, protected, log)
+    if aside is not None and (zeros := np.flatnonzero(aside.pruned[:, ~forced].any(0))).size:
+        edges = np.stack(window.edges())[:, ~forced][:, zeros]
+        low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         _centre_zero(low, high, 2.0**refinement_bits)
     book = Codebook(
@@ -130,54 +136,8 @@ def _fit(
     )
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
-        _error(joint, table, window, real_levels, protected),
+        _error(joint, table, window, real_levels, protected, aside, ~forced), None if aside is None else aside.limits,
     )
-
-
-def _lattice_step(held: Counts, values: Floats, config: Lattice, parent: Codebook | None) -> float:
-    """Step from the root mean square without the top 0.5 % of |x|, which a few wild values would own."""
-    order = np.argsort(np.abs(values), kind="stable")
-    cumulative = np.cumsum(held[order])
-    kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]
-    weight = held[kept]
-    body = float((weight * values[kept] ** 2).sum() / max(int(weight.sum()), 1)) ** 0.5
-    if body == 0.0:  # all zeros, or too few distinct values to leave any out
-        finite = np.isfinite(values)
-        body = float((held[finite] * values[finite] ** 2).sum() / max(int(held.sum()), 1)) ** 0.5
-    fresh = config.step * body if body else 1.0
-    if parent is not None and parent.step and 1 / _KEEP_STEP < fresh / parent.step < _KEEP_STEP:
-        return parent.step
-    return fresh
-
-
-def _thresholds(held: Counts, values: Floats, config: KMeans, over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Masks of protected and of pruned bins: at most the configured fractions of all elements (section 4.2)."""
-    order = np.argsort(np.abs(values), kind="stable")
-    cumulative = np.cumsum(held[order])
-    total = cumulative[-1] if len(cumulative) else 0
-    forced, pruned = over.copy(), np.zeros(len(values), bool)
-    if total:
-        pruned[order[cumulative <= config.prune * total]] = True
-        if not config.prune:
-            pruned[:] = False
-        from_top = np.cumsum(held[order][::-1])[::-1]
-        top = (from_top <= config.protect * total) & (held[order] > 0)
-        forced[order[top]] = True
-    return forced, pruned & ~forced
-
-
-def _levels(points: Floats, held: Counts, config: KMeans) -> Floats:
-    if not len(points):
-        return np.array([1.0])
-    order = np.argsort(points)
-    points, weights = points[order], held[order].astype(np.float64)
-    if config.sigma < 1:
-        weights = sample_weights(weights, points, config.sigma)
-    bins = min(config.bins, len(points))
-    if config.fit == "lloyd":
-        return np.unique(lloyd_kmeans(points, weights, bins, seed=config.seed))
-    path = exact_kmeans(points, weights, bins)
-    return path.levels(path.k_max)
 
 
 def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:
@@ -250,7 +210,10 @@ def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> 
     return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
 
 
-def _error(joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int) -> float:
+def _error(
+    joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int, aside: Aside | None,
+    unforced: npt.NDArray[np.bool_],
+) -> float:
     """Mean squared error of what is not protected, taking values as spread evenly over their bins."""
     values, (low, high) = window.values(), window.edges()
     rows, bins = np.nonzero(joint)
@@ -259,4 +222,9 @@ def _error(joint: Counts, table: Codes, window: KeyWindow, levels: Floats, prote
     rows, bins, codes = rows[kept], bins[kept], codes[kept]
     weight = joint[rows, bins]
     square = (values[bins] - levels[codes]) ** 2 + (high[bins] - low[bins]) ** 2 / 12
-    return float((weight * square).sum() / max(int(weight.sum()), 1))
+    total, elements = float((weight * square).sum()), int(weight.sum())
+    if aside is not None:
+        zeros = aside.pruned.sum(0) * unforced
+        total += float((zeros * np.square(values, where=zeros > 0, out=np.zeros_like(values))).sum())
+        elements += int(zeros.sum())
+    return total / max(elements, 1)

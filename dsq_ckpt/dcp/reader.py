@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dsq_ckpt import chain
-from dsq_ckpt.checkpoint import Checkpoint, Codes, dtype_of
+from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
@@ -118,7 +118,7 @@ class DSQStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
-        memory: dict[ChunkKey, Codes] = {}
+        memory = chain.Memory()
         with self._open() as checkpoint, Workers(
             self._storage.thread_count(), self._storage.block_elements
         ) as workers:
@@ -142,12 +142,12 @@ class DSQStorageReader(StorageReader):
 
     def _read_chunk(
         self, checkpoint: Checkpoint, index: MetadataIndex, items: list[ReadItem], planner: LoadPlanner,
-        refined: bool, workers: Workers, memory: dict[ChunkKey, Codes],
+        refined: bool, workers: Workers, memory: chain.Memory,
     ) -> None:
         assert index.offset is not None
         ref = checkpoint.find(index.fqn, tuple(index.offset))
         record = checkpoint.record(ref)
-        lossy = record["type"] == "coded" or "stored" in record
+        lossy = record["type"] in ("coded", "merged") or "stored" in record
         if lossy and any(fnmatchcase(index.fqn, pattern) for pattern in self._exact):
             raise LossyTensor(
                 f"'{index.fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
@@ -157,8 +157,8 @@ class DSQStorageReader(StorageReader):
         if record["type"] == "coded":
             codes = checkpoint.codes(ref, workers)
             key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
-            if _whole(items, key):
-                memory[key] = codes
+            if _whole(items, key) and "residual" not in record:
+                memory.codes[key] = codes
         targets = [planner.resolve_tensor(item).detach() for item in items]
         # One target that is the whole chunk is decoded in place; anything else is sliced from a copy.
         chunk = checkpoint.tensor(ref, refined, workers, codes, into=targets[0] if len(targets) == 1 else None)

@@ -23,27 +23,35 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dsq_ckpt import chain
+from dsq_ckpt.analysis import Analysis, Fractions, Layout
 from dsq_ckpt.chain import Parent, ParentRef
-from dsq_ckpt.checkpoint import Codes
-from dsq_ckpt.chunk import ChunkKey, CodedChunk
+from dsq_ckpt.chunk import ChunkKey, CodedChunk, QuantizingChunk
 from dsq_ckpt.comm import communicator, together
-from dsq_ckpt.compress import Analysis, Layout
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.dcp.staging import Payload, StagedTensor
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
-from dsq_ckpt.groups import assign, layer_types
+from dsq_ckpt.groups import assign, kind_of, layer_types, unwrapped
 from dsq_ckpt.manifest import is_complete, local_path
 from dsq_ckpt.session import (
     Agreement,
+    Choice,
+    Chooser,
     Coded,
     Item,
     RankResult,
+    all_exact,
+    as_configured,
     check_nonfinite,
     commit,
+    exact_values,
+    load_chunk,
     lossy_items,
+    measured_items,
     quantize,
-    sketch_and_fit,
+    remember,
+    sketch,
+    too_many_resumes,
     write_rank,
 )
 from dsq_ckpt.workers import Workers
@@ -54,7 +62,16 @@ class _Staged:
     """What `stage` computed; it travels with the writer to the thread or process that writes."""
 
     agreement: Agreement
-    analysis: Analysis
+    choice: Choice
+    coded: frozenset[ChunkKey]
+
+
+@dataclass
+class _Quantized:
+    coded: Iterator[Coded]
+    plain: list[Item]
+    choice: Choice
+    replicas: list[QuantizingChunk]
 
 
 class DSQStorageWriter(StorageWriter):
@@ -69,6 +86,9 @@ class DSQStorageWriter(StorageWriter):
         model: its module tree tells layer types; without it they are told by names and shapes.
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
+        chooser: chooses the configuration when the sketches are known (see `Compressor`).
+        gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
+        fractions: what the chooser may prune and protect by sensitivity.
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
@@ -84,6 +104,9 @@ class DSQStorageWriter(StorageWriter):
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
+        chooser: Chooser = as_configured,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        fractions: Fractions | None = None,
     ) -> None:
         self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
@@ -97,10 +120,15 @@ class DSQStorageWriter(StorageWriter):
         self._started = 0.0
         self._planned: Agreement | None = None
         self._used: str | None = None
-        self._analysis: Analysis | None = None
+        self._choice: Choice | None = None
+        self._chooser = chooser
+        self._gradients = dict(gradients or {})
+        self._fractions = fractions or Fractions()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_group": None}  # groups do not cross processes; a staged save needs none
+        return {  # groups do not cross processes; a staged save needs none, and has chosen
+            **self.__dict__, "_group": None, "_chooser": as_configured, "_gradients": {},
+        }
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -118,13 +146,19 @@ class DSQStorageWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
+    @property
+    def quality(self) -> dict[str, Any] | None:
+        """What the chooser measured about the last save."""
+        choice = self._staged.choice if self._staged is not None else self._choice
+        return None if choice is None else choice.quality
+
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
         self._started = time.time()
         self._planned = None
-        self._analysis = None
+        self._choice = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self.path is None:
@@ -167,31 +201,35 @@ class DSQStorageWriter(StorageWriter):
             if staged is not None:
                 if staged.agreement.save_id != agreement.save_id:
                     raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
-                analysis = staged.analysis
-                coded, plain = _staged_payloads(items, agreement, analysis)
+                choice = staged.choice
+                coded, plain = _staged_payloads(items, staged.coded)
             else:
-                coded, plain, analysis = self._quantized(items, agreement, workers)
-            self._analysis = analysis
+                quantized = self._quantized(items, [], agreement, workers)
+                coded, plain, choice = quantized.coded, quantized.plain, quantized.choice
+            if agreement.exact:
+                plain = [replace(item, config=None) for item in plain]  # not as bf16 either
+            self._choice = choice
             _make_directory(path, storage.fsync)
             if not plan.items:  # no manifest would ever name this rank's file
                 return _done([])
-            result, codes = write_rank(
-                path, agreement, self._rank, self.config, analysis.fitted, coded, plain, objects,
+            result, memory = write_rank(
+                path, agreement, self._rank, choice.config, choice.analysis.fitted, coded, plain, objects,
                 {item.key: item.dtype for item in items}, {item.key: item.kind for item in items}, workers,
             )
             if staged is None:
-                chain.remember_pending(path, agreement.save_id, codes)
+                memory.values |= exact_values(plain, agreement.layout)
+                chain.remember_pending(path, agreement.save_id, memory)
         return _done(_write_results(plan.items, result))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         agreement, path = self._planned, self._target()
-        if agreement is None or self._analysis is None:
+        if agreement is None or self._choice is None:
             raise SaveFailed(_PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
         tensors, objects = _inventory(metadata)
         commit(
-            path, agreement, ranks, tensors, objects, _planner_json(metadata.planner_data), self._analysis,
-            self.config, overwrite=self._overwrite, pinned=self._pinned, started=self._started,
+            path, agreement, ranks, tensors, objects, _planner_json(metadata.planner_data), self._choice,
+            overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
         chain.remember_committed(path, agreement.save_id)
         try:
@@ -236,29 +274,40 @@ class DSQStorageWriter(StorageWriter):
                 return None
             return self._agreement(comm.size, [self._layout(plan.items) for plan in plans])
 
-        def quantized() -> tuple[dict[str, Any], Analysis, dict[ChunkKey, Codes]]:
+        def quantized() -> tuple[dict[str, Any], _Staged, chain.Memory]:
             storage = self.config.storage
             with Workers(storage.thread_count(), storage.block_elements) as workers:
                 items, _ = self._items(mine, planner)
-                coded, plain, analysis = self._quantized(items, agreement, workers)
-                payloads: dict[ChunkKey, Payload] = {
-                    piece.chunk.key: Coded(CodedChunk.of(piece.chunk, workers), piece.base) for piece in coded
-                }
-                for item in plain:
-                    payloads[item.key] = item.load().detach().to("cpu", copy=True)
-            codes = {key: piece.chunk.codes for key, piece in payloads.items() if isinstance(piece, Coded)}
-            return _staged_state_dict(state_dict, mine, payloads), analysis, codes
+                own = {item.key for item in items}
+                replicas = [item for item in self._items(local, planner)[0] if item.key not in own]
+                found = self._quantized(items, replicas, agreement, workers)
+                payloads: dict[ChunkKey, Payload] = {}
+                memory = chain.Memory()
+                for piece in found.coded:
+                    payloads[piece.chunk.key] = Coded(CodedChunk.of(piece.chunk, workers), piece.base)
+                    remember(memory, piece.chunk)
+                exact = {item.key: item.load().detach().to("cpu", copy=True) for item in found.plain}
+                memory.values |= exact_values(found.plain, agreement.layout)
+                for chunk in found.replicas:  # another rank writes them; the next search here needs their codes
+                    CodedChunk.of(chunk, workers)
+                    remember(memory, chunk)
+            whole = _staged_state_dict(state_dict, mine, {**payloads, **exact})
+            return whole, _Staged(agreement, found.choice, frozenset(payloads)), memory
 
-        plans = dedup_save_plans(comm.gather(together(comm, plan)))  # as DCP would: each replica is coded once
+        own_plan = together(comm, plan)
+        local = own_plan.items
+        plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
         mine = plans[comm.rank].items
         agreement = comm.gather(together(comm, agree))[0]
-        staged, analysis, codes = together(comm, quantized)
-        chain.remember_pending(path, agreement.save_id, codes)
-        self._staged = _Staged(agreement, analysis)
+        staged, self._staged, memory = together(comm, quantized)
+        chain.remember_pending(path, agreement.save_id, memory)
         return staged
 
     def _agreement(self, ranks: int, layouts: list[Layout]) -> Agreement:
         previous = chain.predecessor(self._target(), self._parent)
+        if (warning := too_many_resumes(previous, self.config)) is not None:
+            warnings.warn(warning, stacklevel=2)
+            return Agreement.new(ranks, previous, None, layouts, exact=True)
         return Agreement.new(ranks, previous, chain.choose_parent(previous, self._parent, self.config), layouts)
 
     def _target(self) -> Path:
@@ -267,16 +316,22 @@ class DSQStorageWriter(StorageWriter):
         return self.path
 
     def _layout(self, items: list[WriteItem]) -> Layout:
-        tensors, groups = {}, {}
+        tensors, groups, state = {}, {}, {}
+        residual = self.config.delta.against == "values"
         for item in items:
             data = item.tensor_data
             if data is None:
                 continue
             chosen = assign(item.index.fqn, data.size, data.properties.dtype, self.config.quantize, self._types)
-            if chosen.config is not None and chosen.config.method == "quantize":
+            lossy = chosen.config is not None and chosen.config.method == "quantize"
+            # What is coded of lossy state are differences, and these do not tell the size of gradients.
+            told = not (residual and lossy)
+            if told and (kind := kind_of(item.index.fqn)) in ("exp_avg_sq", "momentum"):
+                state[item.index.fqn] = kind
+            if chosen.config is not None and lossy:
                 tensors[item.index.fqn] = chosen.group
                 groups[chosen.group] = chosen.config
-        return Layout(tensors, groups)
+        return Layout(tensors, groups, state, bool(self._gradients), self._fractions, residual)
 
     def _items(
         self, write_items: list[WriteItem], planner: SavePlanner
@@ -298,10 +353,18 @@ class DSQStorageWriter(StorageWriter):
         return items, objects
 
     def _quantized(
-        self, items: list[Item], agreement: Agreement, workers: Workers
-    ) -> tuple[Iterator[Coded], list[Item], Analysis]:
-        """Merge sketches with the other ranks, then quantize lazily, chunk by chunk."""
+        self, items: list[Item], replicas: list[Item], agreement: Agreement, workers: Workers
+    ) -> _Quantized:
+        """Merge sketches with the other ranks, choose, then quantize lazily, chunk by chunk.
+
+        Args:
+            items: of this rank.
+            replicas: items that lie here but are written by another rank; a search evaluates them too.
+            agreement: of all ranks.
+            workers: threads.
+        """
         opened: list[Parent] = []
+        chooser = all_exact if agreement.exact else self._chooser
 
         def parent() -> Parent | None:
             if agreement.parent is not None and agreement.model is not None:
@@ -309,20 +372,53 @@ class DSQStorageWriter(StorageWriter):
                 return opened[0]
             return None
 
+        gradients = {
+            item.key: found for item in (*items, *replicas)
+            if item.kind == "weights" and (found := self._gradient(item)) is not None
+        }
         try:
             comm = communicator(self._group, agreement.ranks)
-            chunks, bases, analysis = sketch_and_fit(
-                lossy_items(items), agreement, self.config, comm, workers, parent
+            sketches, bases = sketch(
+                lossy_items(items), measured_items(items, agreement.layout), agreement, self.config, comm, workers,
+                parent, gradients,
             )
+            others = []
+            if chooser not in (as_configured, all_exact):
+                view = opened[0] if opened else None
+                others = [
+                    replace(chunk, exponent=sketches.scales.exponents.get(chunk.key.fqn, 0.0),
+                            parent=None if chunk.group in sketches.scales.anew else chunk.parent)
+                    for item in lossy_items(replicas)
+                    if item.kind == "weights" and item.key.fqn not in sketches.nonfinite
+                    for chunk in [load_chunk(item, view, {}, gradients, agreement.layout.residual)]
+                    if chunk is not None
+                ]
         finally:
             for view in opened:
                 view.close()
-        warning = check_nonfinite(analysis, self.config)
+        warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), self.config)
         if warning and self._rank == 0:
             warnings.warn(warning, stacklevel=2)
-        quantized = {chunk.key for chunk in chunks}
-        plain = [item for item in items if item.key not in quantized]
-        return (quantize(chunk, bases, analysis) for chunk in chunks), plain, analysis
+        mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
+        choice = chooser(sketches, [*mine, *others], self.config, comm, workers)
+        chunks = [
+            replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
+            for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
+        ]
+        written = {chunk.key for chunk in chunks}
+        return _Quantized(
+            (quantize(chunk, bases, choice.analysis) for chunk in chunks),
+            [item for item in items if item.key not in written], choice,
+            [QuantizingChunk(chunk, choice.analysis.fitted[chunk.group]) for chunk in others
+             if chunk.group in choice.analysis.fitted],
+        )
+
+    def _gradient(self, item: Item) -> torch.Tensor | None:
+        name = unwrapped(item.key.fqn)
+        while name and name not in self._gradients:
+            name = name.partition(".")[2]
+        found = self._gradients.get(name)
+        return found if found is not None and found.numel() == item.key.elements else None
 
 
 _PLAN_CACHING = (
@@ -358,14 +454,14 @@ def _loader(item: WriteItem, planner: SavePlanner) -> Callable[[], Any]:
     return lambda: planner.resolve_data(item)
 
 
-def _staged_payloads(items: list[Item], agreement: Agreement, analysis: Analysis) -> tuple[Iterator[Coded], list[Item]]:
+def _staged_payloads(items: list[Item], staged: frozenset[ChunkKey]) -> tuple[Iterator[Coded], list[Item]]:
     coded: list[Coded] = []
     plain: list[Item] = []
     for item in items:
         payload: Any = item.load()
         if isinstance(payload, Coded):
             coded.append(payload)
-        elif item.key.fqn in agreement.layout.tensors and item.key.fqn not in analysis.nonfinite:
+        elif item.key in staged:
             raise SaveFailed("this writer holds an asynchronous save that failed; use a new DSQStorageWriter for each")
         else:
             plain.append(item)

@@ -16,17 +16,23 @@ from dsq_ckpt.kernels.cpu import (
     to_bf16,
 )
 from dsq_ckpt.kernels.cpu_pack import pack, unpack
+from dsq_ckpt.kernels.importance import PROTECT, PRUNE, classes, importance, thresholds
 
 __all__ = [
+    "PROTECT",
+    "PRUNE",
+    "classes",
     "dequantize",
     "dequantize_refined",
     "from_bf16",
     "gather_protected",
+    "importance",
     "joint_sketch",
     "pack",
     "quantize",
     "refine",
     "sketch",
+    "thresholds",
     "to_bf16",
     "unpack",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,13 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-M = 1 << 15
+from tests.format.independent_coders import Bits, Huffman, Rans, Refused, require
+
 Tree = dict[str, Any]
-
-
-class Refused(Exception):
-    """The checkpoint breaks a rule of the format."""
 
 
 class Unsupported(Exception):
     """The checkpoint is of a version that the page does not describe."""
-
-
-def require(condition: bool, rule: str) -> None:
-    if not condition:
-        raise Refused(rule)
 
 
 def parse(text: bytes) -> Tree:
@@ -50,7 +41,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 1:
+    if version > 2:
         raise Unsupported(f"version {version}")
 
 
@@ -97,146 +88,12 @@ class Container:  # section 4
         require(xxh3(data) == checksum, "checksum of a block")
         return data
 
-    def steps(self, places: Sequence[Sequence[Any]], n: int) -> Iterator[tuple[slice, bytes]]:
+    def steps(self, places: Sequence[Sequence[Any] | None], n: int) -> Iterator[tuple[slice, bytes | None]]:
         """Blocks of codes or symbols, and which of the n elements they hold."""
         step = self.contents["block_elements"]
         require(step > 0 and len(places) == -(-n // step), "number of blocks")
         for start, place in zip(range(0, n, step), places, strict=True):
-            yield slice(start, min(start + step, n)), self.block(place)
-
-
-class Bits:  # a bit stream, section 9
-    def __init__(self, data: bytes) -> None:
-        self.value, self.size, self.at = int.from_bytes(data, "little"), 8 * len(data), 0
-
-    def field(self, width: int) -> int:
-        require(self.at + width <= self.size, "bits end early")
-        self.at += width
-        return (self.value >> (self.at - width)) & ((1 << width) - 1)
-
-    def number(self) -> int:
-        zeros = 0
-        while self.field(1) == 0:
-            zeros += 1
-            require(zeros <= 15, "length of a number")
-        return (1 << zeros) - 1 + self.field(zeros)
-
-    def ascending(self, count: int, limit: int) -> Iterator[int]:
-        last = -1
-        for _ in range(count):
-            last += self.number() + 1
-            require(last < limit, "a set within its limit")
-            yield last
-
-    def finish(self) -> None:
-        require(self.size - self.at < 8 and self.value >> self.at == 0, "bits left over")
-
-
-Row = tuple[list[int], list[tuple[int, int]], list[int]]  # starts, (symbol or -1 for the escape, frequency), escaped
-
-
-def frequency(v: int) -> int:
-    require(1 <= v <= 103, "frequency")
-    return v if v < 16 else (8 + v % 8) << (v // 8 - 1)
-
-
-class Rans:  # section 10
-    def __init__(self, model: bytes) -> None:
-        require(len(model) >= 5, "model")
-        version, self.contexts, self.symbols = struct.unpack("<BHH", model[:5])
-        require(version == 1 and self.contexts <= 256 and 1 <= self.symbols <= 256, "model")
-        bits = Bits(model[5:])
-        self.rows = [self._row(bits) for _ in range(self.contexts + 1)]
-        bits.finish()
-
-    def _row(self, bits: Bits) -> Row:
-        firsts, escaped, others, count = list[int](), list[int](), list[tuple[int, int]](), bits.number()
-        for symbol in bits.ascending(count, self.symbols):
-            v = bits.field(7)
-            if v in (0, 127):
-                (firsts if v else escaped).append(symbol)
-            else:
-                others.append((symbol, frequency(v)))
-        require(len(escaped) != 1 and len(firsts) == (count > 0), "first and escaped symbols")
-        if escaped:
-            others.append((-1, frequency(bits.field(7))))
-        rest = M - sum(f for _, f in others)
-        require(rest >= 1, "frequency of the first symbol")
-        ranges = [(first, rest) for first in firsts] + others
-        return [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, escaped
-
-    def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
-        lanes = 1 if n < 4096 else 4 if n < 65536 else 8
-        require(not block or (n > 0 and len(block) >= 4 * lanes and len(block) % 2 == 0), "size of a block")
-        states = list(struct.unpack(f"<{lanes}I", block[: 4 * lanes])) if block else [65536] * lanes
-        require(min(states) >= 65536, "states at the start")
-        words, out = np.frombuffer(block[4 * lanes :], "<u2").tolist()[::-1], list[int]()
-        def refilled(x: int) -> int:
-            require(x >= 65536 or bool(words), "words end early")
-            return x if x >= 65536 else 65536 * x + words.pop()
-        for i in range(n):
-            starts, ranges, escaped = self.rows[self.contexts if previous is None else previous[i]]
-            require(bool(starts), "no code in an empty row")
-            x = states[i % lanes]
-            place = bisect_right(starts, x % M) - 1
-            symbol, f = ranges[place]
-            x = refilled(f * (x // M) + x % M - starts[place])
-            if symbol < 0:
-                share = M // len(escaped)
-                require((j := x % M // share) < len(escaped), "escaped symbol")
-                symbol, x = escaped[j], refilled(share * (x // M) + x % M - j * share)
-            out.append(symbol)
-            states[i % lanes] = x
-        require(not words and set(states) == {65536}, "end of a block")
-        return out
-
-
-class Huffman:  # section 11
-    def __init__(self, model: bytes) -> None:
-        require(len(model) >= 6, "model")
-        version, flags, self.contexts, self.symbols = struct.unpack("<BBHH", model[:6])
-        require(version == 1 and flags <= 3 and self.contexts <= 256 and 1 <= self.symbols <= 256, "model")
-        self.rearrange, bits = bool(flags & 1), Bits(model[6:])
-        for _ in range(self.contexts + 1):
-            list(bits.ascending(bits.number(), self.symbols))
-        bits.finish()
-
-    def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
-        bits, out = Bits(block), [0] * n
-        base = self.symbols if previous is None else max(self.contexts, self.symbols)
-        groups: dict[int, list[int]] = {}
-        for i in range(n):
-            groups.setdefault(previous[i] if previous is not None and self.rearrange else 0, []).append(i)
-        for _, members in sorted(groups.items()):
-            for i, value in zip(members, self._group(bits, len(members), base), strict=True):
-                out[i] = value if previous is None else (previous[i] - value) % base
-        bits.finish()
-        require(max(out, default=0) < self.symbols, "codes below symbols")
-        return out
-
-    @staticmethod
-    def _group(bits: Bits, n: int, base: int) -> list[int]:
-        used = bits.number() + 1
-        lengths = [(bits.field(4) if used > 1 else 0, token) for token in bits.ascending(used, base + 288)]
-        if used == 1 and lengths[0][1] < base:
-            return [lengths[0][1]] * n
-        require(min(lengths)[0] > 0 and sum(M >> length for length, _ in lengths) == M, "lengths")
-        tokens, code, before = dict[tuple[int, int], int](), 0, 0
-        for length, token in sorted(lengths):
-            code <<= length - before
-            tokens[length, code] = token
-            code, before = code + 1, length
-        values, fresh = list[int](), False
-        while len(values) < n:
-            length = code = 0
-            while (length, code) not in tokens:
-                length, code = length + 1, code << 1 | bits.field(1)
-            token = tokens[length, code]
-            run = 1 if token < base else (token - base + 1 if token < base + 256 else 1 << (token - base - 247)) - fresh
-            fresh = token < base
-            require((fresh or bool(values)) and len(values) + run <= n, "a run in its group")
-            values += ([token] if fresh else values[-1:]) * run
-        return values
+            yield slice(start, min(start + step, n)), None if place is None else self.block(place)
 
 
 def converted(values: npt.NDArray[Any], dtype: str) -> bytes:  # section 7, the end
@@ -253,19 +110,27 @@ def widened(bf16: bytes) -> npt.NDArray[np.float32]:
     return (np.frombuffer(bf16, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def value(book: Tree, code: int, scale: np.float32, symbol: int | None, bits: int) -> np.float32:  # section 7
+def value(book: Tree, code: int, scale: float, symbol: int | None, bits: int) -> np.float32:  # section 7
     level, low, high = book["levels"][code], book["cells"][0][code], book["cells"][1][code]
     linear, plain = book["domain"] == "linear", symbol is None or low == high
     u = level if symbol is None or plain else low + (symbol + 0.5) * ((high - low) / 2.0**bits)
     with np.errstate(over="ignore"):
-        if linear:
-            v = np.float32(u * np.float64(scale))
+        if linear and plain:
+            v = np.float32(u * scale)
+        elif linear:
+            v = np.float32(low * scale + (symbol + 0.5) * (((high - low) * scale) / 2.0**bits))
         elif plain:
-            v = np.float32(np.float32(u) * scale)
+            v = np.float32(np.float32(u) * np.float32(scale))
         else:
             magnitude = np.uint32(min(max(round(u * 2.0**23), 0), (1 << 31) - 1)).view(np.float32)
-            v = np.float32((-magnitude if level < 0 else magnitude) * scale)
+            v = np.float32((-magnitude if level < 0 else magnitude) * np.float32(scale))
     return np.float32(np.copysign(np.finfo(np.float32).max, v)) if np.isinf(v) else v
+
+
+def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        total = values + more
+    return np.where(np.isinf(total), np.copysign(np.finfo(np.float32).max, total), total)
 
 
 def check_book(book: Tree) -> None:
@@ -336,10 +201,59 @@ class Reader:  # a checkpoint directory
         return data
 
     def _chunk(self, name: str, place: int, record: Tree, refined: bool) -> bytes:
-        file, dtype, n = self.container(name), record["dtype"], int(np.prod(record["shape"], dtype=np.int64))
         if record["type"] == "plain":
-            data = self._exact(file, record)
-            return data if "stored" not in record else converted(widened(data), dtype)  # it is bfloat16 today
+            data = self._exact(self.container(name), record)
+            return data if "stored" not in record else converted(widened(data), record["dtype"])  # it is bfloat16 today
+        return converted(self._sum(name, place, record["shape"], refined), record["dtype"])
+
+    def _sum(self, name: str, place: int, shape: list[int], refined: bool) -> npt.NDArray[np.float32]:
+        links = [(name, place)]
+        while (older := self._record(*links[-1]).get("residual")) is not None:
+            require(tuple(older) not in links, "a chain ends")
+            links.append((older[0], older[1]))
+        total = None
+        for link in reversed(links):
+            record = self._record(*link)
+            require(record["type"] in ("coded", "merged", "plain"), "records with values")
+            require(record["shape"] == shape and (total is not None or record["type"] != "merged"), "records that fit")
+            if record["type"] == "merged":
+                for own in self._steps(*link, record):
+                    total = added(total, own)
+                continue
+            if record["type"] == "plain":
+                dtype = record["dtype"]
+                require(dtype in ("float64", "float32", "float16", "bfloat16"), "numbers to add to")
+                data = self._chunk(*link, record, False)
+                with np.errstate(over="ignore"):
+                    own = widened(data) if dtype == "bfloat16" else np.frombuffer(data, dtype).astype(np.float32)
+            else:
+                own = self._elements(*link, record, refined and link == links[0])
+            total = own if total is None else added(total, own)
+        assert total is not None
+        return total
+
+    def _record(self, name: str, place: int) -> Tree:
+        record: Tree = self.container(name).contents["records"][place]
+        return record
+
+    def _steps(self, name: str, place: int, record: Tree) -> Iterator[npt.NDArray[np.float32]]:
+        steps, count = record["steps"], record.get("protected_count", 0)
+        k = len(steps[0]) if steps else -1
+        require(0 <= k <= 255 and all(len(step) == k for step in steps), "table of steps")
+        single = np.zeros((len(steps), 0), "<f4")
+        if count:
+            raw = unshuffle(self.container(name).block(record["protected"]), 4, 4 * count * len(steps))
+            single = np.frombuffer(raw, "<f4").reshape(len(steps), count)
+        require(bool(np.isfinite(np.array(steps)).all() and np.isfinite(single).all()), "finite steps")
+        require(all(number == float(np.float32(number)) for step in steps for number in step), "steps in fp32")
+        codes = self._codes(name, place, record["shape"], ())
+        require(max(codes, default=0) <= k and codes.count(k) == count, "codes of the table")
+        for step, numbers in zip(steps, single, strict=True):
+            rest = iter(numbers)
+            yield np.array([step[code] if code < k else next(rest) for code in codes], np.float32)
+
+    def _elements(self, name: str, place: int, record: Tree, refined: bool) -> npt.NDArray[np.float32]:
+        file, n = self.container(name), int(np.prod(record["shape"], dtype=np.int64))
         codes = self._codes(name, place, record["shape"], ())
         count, bits, symbols = record.get("protected_count", 0), 0, list[int]()
         protected = widened(unshuffle(file.block(record["protected"]), 2, 2 * count)) if count else np.zeros(0, "<f4")
@@ -349,32 +263,40 @@ class Reader:  # a checkpoint directory
             entry = other.contents["records"].get(str(place), {"bits": 0})
             bits = entry["bits"]
             for where, data in other.steps(entry["blocks"], n) if bits else ():
+                assert data is not None
+                whole = -(-(where.stop - where.start) * bits // 8)
+                data = data if len(data) == whole else unshuffle(data, 1, whole)
                 stream = Bits(data)
                 symbols += [stream.field(bits) for _ in range(where.stop - where.start)]
                 stream.finish()
             if bits and count:
                 protected = np.frombuffer(unshuffle(other.block(entry["protected"]), 4, 4 * count), "<f4")
         book = file.contents["groups"][record["group"]]["codebook"]
-        last, scale = len(book["levels"]), np.float32(2.0 ** record.get("exponent", 0))
+        last, scale = len(book["levels"]), float(2.0 ** record.get("exponent", 0))
         check_book(book)
         require(codes.count(last) == count and max(codes, default=0) <= last, "codes of the codebook")
         pairs: list[tuple[int, int | None]] = list(zip(codes, symbols if bits else [None] * n, strict=True))
         known = {pair: value(book, pair[0], scale, pair[1], bits) for pair in set(pairs) if pair[0] < last}
         rest = iter(protected)
-        return converted(np.array([known[p] if p in known else next(rest) for p in pairs], np.float32), dtype)
+        return np.array([known[p] if p in known else next(rest) for p in pairs], np.float32)
 
     def _codes(self, name: str, place: int, shape: list[int], seen: tuple[tuple[str, int], ...]) -> list[int]:
         require((name, place) not in seen, "a chain ends")
         file = self.container(name)
         record = file.contents["records"][place]
-        require(record["type"] == "coded" and record["shape"] == shape, "a record fits its chain")
-        parent = record.get("parent")
+        merged = record["type"] == "merged" and not seen
+        require((record["type"] == "coded" or merged) and record["shape"] == shape, "a record fits its chain")
+        parent = None if merged else record.get("parent")
         previous = None if parent is None else self._codes(parent[0], parent[1], shape, (*seen, (name, place)))
-        group = file.contents["groups"][record["group"]]
+        group = record if merged else file.contents["groups"][record["group"]]
         require(group["coder"] in ("rans", "huffman"), "coder")
         coder = (Rans if group["coder"] == "rans" else Huffman)(file.block(group["model"]))
         require(not previous or max(previous) < coder.contexts, "previous codes below contexts")
         out: list[int] = []
         for where, block in file.steps(record["blocks"], int(np.prod(shape, dtype=np.int64))):
+            if block is None:
+                require(previous is not None, "previous codes to repeat")
+                out += previous[where]
+                continue
             out += coder.decode(block, where.stop - where.start, None if previous is None else previous[where])
         return out

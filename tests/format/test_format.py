@@ -139,13 +139,35 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     dsq_ckpt.forget()
 
 
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """A chain of differences: after an exact keyframe, with protected values, refinement, and blocks of all sizes.
+
+    The last two are the two before them, merged: without refinement and with it.
+    """
+    root, tree = tmp_path_factory.mktemp("sums"), state(False)
+    paths = []
+    for step, (block, coder) in enumerate([(1 << 20, "rans"), (1024, "huffman"), (5000, "rans"), (2048, "rans")]):
+        chosen = config(coder, block, 1)
+        chosen["delta"]["against"] = "values"
+        chosen["quantize"]["exp_avg_sq"] = {"method": "exact"}
+        paths.append(root / f"step-{step}")
+        with pytest.warns(UserWarning, match="NaN"):
+            dsq_ckpt.save(tree, paths[-1], config=chosen, no_dist=True)
+        tree = stepped(tree)
+    _drop(paths[2], Manifest.read(paths[2]), fsync=True)
+    paths += [dsq_ckpt.merge(paths[step], root / f"merged-{step}").path for step in (2, 3)]
+    yield paths
+    dsq_ckpt.forget()
+
+
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_independent_reader_agrees(run: list[Path]) -> None:
-    for path in run:
+def test_independent_reader_agrees(run: list[Path], sums: list[Path]) -> None:
+    for path in [*run, *sums]:
         reader = independent.Reader(path)
         kept = reader.manifest["refinement"] == "kept"
         choices: tuple[Literal[False, "auto"], ...] = (False, "auto")
@@ -159,7 +181,7 @@ def test_independent_reader_agrees(run: list[Path]) -> None:
             for name, value in tensors.items():
                 assert reader.tensor(name, refined=refinement == "auto") == raw(value), (path.name, name, refinement)
                 assert value.isfinite().all() or name == "nan.weight", (path.name, name, refinement)
-        assert kept == (path.name != "step-1")
+        assert kept == (path.name != "step-1" if path in run else path in (sums[1], sums[3], sums[5]))
         with Checkpoint(path) as checkpoint:
             for name in reader.index["objects"]:
                 assert reader.object(name) == checkpoint.object_bytes(checkpoint.find(name, None))
@@ -192,6 +214,24 @@ def test_everything_occurs(run: list[Path]) -> None:
     assert 0x7F7F in np.frombuffer(first.tensor("huge.brain", False), "<u2"), "and these beyond bf16"
 
 
+def test_every_residual_occurs(sums: list[Path]) -> None:
+    last = independent.Reader(sums[3])
+    base = last.container(base_name(last))
+    records = {record["fqn"]: record for record in base.contents["records"] if "residual" in record}
+    assert {record["dtype"] for record in records.values()} == {"float32", "bfloat16", "float16", "float64"}
+    assert records["lin1.weight"]["protected_count"] > 0 and "exponent" in records["wild.weight"]
+    oldest = last._record(*records["lin1.weight"]["residual"])
+    for _ in range(2):
+        oldest = last._record(*oldest["residual"])
+    assert oldest["type"] == "plain" and len(base.contents["requires"]) == 3
+    assert not last.index["codebooks"] and not last.index["exponents"]
+    merged = independent.Reader(sums[4])
+    assert all(merged.tensor(name) == independent.Reader(sums[2]).tensor(name) for name in merged.index["tensors"])
+    records = {record["fqn"]: record for record in merged.container(base_name(merged)).contents["records"]}
+    assert records["lin1.weight"]["type"] == "merged" and records["lin1.weight"]["protected_count"] > 0
+    assert len(records["lin1.weight"]["steps"]) == 2
+
+
 def base_name(reader: independent.Reader) -> str:
     return str(reader.index["files"][0])
 
@@ -204,7 +244,7 @@ def test_checksums(run: list[Path]) -> None:
             data = (path / name).read_bytes()
             assert (len(data), xxhash.xxh3_64_hexdigest(data)) == (entry["size"], entry["checksum"])
         data = (path / "manifest.json").read_bytes()
-        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*1,\s*"checksum":\s*"([0-9a-f]{16})"', data)
+        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*2,\s*"checksum":\s*"([0-9a-f]{16})"', data)
         assert head is not None
         start, stop = head.span(1)
         assert xxhash.xxh3_64_hexdigest(data[:start] + b"0" * 16 + data[stop:]).encode() == head[1]
@@ -219,12 +259,12 @@ def columns(section: str) -> list[set[str]]:
             for table in tables]
 
 
-def test_every_key_is_documented(run: list[Path]) -> None:
+def test_every_key_is_documented(run: list[Path], sums: list[Path]) -> None:
     manifest_keys, file_keys = columns("2. ")
     index_keys, base_keys, codebook_keys = columns("3. ")[0], columns("5. "), columns("7. ")[0]
     refinement_keys = columns("6. ")
     seen: dict[str, set[str]] = {"record": set(), "refined": set()}
-    for path in run:
+    for path in [*run, *sums]:
         reader = independent.Reader(path)
         assert set(reader.manifest) == manifest_keys
         for entry in reader.manifest["files"]:
@@ -272,7 +312,7 @@ def test_example(example: Path) -> None:
     codes = coder.decode(file.block(record["blocks"][0]), 8, None)
     assert f"`{' '.join(map(str, codes))}`" in TEXT
     assert independent.unshuffle(file.block(record["protected"]), 2, 2) == b"\xa0\x40"
-    book, one = group["codebook"], np.float32(1)
+    book, one = group["codebook"], 1.0
     assert independent.value(book, 2, one, None, 0) == np.float32(1.0077519379844961)
     assert independent.value(book, 2, one, 0, 2) == 1.001953125
 
@@ -298,7 +338,7 @@ def test_newer_version_is_unsupported(tmp_path: Path) -> None:
     dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "run" / "one", no_dist=True)
     dsq_ckpt.forget()
     path = tmp_path / "run" / "one" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
     with pytest.raises(independent.Unsupported):
         independent.Reader(path.parent)
     with pytest.raises(dsq_ckpt.UnsupportedFormat):

@@ -82,7 +82,7 @@ def placements(root: Path, size: int) -> None:
                     elements[key.fqn] = elements.get(key.fqn, 0) + key.elements
                 assert elements == {fqn: value.numel() for fqn, value in state.items()}, elements
                 records = sum(
-                    len(checkpoint._reader(file.name).contents["records"])
+                    len(checkpoint.reader(file.name).contents["records"])
                     for file in checkpoint.manifest.files if file.role == "own"
                 )
                 if how in ("replicated", "plain"):

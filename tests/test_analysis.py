@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dsq_ckpt import DSQConfig, SaveFailed
+from dsq_ckpt.analysis import Layout, ParentModel, analyse
 from dsq_ckpt.chunk import Chunk, ChunkKey, CodedChunk, Dequantizer, QuantizingChunk
 from dsq_ckpt.comm import SingleProcess
-from dsq_ckpt.compress import Layout, ParentModel, analyse
 from dsq_ckpt.workers import Workers
 
 

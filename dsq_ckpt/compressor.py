@@ -1,0 +1,220 @@
+"""`Compressor`: checkpoints of a training loop, each at the smallest size that keeps the model's quality."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from dsq_ckpt.analysis import Fractions
+from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
+from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
+from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.search.manager import ConfigManager
+from dsq_ckpt.sensitivity import GradientAverage, names_of
+from dsq_ckpt.session import as_configured
+from dsq_ckpt.systems import SYSTEMS
+
+
+class Compressor:
+    """Saves a model and its optimizer, compressed; searches the configuration of each checkpoint.
+
+        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_on_a_few_batches())
+        ...
+        if step % 500 == 0:
+            compressor.save(f"run/step-{step:06d}")
+
+    Works in a single process and under DDP and FSDP2; make it after wrapping. With `evaluate`, each save finds the
+    smallest configuration whose degradation keeps to `config.search`; without it the configuration is taken as it is.
+    Where the configuration weighs gradients that the optimizer does not keep, they are averaged in the batches before
+    a checkpoint (`GradientAverage`), by hooks, or by `after_backward`.
+
+    Args:
+        model: to be saved, and evaluated.
+        optimizer: of that model; None: only the model is saved.
+        config: as for `dsq_ckpt.save`; `system` chooses the search space.
+        evaluate: the metric (a loss, by default: `search.higher_is_better`) of the model as it is now, on a few batches
+            that are always the same. It is called on all ranks together, and ranks' results are averaged.
+        every: steps between checkpoints, if that is regular: gradients are averaged only before them.
+        hooks: "step": the optimizer's step tells when gradients are there; "backward": for optimizers that run inside
+            backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
+        process_group: ranks that save; None: all.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the optimizer's parameters are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        config: ConfigLike = None,
+        evaluate: Callable[[], float] | None = None,
+        *,
+        every: int | None = None,
+        hooks: Literal["step", "backward", "manual"] = "step",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.config = as_config(config)
+        self.model, self.optimizer = model, optimizer
+        self.quality: dict[str, Any] | None = None
+        """What the last search measured; it is in the checkpoint's manifest too."""
+        self._group = process_group
+        self._hooks = hooks
+        self._manager = None if evaluate is None else ConfigManager(model, evaluate)
+        parameters = names_of(model)
+        if optimizer is not None:
+            _check_owner(optimizer, parameters)
+        self._average: GradientAverage | None = None
+        if optimizer is not None and _needs_gradients(self.config, optimizer):
+            self._average = GradientAverage(parameters, self.config.search.beta, self.config.search.window, every=every)
+            if hooks == "backward":
+                self._average.attach_to_parameters()
+            else:
+                self._average.attach(optimizer, capture=hooks)
+
+    def __enter__(self) -> Compressor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        if self._average is not None:
+            self._average.detach()
+
+    def after_backward(self) -> None:
+        """With `hooks="manual"`: gradients are there, unscaled and clipped, and the optimizer has not stepped yet."""
+        if self._average is not None and self._hooks == "manual":
+            self._average.capture()
+
+    def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The state dict that is saved: `model`, `optimizer`, and what is in `extra`."""
+        extra = dict(extra or {})
+        taken = sorted({"model", "optimizer"} & set(extra))
+        if taken:
+            raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
+        if self.optimizer is None:
+            return {"model": get_model_state_dict(self.model), **extra}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, **extra}
+
+    def save(
+        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, overwrite: bool = False,
+        pinned: bool = False, background: bool = False,
+    ) -> Future[Any] | None:
+        """Search, quantize, save; collective.
+
+        Args:
+            path: the checkpoint directory.
+            extra: more to save, e.g. the step or the state of a scheduler.
+            overwrite: replace a complete checkpoint at `path`.
+            pinned: keep its refinement layer for good.
+            background: return when codes are there; entropy coding and files follow in a thread.
+
+        Returns:
+            With `background` a future, whose `result()` raises what the save raised; otherwise None.
+
+        Raises:
+            DSQError: what failed, on every rank; earlier checkpoints are untouched, and so is the model.
+        """
+        manager = self._manager
+        writer = DSQStorageWriter(
+            path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
+            chooser=as_configured if manager is None else manager, gradients=self._gradients(),
+            fractions=_fractions(self.config),
+        )
+        state = self.state(extra)
+        future = None
+        if background:
+            future = save_async_with(writer, state, process_group=self._group)
+        else:
+            save_with(writer, state, process_group=self._group, staged=manager is not None)
+        self.quality = writer.quality
+        if self._average is not None:
+            self._average.reset()
+        return future
+
+    def load(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Restore model and optimizer, in place, and go on from there; collective.
+
+        Args:
+            path: a complete checkpoint.
+            extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors.
+
+        Returns:
+            The filled `extra`.
+
+        Raises:
+            DSQError: what failed, on every rank.
+        """
+        state = self.state(extra)
+        load(state, path, process_group=self._group)
+        if self.optimizer is None:
+            self.model.load_state_dict(state["model"])
+        else:
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        if self._manager is not None:
+            manifest = Manifest.read(Path(path))
+            self._manager.resume(manifest.config, manifest.quality)
+        if self._average is not None:
+            self._average.reset()
+        return {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+
+    def _gradients(self) -> dict[str, Any]:
+        if self._average is None:
+            return {}
+        names = names_of(self.model)
+        found = {name: self._average.average(name) for name in names if name in self._average}
+        return {name: average for name, average in found.items() if average is not None}
+
+
+def _check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    own = {id(parameter) for parameter in parameters.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
+                    "is not the model's; make the optimizer after wrapping the model, from this model's parameters"
+                )
+
+
+def _codebooks(config: DSQConfig) -> Iterable[AnyCodebook]:
+    quantize = config.quantize
+    return [tensor.codebook for tensor in (quantize.weights, *quantize.groups.values()) if tensor.method == "quantize"]
+
+
+def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
+    """Whether to average gradients: for weighing elements; for steps only if no moment tells the size of gradients."""
+    tells = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
+    return any(
+        (isinstance(book, KMeans) and book.domain == "linear")
+        or (isinstance(book, Lattice) and book.sensitivity > 0 and not tells)
+        for book in _codebooks(config)
+    )
+
+
+def _fractions(config: DSQConfig) -> Fractions:
+    """What any configuration of the search space may prune or protect."""
+    books = [book for book in _codebooks(config) if isinstance(book, KMeans)]
+    prune, protect = {book.prune for book in books}, {book.protect for book in books}
+    space = SYSTEMS[config.system].space
+    for axis in space.axes if space is not None else ():
+        if any(path.endswith(".prune") for path in axis.path):
+            prune |= set(axis.values)
+        if any(path.endswith(".protect") for path in axis.path):
+            protect |= set(axis.values)
+    return Fractions(tuple(sorted(prune)), tuple(sorted(protect)))

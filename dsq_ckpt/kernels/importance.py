@@ -1,0 +1,134 @@
+"""How important an element is, and the three classes that follow: pruned, normal, protected.
+
+Sensitivity is the first-order change of the loss when an element is set to zero, ``|weight * gradient|``
+(Inshrinkerator, section 4.1).  Its quantiles come from a full sketch, and a threshold is always the edge of a bin:
+the class of an element is then a function of its bin alone, the same on every rank and for every order of merging.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from dsq_ckpt.kernels.checks import check_array
+from dsq_ckpt.keys import FULL, key_edges
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+NORMAL, PRUNE, PROTECT = 0, 1, 2
+"""Classes of elements."""
+
+
+@njit(nogil=True, cache=True)
+def _importance(weight, average, out):  # type: ignore[no-untyped-def]
+    for i in range(weight.size):
+        out[i] = abs(weight[i] * average[i])
+
+
+def importance(weight: F32, average: F32) -> F32:
+    """``|weight * average|`` in fp32, in one pass.
+
+    Args:
+        weight: float32[n], C-contiguous.
+        average: float32[n], C-contiguous: the average gradient of each weight.
+
+    Returns:
+        float32[n].  Products past the range of fp32 are infinite, products below it zero or subnormal, which a
+        sketch counts as zero; NaN where either is NaN.
+
+    Raises:
+        ValueError: another dtype, or lengths that differ.
+    """
+    check_array("weight", weight, np.float32, (weight.size,))
+    check_array("average", average, np.float32, (weight.size,))
+    out = np.empty(weight.size, np.float32)
+    _importance(weight, average, out)
+    return out
+
+
+def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]:
+    """Magnitudes below which to prune, and at or above which to protect.
+
+    At most these fractions are pruned and protected, and as much of them as whole bins allow: a bin with more elements
+    than are left of its fraction stays normal.  Infinities and NaN count as elements, and as protected: a sketch does
+    not tell them apart.  Signs do not matter, so this serves sketches of weights as well.
+
+    Args:
+        counts: int64[FULL.size], a row of the full window (``kernels.sketch``).
+        protect: fraction of all elements, the largest ones.
+        prune: fraction of all elements, the smallest ones.
+
+    Returns:
+        ``(prune_below, protect_from)`` for ``classes``: the upper edge of the last bin that is pruned, 0 if none is,
+        and the lower edge of the first that is protected, infinity if none is.  All are fp32 numbers but for
+        ``2**128``, past the largest one.
+
+    Raises:
+        ValueError: the row has another dtype or length, a fraction is not in [0, 1], or together they are more than 1.
+    """
+    check_array("counts", counts, np.int64, (FULL.size,))
+    if not (0.0 <= protect <= 1.0 and 0.0 <= prune <= 1.0 and protect + prune <= 1.0):
+        raise ValueError(f"protect {protect} and prune {prune} are not fractions of one whole")
+    magnitudes = counts.reshape(2, FULL.n).sum(axis=0)
+    total = int(magnitudes.sum())
+    # Bin b of the full window, "under" included, is [inner[b], inner[b + 1]); its bin "over" is always empty.
+    inner = np.concatenate(([0.0], key_edges(np.arange(FULL.lo, FULL.hi + 1))))
+    finite, beyond = magnitudes[: inner.size - 1], int(magnitudes[inner.size - 1 :].sum())
+
+    from_below = np.cumsum(finite)
+    pruned = int(np.searchsorted(from_below, prune * total, side="right"))
+    hit = np.flatnonzero(finite[:pruned])
+    prune_below = float(inner[hit[-1] + 1]) if hit.size else 0.0
+
+    from_above = beyond + np.cumsum(finite[::-1])
+    protected = int(np.searchsorted(from_above, protect * total, side="right"))
+    first = finite.size - protected
+    hit = np.flatnonzero(finite[first:])
+    protect_from = float(inner[first + hit[0]]) if hit.size else math.inf
+    if not hit.size and 0 < beyond <= protect * total:
+        protect_from = float(inner[-1])  # nothing finite, but the infinite
+    return prune_below, protect_from
+
+
+@njit(nogil=True, cache=True)
+def _classes(values, prune_below, protect_from, out):  # type: ignore[no-untyped-def]
+    for i in range(values.size):
+        protected = values[i] >= protect_from
+        pruned = (values[i] < prune_below) & (not protected)
+        out[i] = np.uint8(pruned) | np.uint8(np.uint8(protected) << np.uint8(1))
+
+
+def _fp32_at_or_above(threshold: float) -> np.float32:
+    """The smallest fp32 number (or infinity) at or above ``threshold``: fp32 values compare with both alike."""
+    with np.errstate(over="ignore"):
+        rounded = np.float32(threshold)
+    return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < threshold else rounded
+
+
+def classes(importance: F32, prune_below: float, protect_from: float) -> U8:
+    """``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else, and for NaN, ``NORMAL``.
+
+    Args:
+        importance: float32[n], C-contiguous, not negative.
+        prune_below: 0 prunes nothing.
+        protect_from: infinity protects nothing, infinite elements included.  What both thresholds claim is protected.
+
+    Returns:
+        uint8[n].
+
+    Raises:
+        ValueError: another dtype or more dimensions, or a threshold that is NaN.
+    """
+    check_array("importance", importance, np.float32, (importance.size,))
+    if math.isnan(prune_below) or math.isnan(protect_from):
+        raise ValueError(f"thresholds {prune_below} and {protect_from} are not numbers")
+    out = np.empty(importance.size, np.uint8)
+    # Nothing is at or above NaN, not even infinity.
+    upper = np.float32(np.nan) if protect_from == math.inf else _fp32_at_or_above(protect_from)
+    _classes(importance, _fp32_at_or_above(prune_below), upper, out)
+    return out

@@ -1,0 +1,346 @@
+"""The configuration manager: finds, for every checkpoint, the smallest configuration that keeps the model's quality.
+
+Inshrinkerator, section 5: a guided exhaustive search at the first checkpoint, then the neighbourhood of the last
+choice. Candidates are ordered by the exact size of their codes, which the joint sketch tells without encoding; only
+quality needs the model. Two bounds: on the base layer, relative to the unquantized model (epsilon, as in the paper);
+and on what a restore gives back (base and refinement), relative to what training gained since the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.chunk import Chunk
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.config import DSQConfig, SearchConfig
+from dsq_ckpt.groups import group_config
+from dsq_ckpt.search.guided import drive, guided_exhaustive
+from dsq_ckpt.search.neighbourhood import neighbourhood
+from dsq_ckpt.search.space import Point, Space
+from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.session import Choice
+from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.workers import Workers
+
+_PROTECTED_BITS = 16
+_COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
+_BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
+_MOST_BITS = 8
+
+
+class _EvaluationFailed(Exception):
+    """`evaluate` raised, or gave no finite number; on any rank."""
+
+
+@dataclass
+class _Known:
+    """What the search remembers from one checkpoint to the next."""
+
+    point: Point | None = None
+    variant: int = 0
+    refinement_bits: int | None = None
+    comfortable: bool = False
+    metric: float | None = None
+    degradation: float | None = None
+    distortion: float | None = None
+    deterministic: bool = False
+
+
+@dataclass
+class _Candidate:
+    """One configuration of the weights, fitted on the sketches."""
+
+    config: DSQConfig
+    analysis: Analysis
+    bits: float
+
+
+@dataclass
+class _Save:
+    """One save under way: its sketches, and what was evaluated so far."""
+
+    sketches: Sketches
+    config: DSQConfig
+    space: Space
+    comm: Communicator
+    model: TrialModel
+    usual: Analysis
+    groups: list[str]
+    candidates: dict[tuple[Point, int], _Candidate] = field(default_factory=dict)
+    fits: dict[str, Analysis] = field(default_factory=dict)
+    degradations: dict[tuple[Point, int], float] = field(default_factory=dict)
+    evaluations: int = 0
+    metric: float = math.nan
+
+    def candidate(self, point: Point, variant: int) -> _Candidate:
+        """The configuration at a point, fitted; groups that other points have in common are fitted once."""
+        key = (point, variant)
+        if key not in self.candidates:
+            values = self.space.values(point, self.space.variants[variant])
+            config = self.config.with_values(**values)
+            fitted = {}
+            for group in self.groups:
+                chosen = group_config(group, config.quantize)
+                name = group + json.dumps(chosen.codebook.model_dump(), sort_keys=True)
+                if name not in self.fits:
+                    self.fits[name] = self.sketches.fit({group: chosen}, self.usual)
+                fitted[group] = self.fits[name].fitted[group]
+            analysis = Analysis({**self.usual.fitted, **fitted}, self.usual.exponents, self.usual.nonfinite)
+            bits = sum(f.bits + _PROTECTED_BITS * int(f.counts[:, f.codebook.protected].sum()) for f in fitted.values())
+            self.candidates[key] = _Candidate(config, analysis, bits)
+        return self.candidates[key]
+
+    def size(self, point: Point, variant: int) -> float:
+        """Bits of all weights at a point; infinite where the axes contradict each other."""
+        try:
+            return self.candidate(point, variant).bits
+        except ValueError:  # e.g. fewer bins at most than at least
+            return math.inf
+
+    def distortion(self, candidate: _Candidate) -> float:
+        """Relative squared error of the weights' base layers."""
+        fits = [candidate.analysis.fitted[group] for group in self.groups]
+        energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)
+        return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
+
+
+class ConfigManager:
+    """A chooser for `DSQStorageWriter` that searches.
+
+    Args:
+        model: the model that `evaluate` looks at.
+        evaluate: metric of the model as it is, on data of its own; it must give the same number for the same weights.
+    """
+
+    def __init__(self, model: nn.Module, evaluate: Callable[[], float]) -> None:
+        self._model = model
+        self._evaluate = evaluate
+        self._known = _Known()
+
+    def resume(self, config: dict[str, Any], quality: dict[str, Any] | None) -> None:
+        """Continue where the search of a loaded checkpoint stood.
+
+        Args:
+            config: of its manifest.
+            quality: of its manifest.
+        """
+        if not quality or quality.get("chosen") is None:
+            return
+        try:
+            loaded = DSQConfig.create(config)
+        except ValueError:  # of another version
+            return
+        space = SYSTEMS[loaded.system].space
+        if space is not None:
+            names = [variant.name for variant in space.variants]
+            name = quality["chosen"].get("variant")
+            self._known = _Known(
+                point=space.nearest(_flat(config)), refinement_bits=loaded.quantize.weights.refinement_bits,
+                metric=quality.get("metric"), deterministic=True, variant=names.index(name) if name in names else 0,
+            )
+
+    def __call__(
+        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> Choice:
+        """Search, and choose; collective over `comm`."""
+        started = time.perf_counter()
+        space = SYSTEMS[config.system].space
+        groups = [group for group in sketches.layout.groups if group.startswith("weights/")]
+        usual = sketches.fit()
+        if space is None or not groups:
+            return Choice(usual, config)
+        record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
+        with TrialModel(self._model, local, workers) as model:
+            save = _Save(sketches, config, space, comm, model, usual, groups)
+            try:
+                choice = self._searched(save, record)
+            except _EvaluationFailed as failure:
+                choice = self._unbounded(save, record, str(failure))
+        record |= {"evaluations": save.evaluations, "seconds": time.perf_counter() - started}
+        assert choice.quality is record
+        return choice
+
+    def _searched(self, save: _Save, record: dict[str, Any]) -> Choice:
+        search, known = save.config.search, self._known
+        save.metric = record["metric"] = self._metrics(save, [None])[0]
+        self._check_noise(save, record)
+        point, variant = self._base(save, record)
+        if point is None:
+            return self._unbounded(save, record, f"no configuration keeps the metric within {search.epsilon:.2%}")
+        candidate = save.candidate(point, variant)
+        degradation = save.degradations[point, variant]
+        record |= {
+            "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": degradation,
+            "predicted_bytes": candidate.bits / 8, "satisfied": True,
+        }
+        distortion = save.distortion(candidate)
+        if known.degradation is not None and known.distortion:
+            record["predicted_degradation"] = known.degradation * distortion / known.distortion
+        bits = self._refined(save, candidate, record)
+        config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
+        self._known = _Known(
+            point, variant, bits, known.comfortable, save.metric, degradation, distortion, deterministic=True
+        )
+        return Choice(candidate.analysis, config, dict.fromkeys(save.groups, bits), record)
+
+    def _base(self, save: _Save, record: dict[str, Any]) -> tuple[Point | None, int]:
+        """The smallest configuration whose base layer keeps to epsilon."""
+        search, known, space = save.config.search, self._known, save.space
+        batch = save.comm.size if search.spread else 1
+        if known.point is not None and known.point in space:
+            variant = self._better_variant(save, known.point, known.variant)
+            point, _ = drive(
+                neighbourhood(
+                    space.shape, known.point, lambda p: save.size(p, variant), search.radius, batch, search.trials,
+                    search.gentler_only,
+                ),
+                lambda points: self._try(save, points, variant),
+            )
+            if point is not None:
+                record["search"] = "neighbourhood"
+                return point, variant
+        record["search"] = "exhaustive"
+        best: tuple[Point | None, int] = (None, 0)
+        for variant in range(len(space.variants)):
+            point, _ = drive(
+                guided_exhaustive(space.shape, lambda p, v=variant: save.size(p, v), batch),  # type: ignore[misc]
+                lambda points, v=variant: self._try(save, points, v),  # type: ignore[misc]
+            )
+            if point is not None and (best[0] is None or save.size(point, variant) < save.size(*best)):  # type: ignore[arg-type]
+                best = point, variant
+        return best
+
+    def _better_variant(self, save: _Save, point: Point, variant: int) -> int:
+        """The other variant, if it is clearly better at the last choice (section 5, delta-neighbourhood search)."""
+        if len(save.space.variants) < 2 or not math.isfinite(save.size(point, 1 - variant)):
+            return variant
+        self._try(save, [point], 1 - variant)
+        before = self._known.degradation
+        clearly = before is not None and save.degradations[point, 1 - variant] < _BETTER_VARIANT * before
+        return 1 - variant if clearly else variant
+
+    def _try(self, save: _Save, points: list[Point], variant: int) -> list[bool]:
+        """Which of the points keep to epsilon; each is evaluated once."""
+        new = [point for point in points if (point, variant) not in save.degradations]
+        metrics = self._metrics(save, [save.candidate(point, variant).analysis for point in new])
+        for point, metric in zip(new, metrics, strict=True):
+            save.degradations[point, variant] = degradation(metric, save.metric, save.config.search)
+        return [save.degradations[point, variant] <= save.config.search.epsilon for point in points]
+
+    def _refined(self, save: _Save, candidate: _Candidate, record: dict[str, Any]) -> int:
+        """Bits of the weights' refinement: as few as keep what a restore loses within the bound."""
+        search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
+        if search.bound == "relative" or not configured:
+            return configured
+        gained = 0.0 if self._known.metric is None else max(0.0, self._known.metric - save.metric)
+        if search.higher_is_better:
+            gained = 0.0 if self._known.metric is None else max(0.0, save.metric - self._known.metric)
+        allowed = max(search.share * gained, search.floor * abs(save.metric))
+        bits = self._known.refinement_bits or configured
+        if self._known.comfortable and bits > 1 and save.evaluations <= 2:  # there is an evaluation to spare
+            bits -= 1
+        while True:
+            metric = self._metrics(save, [candidate.analysis], bits)[0]
+            lost = max(0.0, degradation(metric, save.metric, search)) * abs(save.metric)
+            if lost <= allowed or bits == _MOST_BITS:
+                break
+            bits += 1
+        record |= {"refinement_bits": bits, "restore_loses": lost, "restore_may_lose": allowed}
+        if lost > allowed:
+            record["satisfied"] = False
+            warnings.warn(
+                f"a restore from this checkpoint costs {lost:.3g} of the metric, more than the {allowed:.3g} that its "
+                f"bound allows, with {bits} refinement bits; it is stored so", stacklevel=2,
+            )
+        self._known.comfortable = lost < _COMFORTABLE * allowed
+        return bits
+
+    def _unbounded(self, save: _Save, record: dict[str, Any], why: str) -> Choice:
+        """Nothing satisfies the bound, or it cannot be told: as gently as can be, or exactly, and said so."""
+        record |= {"chosen": None, "satisfied": False, "reason": why}
+        self._known = _Known(deterministic=self._known.deterministic, metric=self._known.metric)
+        if save.config.search.otherwise == "exact":
+            warnings.warn(f"{why}; the weights of this checkpoint are stored exactly", stacklevel=2)
+            kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
+            return Choice(Analysis(kept, save.usual.exponents, save.usual.nonfinite), save.config, quality=record)
+        gentlest = max(
+            (p for p in save.space.points() if math.isfinite(save.size(p, 0))), key=lambda p: (sum(p), save.size(p, 0))
+        )
+        candidate = save.candidate(gentlest, 0)
+        bits = _MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
+        warnings.warn(
+            f"{why}; this checkpoint is stored with the gentlest configuration "
+            f"({save.space.describe(gentlest, save.space.variants[0])})", stacklevel=2,
+        )
+        config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
+        return Choice(candidate.analysis, config, dict.fromkeys(save.groups, bits), record)
+
+    def _check_noise(self, save: _Save, record: dict[str, Any]) -> None:
+        """Once: does the same model get the same metric?"""
+        if self._known.deterministic:
+            return
+        again = self._metrics(save, [None])[0]
+        noise = abs(again - save.metric) / max(abs(save.metric), 1e-30)
+        if noise:
+            record["noise"] = noise
+        search = save.config.search
+        if noise > search.epsilon or (search.bound == "progress" and noise > search.floor):
+            warnings.warn(
+                f"`evaluate` is not deterministic: the same weights got {save.metric:.6g} and {again:.6g}, a "
+                f"difference of {noise:.2%}; that is more than a bound of this search, whose outcome is then chance: "
+                "evaluate on fixed batches, without dropout", stacklevel=2,
+            )
+
+    def _metrics(self, save: _Save, analyses: list[Analysis | None], bits: int = 0) -> list[float]:
+        """Metrics of several configurations, all ranks together, or (`spread`) a share on each replica."""
+        spread, comm = save.config.search.spread and len(analyses) > 1, save.comm
+        mine = [i for i in range(len(analyses)) if not spread or i % comm.size == comm.rank]
+        found: dict[int, float] = {}
+        failure: str | None = None
+        try:
+            for place in mine:
+                found[place] = save.model.metric(self._evaluate, analyses[place], bits)
+        except Exception as error:
+            failure = f"`evaluate` raised {type(error).__name__}: {error}"
+        save.evaluations += -(-len(analyses) // comm.size) if spread else len(analyses)
+        gathered = comm.gather((found, failure))
+        failures = [text for _, text in gathered if text is not None]
+        if failures:
+            raise _EvaluationFailed(failures[0])
+        metrics = []
+        for place, analysis in enumerate(analyses):
+            values = [values[place] for values, _ in gathered if place in values]
+            mean = sum(values) / len(values)
+            if not math.isfinite(mean) and analysis is None:
+                raise _EvaluationFailed(f"`evaluate` gave {mean} for the model as it is, before any compression")
+            metrics.append(mean)
+        return metrics
+
+
+def degradation(metric: float, exact: float, search: SearchConfig) -> float:
+    """Relative loss of quality, negative where it improved; infinite where the metric is no number."""
+    if not math.isfinite(metric):
+        return math.inf
+    change = (exact - metric) if search.higher_is_better else (metric - exact)
+    return change / max(abs(exact), 1e-30)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a configuration tree."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+

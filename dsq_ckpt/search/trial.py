@@ -1,0 +1,143 @@
+"""Trials of a search: the model with the weights that a checkpoint would give back, and then its own again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dsq_ckpt import kernels
+from dsq_ckpt.analysis import Analysis
+from dsq_ckpt.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
+from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.workers import Workers
+
+
+class TrialModel:
+    """The weights of a model that can be replaced by decoded ones, and put back bit for bit.
+
+    Used as a context: on leaving it, also by an exception, weights, buffers, training flags and the random state of
+    torch are what they were on entering. Memory: a copy of the local weights and buffers.
+
+    Args:
+        model: whose weights they are.
+        chunks: all local chunks of weights; their tensors are views of the model's parameters.
+        workers: threads.
+
+    Raises:
+        ConfigError: a chunk's tensor is not the model's, so that evaluating the model would tell nothing.
+    """
+
+    def __init__(self, model: nn.Module, chunks: Sequence[Chunk], workers: Workers) -> None:
+        self._model = model
+        self._workers = workers
+        owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        for chunk in chunks:
+            if chunk.key.elements and _storage(chunk.tensor) not in owned:
+                raise ConfigError(
+                    f"'{chunk.key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
+                    "without copies (no cpu_offload, no full_state_dict)"
+                )
+        self._targets = [chunk.tensor for chunk in chunks]
+        self._chunks = list(chunks)
+
+    def __enter__(self) -> TrialModel:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        self._training = [(module, module.training) for module in self._model.modules()]
+        self._random = torch.get_rng_state()
+        self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._chunks = [replace(chunk, tensor=chunk.tensor.detach().clone()) for chunk in self._chunks]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for chunk, target in zip(self._chunks, self._targets, strict=True):
+                target.copy_(chunk.tensor)
+            self._reshard()
+            for buffer, original in self._buffers:
+                buffer.copy_(original)
+        for module, training in self._training:
+            module.training = training
+        torch.set_rng_state(self._random)
+        if self._random_cuda:
+            torch.cuda.set_rng_state_all(self._random_cuda)
+
+    def metric(
+        self, evaluate: Callable[[], float], analysis: Analysis | None = None, refinement_bits: int = 0
+    ) -> float:
+        """What `evaluate` says of the model as decoded, or (`analysis` None) of the model itself.
+
+        Args:
+            evaluate: gives the metric of the model as it is.
+            analysis: codebooks; chunks of groups that have none keep their values.
+            refinement_bits: decode with a refinement layer of so many bits; 0: the base layer.
+        """
+        self._store(analysis, refinement_bits)
+        with self._alone():
+            return float(evaluate())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What one evaluation does to buffers, flags and random state is not there for the next."""
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, original in self._buffers:
+                    buffer.copy_(original)
+            for module, training in self._training:
+                module.training = training
+            torch.set_rng_state(self._random)
+            if self._random_cuda:
+                torch.cuda.set_rng_state_all(self._random_cuda)
+
+    def _store(self, analysis: Analysis | None, refinement_bits: int) -> None:
+        for chunk, target in zip(self._chunks, self._targets, strict=True):
+            fitted = None if analysis is None else analysis.fitted.get(chunk.group)
+            with torch.no_grad():
+                target.copy_(chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits))
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """FSDP2 keeps the root's gathered parameters after a forward pass: they must be gathered anew."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _decoded(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
+        """The chunk as it would be read back, float32 in the range of its dtype."""
+        source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted)
+        dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
+        out = np.empty(chunk.key.elements, np.float32)
+
+        def work(where: slice) -> None:
+            beside = source.block(where)
+            codes = source.codes[where]
+            if bits:
+                symbols = np.empty(len(codes), np.uint8)
+                kernels.unpack(np.frombuffer(beside.refinement, np.uint8), bits, symbols)
+                dequantizer.block(codes, beside.protected, symbols, out[where])
+            else:
+                kept = protected_bf16(beside.protected).astype(np.uint32) << np.uint32(16)
+                dequantizer.block(codes, kept, None, out[where])
+            if chunk.onto is not None:
+                add(chunk.onto[where], out[where], out[where])
+
+        for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
+            pass
+        values = torch.from_numpy(out).view(chunk.tensor.shape)
+        if chunk.tensor.dtype in (torch.float32, torch.float64):
+            return values
+        limit = torch.finfo(chunk.tensor.dtype).max
+        return values.clamp(-limit, limit)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return int(local.untyped_storage().data_ptr())

@@ -1,0 +1,80 @@
+"""Configurations as trees of plain values: read from files and presets, laid one over another, told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsq_ckpt.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+def read_tree(path: str | os.PathLike[str]) -> Tree:
+    """What a JSON or YAML file says.
+
+    Raises:
+        ConfigError: it cannot be read, does not parse, or holds no mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"configuration file '{path}' cannot be read: {error.strerror}") from error
+    try:
+        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"configuration file '{path}' is not valid {path.suffix or 'YAML'}: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration file '{path}' holds {type(tree).__name__}, expected a mapping")
+    return tree
+
+
+def preset_tree(name: str) -> Tree:
+    """What a preset of the package says.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    presets = files("dsq_ckpt.configs")
+    names = sorted(entry.name.removesuffix(".yaml") for entry in presets.iterdir() if entry.name.endswith(".yaml"))
+    if name not in names:
+        raise ConfigError(f"there is no preset '{name}'; choose from {', '.join(names)}")
+    return yaml.safe_load((presets / f"{name}.yaml").read_text()) or {}
+
+
+def merged(defaults: Tree, tree: Tree) -> Tree:
+    """`tree` over `defaults`; a codebook of another family takes none of the default one's keys."""
+    together = dict(defaults)
+    for key, value in tree.items():
+        known = defaults.get(key)
+        if isinstance(value, dict) and isinstance(known, dict):
+            same = family(value.get("fit", known.get("fit"))) == family(known.get("fit"))
+            together[key] = merged(known, value) if key != "codebook" or same else value
+        else:
+            together[key] = value
+    return together
+
+
+def difference(tree: Tree, defaults: Tree) -> Tree:
+    """What `tree` says that `defaults` does not: laid over `defaults` by `merged`, it gives `tree` again."""
+    changed: Tree = {}
+    for key, value in tree.items():
+        known = defaults.get(key)
+        if key in defaults and value == known:
+            continue
+        changed[key] = value
+        if isinstance(value, dict) and isinstance(known, dict):
+            same = family(value.get("fit")) == family(known.get("fit"))
+            changed[key] = difference(value, known) if key != "codebook" or same else value
+    return changed
+
+
+def family(fit: Any) -> Any:
+    """Codebooks of one family have the same keys."""
+    return "kmeans" if fit == "lloyd" else fit

@@ -1,0 +1,224 @@
+"""Compare checkpoint compression systems on real training runs.
+
+    python scripts/evaluate.py record gpt --seed 0    # train once without failures, keep exact checkpoints
+    python scripts/evaluate.py offline gpt --json offline.json        # every system on that recorded run
+    python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
+    python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
+    python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
+    python scripts/evaluate.py report offline.json ablations.json     # plots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from evaluation import ablations as parts
+from evaluation import names, timings
+from evaluation import offline as systems
+from evaluation import online as online_runs
+from evaluation import report as results
+from evaluation import rework as rework_runs
+from evaluation.recording import default_directory, load_recording
+from evaluation.recording import record as record_run
+from rich.console import Console
+
+from dsq_ckpt import DSQError
+from dsq_ckpt.systems import SYSTEMS
+
+app = typer.Typer(add_completion=False, help=__doc__)
+console = Console(highlight=False, soft_wrap=True)
+
+
+JSON = typer.Option(..., "--json", help="File to write the results to.")
+PART = typer.Option(list(parts.PARTS), help=f"Of {', '.join(parts.PARTS)}; several times for several.")
+EPSILON = typer.Option(0.05, help="Bound: relative degradation of the held-out loss by a base layer.")
+ROWS = typer.Option(None, "--json", help="File to write rows to, each when it is there; those in it are not run again.")
+
+
+@app.command()
+def record(
+    workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
+    seed: int = typer.Option(0, help="Seed of the initial weights and of the batches."),
+    directory: Path | None = typer.Option(None, help="Where to; in the user's cache by default."),
+) -> None:
+    """Train a workload without failures and keep its exact checkpoints. A complete recording is left as it is."""
+    if workload not in names():
+        raise typer.BadParameter(f"{workload!r} is not one of {', '.join(names())}")
+    console.print(record_run(workload, seed, directory, report=console.print))
+
+
+@app.command()
+def offline(
+    workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
+    seed: list[int] = typer.Option([0], help="Of the recorded run; several times for several runs."),
+    directory: list[Path] = typer.Option([], help="Recordings, where they are not in the user's cache."),
+    system: list[str] = typer.Option([], help="Systems to compare; all of them by default."),
+    epsilon: float = EPSILON,
+    dsq_epsilon: list[float] = typer.Option([0.02, 0.01], help="Further bounds for dsq."),
+    json_path: Path = JSON,
+) -> None:
+    """Compress recorded runs with every system at the configuration it searches for: ratio, harm and cost."""
+    chosen = system or systems.all_systems()
+    if unknown := sorted(set(chosen) - set(systems.all_systems())):
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(systems.all_systems())}")
+    recordings = _recordings(workload, seed, directory)
+    torch.set_num_threads(1)
+    rows = systems.compare(recordings, epsilon, dsq_epsilon, chosen, console.print)
+    against = systems.versus(rows)
+    settings = {"workload": workload, "seed": seed, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon, "system": chosen}
+    results.write(json_path, results.document("offline", settings, rows, versus=against))
+    systems.print_comparison(rows, against)
+
+
+@app.command()
+def ablations(
+    workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
+    seed: int = typer.Option(0, help="Of the recorded run."),
+    directory: Path | None = typer.Option(None, help="The recording, where it is not in the user's cache."),
+    part: list[str] = PART,
+    epsilon: float = EPSILON,
+    elements: int = typer.Option(timings.ELEMENTS, help="Values that timings are taken on."),
+    repeats: int = typer.Option(3, help="Of every timing; medians are kept."),
+    json_path: Path = JSON,
+) -> None:
+    """Measure what coders, components of systems, levels and sketches are worth on one recorded run."""
+    if unknown := sorted(set(part) - set(parts.PARTS)):
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(parts.PARTS)}")
+    [recording] = _recordings(workload, [seed], [] if directory is None else [directory])
+    torch.set_num_threads(1)
+    work: dict[str, Callable[[], list[results.Row]]] = {
+        "coders": lambda: parts.coders(recording, epsilon, console.print),
+        "components": lambda: parts.components(recording, epsilon, console.print),
+        "bins": lambda: parts.bins(recording, console.print),
+        "timings": lambda: timings.timings(console.print, elements, repeats),
+    }
+    settings = {
+        "workload": workload, "seed": seed, "epsilon": epsilon, "part": part, "elements": elements, "repeats": repeats,
+    }
+    rows: list[results.Row] = []
+    for name in (name for name in parts.PARTS if name in part):
+        rows += work[name]()
+        # After each part: what was measured is kept, should a later one fail.
+        results.write(json_path, results.document("ablations", settings, rows))
+    for name in part:
+        results.show(name, parts.COLUMNS[name], [row for row in rows if row["part"] == name])
+
+
+@app.command()
+def online(
+    workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
+    systems: str = typer.Option("exact,dsq,inshrinkerator,uniform,adaptive,kmeans", help="Separated by commas."),
+    epsilons: str = typer.Option(
+        "0.05,0.02,0.01,0.005",
+        help="Bounds of systems other than dsq, up to the first that keeps the final loss within 1 %.",
+    ),
+    failures: int = typer.Option(10, min=0, help="Failures, evenly spaced."),
+    per_failure: int = typer.Option(4, min=1, help="Checkpoints from one failure to the next."),
+    seed: int = typer.Option(0, help="Seed of the initial weights and of the batches."),
+    directory: Path | None = typer.Option(None, help="Of the recording; in the user's cache by default."),
+    json_path: Path | None = ROWS,
+) -> None:
+    """Train with failures and restores from each system's checkpoints, and compare with a run without failures."""
+    _known([workload], names())
+    chosen, bounds = _known(systems.split(","), SYSTEMS), [float(bound) for bound in epsilons.split(",")]
+    kept = _rows_in(json_path, "online", {
+        "workload": workload, "seed": seed, "failures": failures, "per_failure": per_failure, "epsilons": bounds,
+        "systems": chosen,
+    })
+    exact = online_runs.reference(workload, seed, directory, console.print)
+    rows: list[results.Row] = []
+    failed = False
+    for system in chosen:
+        try:
+            rows += online_runs.run_system(
+                workload, seed, system, bounds, kept, exact, failures, per_failure, console.print
+            )
+        except DSQError as error:  # one system that fails does not take the hours of others with it
+            failed = True
+            console.print(f"{system} failed: {error}", markup=False)
+    title = f"{workload}, seed {seed}: loss {exact['loss']:.4f}, accuracy {exact['accuracy']:.2%} without failures"
+    title += f"; here {failures} failures, {(failures + 1) * per_failure} checkpoints"
+    results.show(title, online_runs.COLUMNS, rows, online_runs.NOTES)
+    for row in rows:
+        for text, met in online_runs.targets(row) if row["name"] == "dsq" else ():
+            console.print(f"{'[green]ok[/green]    ' if met else '[red]missed[/red]'}  dsq, {text}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def rework(
+    workload: str = typer.Argument(help=f"One of {', '.join(names())}; mlr and lenet are among the paper's."),
+    systems: str = typer.Option("lc,topn,scar,dsq", help="Separated by commas."),
+    bits: str = typer.Option("2,3", help="Of lc, separated by commas; topn and scar are made as large as each."),
+    trials: int = typer.Option(50, min=1, help="Failures at random steps."),
+    every: int = typer.Option(1, min=1, help="Iterations between checkpoints."),
+    limit: int = typer.Option(200, min=1, help="Iterations after which a trial is given up."),
+    rate: float | None = typer.Option(None, help="Highest learning rate; the lower, the less of rework is chance."),
+    seed: int = typer.Option(0, help="Seed of the initial weights, of the batches and of the failures."),
+    json_path: Path | None = ROWS,
+) -> None:
+    """Count the iterations that it takes, after a restore from a chain of checkpoints, to be back at the failure."""
+    _known([workload], names())
+    plan = rework_runs.Experiment(workload, seed, every, trials, limit, rate)
+    methods = rework_runs.methods(_known(systems.split(","), SYSTEMS), [int(count) for count in bits.split(",")])
+    kept = _rows_in(json_path, "rework", {
+        "workload": workload, "seed": seed, "every": every, "trials": trials, "limit": limit, "rate": rate,
+        "systems": systems, "bits": bits,
+    })
+    curve = rework_runs.loss_curve(plan)
+    rows = [rework_runs.run_method(plan, method, curve, kept, console.print) for method in methods]
+    steps = ", ".join(str(trial["step"]) for trial in rows[0]["trials"])
+    title = f"{workload}, seed {seed}: a checkpoint every {every}, {trials} failures after steps {steps}"
+    results.show(title, rework_runs.COLUMNS, rows, rework_runs.NOTES)
+
+
+@app.command()
+def report(
+    files: list[Path] = typer.Argument(help="JSON files that the other commands wrote."),
+    directory: Path | None = typer.Option(None, help="Where plots go; beside each file by default."),
+) -> None:
+    """Draw results: one PNG for each file."""
+    for file in files:
+        target = (directory or file.parent) / f"{file.stem}.png"
+        try:
+            results.plot(file, target)
+        except results.PlotError as error:
+            raise typer.BadParameter(str(error)) from error
+        console.print(target)
+
+
+def _known(given: list[str], known: Collection[str]) -> list[str]:
+    """What was given, if all of it is known."""
+    if unknown := [name for name in given if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}")
+    return given
+
+
+def _rows_in(path: Path | None, measured: str, settings: dict[str, Any]) -> online_runs.Results:
+    """The rows of earlier calls of the same command."""
+    try:
+        return online_runs.Results(path, measured, settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _recordings(workload: str, seeds: list[int], directories: list[Path]) -> list[Path]:
+    """Directories of complete recordings, of the workload that was named."""
+    found = directories or [default_directory(workload, seed) for seed in seeds]
+    for directory in found:
+        try:
+            recorded = load_recording(directory).info["settings"]["workload"]
+        except FileNotFoundError as error:
+            raise typer.BadParameter(str(error)) from error
+        if recorded != workload:
+            raise typer.BadParameter(f"{directory} is a recording of {recorded}, not of {workload}")
+    return found
+
+
+if __name__ == "__main__":
+    app()

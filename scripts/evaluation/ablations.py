@@ -1,0 +1,285 @@
+"""What each part of a system is worth, on one recorded run.
+
+* `coders`: the same codes by four coders (Inshrinkerator, Figure 11).
+* `components`: systems without one of their parts, or with other settings of it, each searched again.
+* `bins`: levels needed to keep a bound, without deltas (Table 7).
+* `timings`, in a file of its own: thresholds and clustering on a sketch against the values themselves (Table 8).
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.chunk import Chunk
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.compressor import _fractions
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.groups import group_config
+from dsq_ckpt.search import Axis, Space
+from dsq_ckpt.search.manager import degradation
+from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.session import Choice
+from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.workers import Workers
+from evaluation.offline import OURS, RIVAL, summary, system_config
+from evaluation.recording import load_recording
+from evaluation.replay import replay, save_recorded
+from evaluation.report import Column, Row, digits, percent, ratio
+from evaluation.workloads import create
+
+Report = Callable[[str], None]
+WEIGHTS, EMBEDDING = "quantize.weights.codebook.", "quantize.groups.embedding.codebook."
+
+RUN_COLUMNS = (
+    Column("<what", "name"), Column("weights", "ratio_weights", ratio), Column("best delta", "best_delta", ratio),
+    Column("harm mean", "degradation_mean", percent), Column("final", "degradation_final", percent),
+    Column("max", "degradation_max", percent), Column("missed", "unsatisfied"),
+    Column("codes, bits", "bits_codes", digits(3)), Column("entropy", "bits_entropy", digits(3)),
+    Column("evaluations", "evaluations", digits(1)), Column("encode M/s", "encode", digits(1)),
+    Column("decode M/s", "decode", digits(1)), Column("<skipped", "skipped"),
+)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "coders": RUN_COLUMNS,
+    "components": RUN_COLUMNS,
+    "bins": (
+        Column("<system", "name"), Column("bound", "bound", percent), Column("bins", "bins", digits(1)),
+        Column("levels in use", "levels", digits(1)), Column("bits", "bits", digits(2)),
+        Column("found", "found"), Column("of", "checkpoints_tried"), Column("evaluations", "evaluations", digits(1)),
+        Column("<skipped", "skipped"),
+    ),
+    "timings": (
+        Column("<what", "name"), Column("seconds", "seconds", digits(4)), Column("min", "fastest", digits(4)),
+        Column("max", "slowest", digits(4)), Column("times faster", "speedup", digits(1)),
+        Column("mean squared error", "error", lambda value: f"{value:.3e}"),
+        Column("off by", "off_by", percent),
+    ),
+}
+PARTS = tuple(COLUMNS)
+
+CODERS: dict[str, dict[str, Any]] = {
+    "Huffman of deltas": {"delta.coder": "huffman", "delta.rearrange": False, "delta.run_length": False},
+    "RLE + Huffman": {"delta.coder": "huffman", "delta.rearrange": False, "delta.run_length": True},
+    "rearranged, RLE + Huffman": {"delta.coder": "huffman", "delta.rearrange": True, "delta.run_length": True},
+    "rANS given the previous code": {"delta.coder": "rans"},
+}
+
+
+def coders(directory: Path, epsilon: float, report: Report) -> list[Row]:
+    """Inshrinkerator's codes, as it searched for them, by each coder."""
+    found: dict[int, DSQConfig] | None = None
+    rows = []
+    for name, values in CODERS.items():
+        report(f"coders: {name}")
+        config = system_config(RIVAL, epsilon).with_values(**values)
+        chosen = None if found is None else {step: one.with_values(**values) for step, one in found.items()}
+        made = replay(directory, config, choices=chosen, report=report)
+        if found is None:
+            found = {point.step: DSQConfig.create(point.config) for point in made.checkpoints}
+        rows.append({"part": "coders", "name": name, "skipped": None} | summary(made))
+    # An assumption of this table, not a result of it: what differs is the coder alone.
+    if len({row["degradation_mean"] for row in rows}) != 1:
+        raise RuntimeError(f"the codes differ: mean degradations {[row['degradation_mean'] for row in rows]}")
+    return rows
+
+
+class Variant(NamedTuple):
+    """A system changed: dotted keys to set, and how its search space changes with them."""
+
+    name: str
+    system: str
+    values: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    space: Callable[[Space], Space] = lambda space: space
+
+
+def without(*names: str) -> Callable[[Space], Space]:
+    """A space without these axes; their keys keep what the configuration says."""
+    return lambda space: replace(space, axes=tuple(axis for axis in space.axes if axis.name not in names))
+
+
+def only(*names: str) -> Callable[[Space], Space]:
+    """A space with these variants alone."""
+    return lambda space: replace(space, variants=tuple(one for one in space.variants if one.name in names))
+
+
+_KMEANS = {"fit": "kmeans", "bins": 16, "rate_distortion": 0.05}
+VARIANTS = (
+    Variant("dsq", OURS),
+    Variant("dsq without rate-distortion", OURS, {WEIGHTS + "rate_distortion": 0.0}),
+    *(Variant(f"dsq, rate-distortion {price}", OURS, {WEIGHTS + "rate_distortion": price}) for price in (0.02, 0.1)),
+    Variant("dsq without sensitivity", OURS, {WEIGHTS + "sensitivity": 0.0}),
+    *(Variant(f"dsq, sensitivity {power}", OURS, {WEIGHTS + "sensitivity": power}) for power in (0.125, 0.5)),
+    Variant(
+        "dsq, k-means levels", OURS, {"quantize.weights.codebook": _KMEANS},
+        lambda space: Space((Axis("bins", (WEIGHTS + "bins",), (8, 10, 12, 14, 16)),)),
+    ),
+    Variant("inshrinkerator", RIVAL),
+    Variant(
+        "inshrinkerator without pruning", RIVAL, {WEIGHTS + "prune": 0.0},
+        # Both variants say what pruning goes by: without it they are the same.
+        lambda space: only("magnitude")(without("prune")(space)),
+    ),
+    Variant(
+        "inshrinkerator without protection", RIVAL, {WEIGHTS + "protect": 0.0, EMBEDDING + "protect": 0.0},
+        without("protect"),
+    ),
+    Variant("inshrinkerator, magnitude only", RIVAL, space=only("magnitude")),
+    Variant("inshrinkerator, sensitivity only", RIVAL, space=only("sensitivity")),
+)
+
+
+def components(directory: Path, epsilon: float, report: Report) -> list[Row]:
+    """Every variant, searched for its own configuration."""
+    rows = []
+    for variant in VARIANTS:
+        report(f"components: {variant.name}")
+        row: Row = {"part": "components", "name": variant.name, "system": variant.system, "values": variant.values}
+        try:
+            with searching(variant.system, variant.space):
+                config = system_config(variant.system, epsilon).with_values(**variant.values)
+                rows.append(row | {"skipped": None} | summary(replay(directory, config, report=report)))
+        except DSQError as error:
+            rows.append(row | {"skipped": " ".join(str(error).split())})
+    return rows
+
+
+@contextmanager
+def searching(system: str, change: Callable[[Space], Space]) -> Iterator[None]:
+    """Give a system another search space for a while: `ConfigManager` takes it from the registry alone."""
+    usual = SYSTEMS[system]
+    assert usual.space is not None
+    SYSTEMS[system] = replace(usual, space=change(usual.space))
+    try:
+        yield
+    finally:
+        SYSTEMS[system] = usual
+
+
+BOUNDS = (0.05, 0.01, 0.001)
+MOST_BINS = 254
+_BINS = range(4, MOST_BINS + 1)
+
+
+def _candidates() -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """By system: what is fixed, and the configurations to choose from, most aggressive first."""
+    with_embedding = [{WEIGHTS + "bins": bins, EMBEDDING + "bins": bins} for bins in _BINS]
+    steps = SYSTEMS[OURS].space.axes[0].values  # type: ignore[union-attr]
+    return {
+        RIVAL: ({WEIGHTS + "prune": 0.0}, with_embedding),
+        "uniform": ({}, [{WEIGHTS + "min_bins": bins, WEIGHTS + "max_bins": bins} for bins in _BINS]),
+        "adaptive": ({}, [{WEIGHTS + "bins": bins} for bins in _BINS]),
+        "kmeans": ({}, with_embedding),
+        OURS: ({}, [{WEIGHTS + "step": step} for step in steps]),
+    }
+
+
+class Tried(NamedTuple):
+    """What one configuration costs at one checkpoint; levels are those of the group that uses most of them."""
+
+    degradation: float
+    levels: int
+    bits: float
+
+
+class Bisection:
+    """A chooser that looks for the first of many configurations that keeps each bound, by bisection.
+
+    Attributes:
+        found: by bound, the place of the configuration and what it cost; None where the gentlest fails too.
+        evaluations: of the model.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, evaluate: Callable[[], float], candidates: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._model, self._evaluate, self._candidates = model, evaluate, candidates
+        self.found: dict[float, tuple[int, Tried] | None] = {}
+        self.evaluations = 0
+
+    def __call__(
+        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> Choice:
+        """Search; the save itself goes on as configured."""
+        usual = sketches.fit()
+        tried: dict[int, Tried] = {}
+        with TrialModel(self._model, local, workers) as trial:
+            exact = trial.metric(self._evaluate)
+
+            def ask(place: int) -> Tried:
+                if place not in tried:
+                    self.evaluations += 1
+                    analysis = self._fitted(sketches, usual, config.with_values(**self._candidates[place]))
+                    harm = degradation(trial.metric(self._evaluate, analysis), exact, config.search)
+                    tried[place] = Tried(harm, *_size(analysis))
+                return tried[place]
+
+            for bound in BOUNDS:
+                low, high = 0, len(self._candidates)
+                while low < high:
+                    middle = (low + high) // 2
+                    low, high = (low, middle) if ask(middle).degradation <= bound else (middle + 1, high)
+                self.found[bound] = (low, ask(low)) if low < len(self._candidates) else None
+        return Choice(usual, config)
+
+    @staticmethod
+    def _fitted(sketches: Sketches, usual: Analysis, config: DSQConfig) -> Analysis:
+        return sketches.fit({
+            group: group_config(group, config.quantize) for group in usual.fitted if group.startswith("weights/")
+        }, usual)
+
+
+def _size(analysis: Analysis) -> tuple[int, float]:
+    """Codes in use but that of protected elements, of the group that uses most, and bits per weight."""
+    fitted = [one for group, one in analysis.fitted.items() if group.startswith("weights/")]
+    levels = max(int(np.count_nonzero(one.counts.sum(0)[: one.codebook.protected])) for one in fitted)
+    protected = sum(16 * int(one.counts[:, one.codebook.protected].sum()) for one in fitted)
+    elements = sum(int(one.counts.sum()) for one in fitted)
+    return levels, (sum(one.bits for one in fitted) + protected) / max(elements, 1)
+
+
+def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
+    """Levels that keep each bound in one checkpoint by itself: means over checkpoints spread over the run."""
+    info = load_recording(directory).info
+    every = [row["step"] for row in info["checkpoints"] if row["step"]]
+    steps = {every[round(place)] for place in np.linspace(0, len(every) - 1, min(count, len(every)))}
+    rows = []
+    for system, (values, candidates) in _candidates().items():
+        report(f"bins: {system}")
+        run = create(info["settings"]["workload"], info["settings"]["seed"])
+        config = system_config(system, max(BOUNDS)).with_values(**values, **{"delta.enabled": False})
+        probes = []
+        dsq_ckpt.forget()
+        with tempfile.TemporaryDirectory(prefix="dsq-bins-") as name, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for checkpoint in load_recording(directory).checkpoints:
+                if checkpoint["step"] in steps:
+                    probe = Bisection(run.model, run.evaluate, candidates)
+                    path = Path(name) / f"{checkpoint['step']:06d}"
+                    save_recorded(run, checkpoint, path, config, probe, _fractions(config))
+                    probes.append(probe)
+        dsq_ckpt.forget()
+        for bound in BOUNDS:
+            found = [hit for probe in probes if (hit := probe.found[bound]) is not None]
+            rows.append({
+                "part": "bins", "name": system, "bound": bound, "found": len(found), "checkpoints_tried": len(probes),
+                "bins": _mean([_BINS[place] for place, _ in found] if system != OURS else []),
+                "levels": _mean([one.levels for _, one in found]), "bits": _mean([one.bits for _, one in found]),
+                "evaluations": _mean([probe.evaluations for probe in probes]), "skipped": None,
+            })
+    return rows
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None

@@ -1,0 +1,351 @@
+"""Online runs: a workload that is killed and restored from its own compressed checkpoints while it trains.
+
+Inshrinkerator, section 9.1 and Table 5. A run has evenly spaced failures and checkpoints at a fixed cadence. At a
+failure everything in memory is overwritten with NaN, the newest checkpoint is restored, and training goes on with the
+batches that the run without failures sees. What differs at the end is the harm of all restores together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsq_ckpt
+from dsq_ckpt.manifest import checkpoints
+from dsq_ckpt.systems import SYSTEMS
+from evaluation.recording import _atomic, _one_thread, default_directory
+from evaluation.report import Column, Row, digits, document, machine, percent, ratio
+from evaluation.workloads import Workload, create
+
+REFERENCE_FILE = "reference.json"
+WITHIN = 0.01
+"""Largest relative rise of the final loss that counts as no harm, as in the paper."""
+PAPER_HOURS = (3, 8)
+"""Hours between checkpoints in the paper's runs."""
+_LOST = -12345  # what integers are overwritten with; no count of batches is negative
+
+Report = Callable[[str], None]
+
+
+class Results:
+    """Rows of a command, written to a JSON file after each, so that an interrupted command need not start anew.
+
+    Args:
+        path: The file; None: nothing is written. Rows that are there already are kept.
+        measured: Name of the command.
+        settings: Its arguments.
+
+    Raises:
+        ValueError: The file holds what another command, machine or version of torch has measured.
+    """
+
+    def __init__(self, path: Path | None, measured: str, settings: Mapping[str, Any]) -> None:
+        self._path, self._measured, self._settings = path, measured, settings
+        self.rows: list[Row] = []
+        if path is not None and path.is_file():
+            known, now = json.loads(path.read_text()), self._document()
+            for key, there, here in (
+                ("measured", known["measured"], measured), ("torch", known["torch"], now["torch"]),
+                ("processor", known["machine"]["processor"], now["machine"]["processor"]),
+            ):
+                if there != here:
+                    raise ValueError(f"{path} has {key} {there!r}, this is {here!r}: name another file")
+            self.rows = known["rows"]
+
+    def find(self, settings: Mapping[str, Any]) -> Row | None:
+        """Return the row that was measured with these settings."""
+        wanted = json.loads(json.dumps(settings))
+        return next((row for row in self.rows if row["settings"] == wanted), None)
+
+    def add(self, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> Row:
+        """Take in a row and write the file; returns the row as it is there, without NaN."""
+        self.rows.append({**figures, "settings": settings})
+        made = self._document()
+        self.rows = made["rows"]
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with _atomic(self._path) as stream:
+                stream.write((json.dumps(made, indent=1, allow_nan=False) + "\n").encode())
+        return self.rows[-1]
+
+    def _document(self) -> Row:
+        with _one_thread():  # it says with how many threads torch ran
+            return document(self._measured, self._settings, self.rows)
+
+
+def reference(name: str, seed: int, directory: Path | None = None, report: Report = lambda line: None) -> Row:
+    """Return final loss and accuracy of the run without failures; it is made once and kept beside the recording.
+
+    Args:
+        name: Name of the workload.
+        seed: Seed of its weights and batches.
+        directory: Of the recording, `default_directory` if None.
+        report: Called with a line if the run has to be made.
+    """
+    path = (directory or default_directory(name, seed)) / REFERENCE_FILE
+    with _one_thread():
+        workload = create(name, seed)
+        # Bits, and so losses, differ between machines and versions.
+        settings = {"run": workload.settings(), "machine": machine()["processor"], "torch": torch.__version__}
+        if path.is_file():
+            known: Row = json.loads(path.read_text())
+            if known["settings"] == settings:
+                return known
+        report(f"{name}: the run without failures, {workload.steps} steps")
+        workload.train(0, workload.steps)
+        found = {"settings": settings, "loss": workload.evaluate(), "accuracy": workload.accuracy()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _atomic(path) as stream:
+        stream.write(json.dumps(found, indent=1).encode())
+    return found
+
+
+def train_with_failures(
+    workload: Workload, config: dsq_ckpt.DSQConfig, run: Path, failures: int = 10, per_failure: int = 4,
+    report: Report = lambda line: None,
+) -> Row:
+    """Train a workload from its start to its end, with failures, and measure what its checkpoints cost.
+
+    Args:
+        workload: At step 0.
+        config: Of the checkpoints.
+        run: Directory for them, empty.
+        failures: Number of failures; each follows a checkpoint at once.
+        per_failure: Checkpoints from one failure to the next.
+        report: Called with a line about every restore.
+
+    Returns:
+        The figures of the run; those that need one without failures are missing.
+
+    Raises:
+        ValueError: The run is too short for so many checkpoints.
+        RuntimeError: A restore did not bring everything back.
+    """
+    count = (failures + 1) * per_failure
+    every = workload.steps // count
+    if every < 1:
+        raise ValueError(f"{workload.steps} steps are too few for {count} checkpoints")
+    dsq_ckpt.forget()
+    saves: list[Row] = []
+    restores: list[Row] = []
+    training, saving = list[float](), list[float]()
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        dsq_ckpt.Compressor(workload.model, workload.optimizer, config, evaluate=workload.evaluate) as compressor,
+    ):
+        warnings.simplefilter("always")
+        for number in range(1, count + 1):
+            step = number * every
+            with _timed(training):
+                workload.train(step - every, step)
+            path = run / f"step-{step:06d}"
+            with _timed(saving):
+                compressor.save(path)
+            saves.append({"step": step, "seconds": saving[-1], **_searched(compressor.quality)})
+            if number % per_failure == 0 and len(restores) < failures:
+                restores.append({"step": step, **_fail_and_restore(workload, compressor, path)})
+                report("  step {step}: loss {before:.4f} -> {after:.4f}".format(**restores[-1]))
+        with _timed(training):
+            workload.train(count * every, workload.steps)
+    sizes, each = _sizes(run)
+    for save, size in zip(saves, each, strict=True):
+        save |= size
+    per_checkpoint = statistics.mean(saving)
+    return {
+        "every": every, "failures": failures, "loss": workload.evaluate(), "accuracy": workload.accuracy(),
+        "worst_restore": max((row["after"] / row["before"] - 1 for row in restores), default=0.0),
+        **sizes,
+        "evaluations_per_checkpoint": statistics.mean(save["evaluations"] for save in saves),
+        "bound_missed": sum(not save["satisfied"] for save in saves),
+        "train_seconds": sum(training), "save_seconds": per_checkpoint,
+        "save_seconds_median": statistics.median(saving), "save_share": sum(saving) / sum(training),
+        **{f"save_share_{hours}_h": per_checkpoint / (3600 * hours) for hours in PAPER_HOURS},
+        "restores": restores, "checkpoints": saves, "warnings": len(warned),
+        "warned": sorted({str(warning.message) for warning in warned})[:5],
+    }
+
+
+def _fail_and_restore(workload: Workload, compressor: dsq_ckpt.Compressor, path: Path) -> Row:
+    """Lose everything in memory and restore a checkpoint; the loss before and after."""
+    before, damaged = workload.evaluate(), _damaged(workload)
+    _destroy(workload)
+    compressor.load(path)
+    still = _damaged(workload)
+    if still > damaged:  # a run that diverged may have had NaN before
+        raise RuntimeError(f"the restore from {path.name} left {still - damaged} values as the failure had made them")
+    return {"before": before, "after": workload.evaluate()}
+
+
+def _tensors(workload: Workload) -> Iterator[Tensor]:
+    """All tensors that training changes."""
+    yield from workload.model.parameters()
+    yield from workload.model.buffers()
+    for state in workload.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@torch.no_grad()
+def _destroy(workload: Workload) -> None:
+    for tensor in _tensors(workload):
+        tensor.fill_(math.nan if tensor.is_floating_point() else _LOST)
+
+
+@torch.no_grad()
+def _damaged(workload: Workload) -> int:
+    return sum(
+        int((~tensor.isfinite() if tensor.is_floating_point() else tensor == _LOST).sum())
+        for tensor in _tensors(workload)
+    )
+
+
+def _searched(quality: Row | None) -> Row:
+    """What one save's search did; nothing was searched, and so no bound missed, without `quality`."""
+    quality = quality or {}
+    keys = ("chosen", "degradation", "refinement_bits", "restore_loses", "restore_may_lose")
+    return {
+        "evaluations": quality.get("evaluations", 0), "satisfied": quality.get("satisfied", True),
+        **{key: quality[key] for key in keys if key in quality},
+    }
+
+
+def _sizes(run: Path) -> tuple[Row, list[Row]]:
+    """Ratios over a run as it lies on disk, and those of every checkpoint.
+
+    Weights are those that the manifests count as such: codes and protected values, without the tables, index and
+    manifest that the full state is charged with. Weights that were stored exactly, because nothing kept to the bound,
+    count at their uncompressed size, since manifests do not tell them from other exact tensors. A delta whose codes
+    are all those of its parent has no bytes of weights; the best delta is one that changes something.
+    """
+    found = list(checkpoints(run))
+    weights = [manifest.kinds.get("weights") for _, manifest in found]
+    whole = max((sizes.logical for sizes in weights if sizes), default=0)
+    bases = [sizes.base + whole - sizes.logical if sizes else whole for sizes in weights]
+    about = [dsq_ckpt.describe(path) for path, _ in found]
+    logical, written, kept = (sum(row[f"bytes_{name}"] for row in about) for name in ("logical", "written", "kept"))
+    newest = weights[-1].refinement if weights[-1] else 0
+    deltas = [base for base, row in zip(bases, about, strict=True) if whole and not row["keyframe"]]
+    changes = [base for base in deltas if base]
+    ratios: Row = {
+        "ratio_state_kept": logical / kept, "ratio_written": logical / written,
+        "ratio_weights_kept": whole * len(found) / (sum(bases) + newest) if whole else None,
+        "ratio_weights_base": whole * len(found) / sum(bases) if whole else None,
+        "best_delta": whole / min(changes) if changes else None, "unchanged_deltas": len(deltas) - len(changes),
+        "bytes": {"logical": logical, "written": written, "kept": kept, "weights_logical": whole * len(found),
+                  "weights_base": sum(bases) if whole else None, "weights_newest_refinement": newest},
+        "lossy_resumes": found[-1][1].lossy_resumes,
+    }
+    each: list[Row] = [
+        {"keyframe": row["keyframe"], "ratio_written": row["bytes_logical"] / row["bytes_written"],
+         "ratio_weights": whole / base if whole and base else None}
+        for base, row in zip(bases, about, strict=True)
+    ]
+    return ratios, each
+
+
+def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str, dsq_ckpt.DSQConfig]]:
+    """Bounds to try in their order, and configurations; ours as it is, those of the papers with the papers' bound."""
+    if system == "dsq":
+        config = dsq_ckpt.DSQConfig()
+        yield f"{config.search.bound} {config.search.epsilon:g}", config
+    elif SYSTEMS[system].space is None:
+        yield "-", dsq_ckpt.DSQConfig.create({"system": system})
+    else:
+        for epsilon in epsilons:
+            search = {"bound": "relative", "epsilon": epsilon}
+            yield f"relative {epsilon:g}", dsq_ckpt.DSQConfig.create({"system": system, "search": search})
+
+
+def run_system(
+    name: str, seed: int, system: str, epsilons: Sequence[float], results: Results, exact: Row, failures: int = 10,
+    per_failure: int = 4, report: Report = lambda line: None,
+) -> list[Row]:
+    """Run a system at ever stricter bounds, until one keeps the final loss within 1 %.
+
+    Args:
+        name: Name of the workload.
+        seed: Seed of its weights and batches.
+        system: Name of the system.
+        epsilons: Bounds to try, the loosest first.
+        results: Rows go there; one that is there is not run again.
+        exact: The run without failures.
+        failures, per_failure, report: As in `train_with_failures`.
+
+    Returns:
+        The rows, in the order of bounds.
+    """
+    rows: list[Row] = []
+    for bound, config in configurations(system, epsilons):
+        with _one_thread():
+            workload = create(name, seed)
+            settings = {
+                "run": workload.settings(), "failures": failures, "per_failure": per_failure,
+                "config": config.model_dump(mode="json"),
+            }
+            row = results.find(settings)
+            if row is None:
+                report(f"{name}: {system}, {bound}")
+                with tempfile.TemporaryDirectory(prefix="dsq-online-") as run:
+                    figures = train_with_failures(workload, config, Path(run), failures, per_failure, report)
+                worse = figures["loss"] / exact["loss"] - 1
+                row = results.add(settings, {
+                    "workload": name, "seed": seed, "name": system, "bound": bound, **figures,
+                    "reference_loss": exact["loss"], "reference_accuracy": exact["accuracy"],
+                    "worse_by": worse, "within": worse <= WITHIN,  # false for a loss that is no number
+                })
+        rows.append(row)
+        if row["within"]:
+            break
+    return rows
+
+
+def targets(row: Row) -> list[tuple[str, bool]]:
+    """What our own system is to reach, and whether it did."""
+    wanted = [("final loss worse by at most 1 %", bool(row["within"]))]
+    limits = [
+        ("weights, kept", "ratio_weights_kept", 50), ("everything, written", "ratio_written", 15),
+        ("best base layer of a delta, weights", "best_delta", 100),
+    ]
+    if row["workload"].startswith("gpt"):  # two moments per weight; SGD has one or none
+        limits.insert(1, ("everything, kept", "ratio_state_kept", 40))
+    for text, key, limit in limits:
+        value = row[key] or 0.0
+        wanted.append((f"{text}: {value:.1f}x, target {limit}x", value >= limit))
+    return wanted
+
+
+NOTES = """\
+worse by: final loss against the run without failures; restore: the worst rise of the loss at one; kept: base layers of
+all checkpoints and the refinement of the newest; written: mean of all checkpoints; best delta: of weights, of
+those that change any code; empty: those that change none; missed: checkpoints for which nothing kept to the bound;
+share: search and save against training, here and at one checkpoint in 3 or 8 hours.
+The papers' systems keep the optimizer's state bit for bit, since the papers do not speak of it. That bounds their
+ratios of everything; it is the ratio of weights that compares with the papers'."""
+
+COLUMNS = (
+    Column("<system", "name"), Column("<bound", "bound"), Column("loss", "loss", digits(4)),
+    Column("worse by", "worse_by", percent), Column("accuracy", "accuracy", percent),
+    Column("restore", "worst_restore", percent), Column("weights kept", "ratio_weights_kept", ratio),
+    Column("all kept", "ratio_state_kept", ratio), Column("all written", "ratio_written", ratio),
+    Column("best delta", "best_delta", ratio), Column("empty", "unchanged_deltas"), Column("evaluations", "evaluations_per_checkpoint", digits(1)),
+    Column("missed", "bound_missed"), Column("resumes", "lossy_resumes"), Column("s / save", "save_seconds", digits(2)),
+    Column("share", "save_share", percent),
+    *(Column(f"at {hours} h", f"save_share_{hours}_h", lambda share: f"{100 * share:.4f} %") for hours in PAPER_HOURS),
+)
+
+
+@contextmanager
+def _timed(seconds: list[float]) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds.append(time.perf_counter() - started)

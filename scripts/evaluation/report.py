@@ -1,0 +1,242 @@
+"""What the commands of the evaluation leave behind: tables for people, a JSON file each, and plots made from those."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.table import Table
+
+import dsq_ckpt
+from dsq_ckpt.cli import output
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """A column of a table: its head, the key of a row that it shows, and how."""
+
+    head: str
+    key: str
+    show: Callable[[Any], str] = str
+
+
+def ratio(value: float) -> str:
+    """Three digits: 56.8x."""
+    return f"{value:.0f}x" if value >= 99.95 else f"{value:.1f}x" if value >= 9.995 else f"{value:.2f}x"
+
+
+def percent(value: float) -> str:
+    """A share as 1.23 %."""
+    return f"{100 * value:.2f} %"
+
+
+def digits(places: int) -> Callable[[Any], str]:
+    """Show numbers with so many decimal places."""
+    return lambda value: f"{value:.{places}f}"
+
+
+def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Rows as a table; a value that a row does not have, or that is None, is a dash."""
+    made = output.table(*(column.head for column in columns))
+    for row in rows:
+        values = [row.get(column.key) for column in columns]
+        cells = ["-" if v is None else column.show(v) for v, column in zip(values, columns, strict=True)]
+        made.add_row(*cells)
+    return made
+
+
+def show(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], legend: str = "") -> None:
+    """Print a table under its title; in a file or a pipe it is as wide as it needs to be."""
+    screen = output.console()
+    screen.print(f"\n{title}")
+    screen.print(table(columns, rows))
+    if legend:
+        screen.print(legend)
+
+
+def document(measured: str, settings: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+    """What a command measured, and everything that is needed to measure it again."""
+    made = {
+        "measured": measured, "command": command_line(), "settings": dict(settings), "rows": list(rows), **more,
+        "machine": machine(), "torch": torch.__version__, "python": platform.python_version(),
+        "dsq_ckpt": dsq_ckpt.__version__, "date": time.strftime("%Y-%m-%d"),
+    }
+    plain: dict[str, Any] = _plain(made)
+    return plain
+
+
+def write(path: Path, made: Mapping[str, Any]) -> None:
+    """Write a document as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
+
+
+def command_line() -> str:
+    """How this program was called; of files that lie elsewhere only the names, which mean something to others."""
+    arguments = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:]]
+    return " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *arguments])
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores, the system and the threads of torch."""
+    return {
+        "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+class PlotError(RuntimeError):
+    """A document cannot be plotted; the message says why."""
+
+
+def plot(source: Path, target: Path) -> None:
+    """Draw what a command wrote.
+
+    Args:
+        source: a JSON file that `write` wrote.
+        target: a PNG file.
+
+    Raises:
+        PlotError: matplotlib is not there, or nothing knows how to draw this.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError("plots need matplotlib: pip install 'dsq_ckpt[plot]'") from error
+    made = json.loads(source.read_text())
+    measured = made.get("measured") if isinstance(made, dict) else None
+    panels = PANELS[measured](made["rows"]) if measured in PANELS else []
+    if not panels:
+        raise PlotError(f"{source} holds nothing that can be drawn (measured: {measured!r})")
+    with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(6.5 * min(len(panels), 2), 4.6 * math.ceil(len(panels) / 2)), layout="constrained")
+        axes = list(figure.subplots(math.ceil(len(panels) / 2), min(len(panels), 2), squeeze=False).flat)
+        for axis, panel in zip(axes, panels, strict=False):
+            panel(axis)
+        for axis in axes[len(panels):]:
+            axis.remove()
+        figure.suptitle(f"{_heading(made)}\n{made['machine']['processor']}, {made['date']}", fontsize=8)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=150)
+
+
+def _heading(made: Mapping[str, Any]) -> str:
+    named = (f"{key} {value}" for key, value in made["settings"].items() if isinstance(value, str | int | float))
+    return f"{made['measured']}: {', '.join(named)}"
+
+
+Panel = Callable[["Axes"], None]
+_COLOURS = 10  # of matplotlib, before they come again
+
+
+def _offline(rows: Sequence[Row]) -> list[Panel]:
+    usable = [row for row in rows if row.get("checkpoints")]
+    return [
+        lambda axis: _ratios(axis, usable, "ratio of weights"),
+        lambda axis: _trade(axis, usable),
+    ] if usable else []
+
+
+def _ablations(rows: Sequence[Row]) -> list[Panel]:
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(row["part"], []).append(row)
+    panels: list[Panel] = []
+    if "coders" in parts:
+        panels.append(lambda axis: _ratios(axis, parts["coders"], "same codes, other coders"))
+    if "components" in parts:
+        panels.append(lambda axis: _trade(axis, parts["components"]))
+    if "bins" in parts:
+        panels.append(lambda axis: _bins(axis, parts["bins"]))
+    if "timings" in parts:
+        panels.append(lambda axis: _timings(axis, parts["timings"]))
+    return panels
+
+
+def _ratios(axis: Axes, rows: Sequence[Row], title: str) -> None:
+    """Ratio of every checkpoint along the run."""
+    for number, row in enumerate(rows):
+        points = [point for point in row["checkpoints"] if point["ratio_weights"] is not None]
+        axis.plot(
+            [point["step"] for point in points], [point["ratio_weights"] for point in points], marker=".",
+            label=row["name"], linestyle="-" if number < _COLOURS else "--",
+        )
+    axis.set(yscale="log", xlabel="step", ylabel="times smaller", title=title)
+    axis.legend(fontsize=7)
+
+
+def _trade(axis: Axes, rows: Sequence[Row]) -> None:
+    """Ratio of the run against what its base layers cost on average."""
+    for row in rows:
+        axis.scatter([100 * row["degradation_mean"]], [row["ratio_weights"]], s=18)
+        axis.annotate(
+            row["name"], (100 * row["degradation_mean"], row["ratio_weights"]), fontsize=6, xytext=(3, 3),
+            textcoords="offset points",
+        )
+    axis.set(
+        yscale="log", xlabel="mean degradation of base layers, %", ylabel="times smaller, whole run",
+        title="weights: size and harm",
+    )
+
+
+def _bins(axis: Axes, rows: Sequence[Row]) -> None:
+    """Levels that each system needs, by bound."""
+    systems = list(dict.fromkeys(row["name"] for row in rows))
+    bounds = list(dict.fromkeys(row["bound"] for row in rows))
+    for place, bound in enumerate(bounds):
+        heights = [
+            next((row["levels"] for row in rows if (row["name"], row["bound"]) == (system, bound)), None) or math.nan
+            for system in systems
+        ]
+        offsets = [number + (place - (len(bounds) - 1) / 2) * 0.25 for number in range(len(systems))]
+        axis.bar(offsets, heights, width=0.23, label=f"{100 * bound:g} %")
+    axis.set_xticks(range(len(systems)), systems)
+    axis.set(ylabel="levels, mean", title="levels needed, without deltas")
+    axis.legend(title="degradation", fontsize=7)
+
+
+def _timings(axis: Axes, rows: Sequence[Row]) -> None:
+    """Seconds of each way to do the same."""
+    names = [row["name"] for row in rows]
+    axis.barh(range(len(rows)), [row["seconds"] for row in rows])
+    axis.set_yticks(range(len(rows)), names, fontsize=7)
+    axis.set(xscale="log", xlabel="seconds, median", title="thresholds and clustering")
+    axis.invert_yaxis()
+
+
+PANELS: dict[str, Callable[[Sequence[Row]], list[Panel]]] = {"offline": _offline, "ablations": _ablations}
+"""By what was measured: from a document's rows to what is drawn of it."""

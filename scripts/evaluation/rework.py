@@ -1,0 +1,331 @@
+"""Rework: how many iterations a restore from a lossy chain of checkpoints costs.
+
+LC-Checkpoint, section 4.2 and Figure 3. A run is checkpointed at every iteration (or every few). At random steps it
+fails: the newest checkpoint is decoded along its chain, training goes on from there, and iterations are counted until
+the training loss is back at what it was at the failure. Methods that write as many bytes per checkpoint are compared.
+
+The loss is that of training rows that no step draws, in evaluation mode: always the same, so that it tells states and
+not batches apart. SGD runs without momentum, as in the paper; whatever state an optimizer has is restored bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.systems.base import EXACT_MOMENTS
+from evaluation.online import Report, Results
+from evaluation.recording import _one_thread
+from evaluation.report import Column, Row, digits, percent
+from evaluation.workloads import Workload, create
+
+PROBE_BATCHES = 16
+SPAN = (0.1, 0.6)
+"""Part of the run in which failures fall: past the first steps, and with steps left to make up for them."""
+SMALL = 64
+"""Smaller tensors are exact. A lower limit than the library's, for LeNet's kernels are to be compressed too."""
+CLOSE = 0.02
+"""Relative difference of sizes that counts as equal."""
+_SHORT_SAVES = 12  # in runs that are only to find a size
+_SHORT_RUNS, _WHOLE_RUNS = 3, 3
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to make a chain of checkpoints.
+
+    Attributes:
+        name: For people.
+        system: Name of the system.
+        codebook: Settings of the weights' codebook, over the system's.
+        sized: Setting of the codebook that is found so that checkpoints are as large as those of `like`, or None.
+        like: The method whose size is matched.
+    """
+
+    name: str
+    system: str
+    codebook: dict[str, Any] = field(default_factory=dict)
+    sized: str | None = None
+    like: Method | None = None
+
+    def config(self, **codebook: Any) -> dsq_ckpt.DSQConfig:
+        """Make the configuration: base layers alone, one keyframe, at step 0."""
+        config = dsq_ckpt.DSQConfig.create({
+            "system": self.system,
+            "quantize": {"min_elements": SMALL, **EXACT_MOMENTS},
+            "delta": {"max_chain": 1000},
+            "storage": {"fsync": False},
+        })
+        chosen = {f"quantize.weights.codebook.{key}": value for key, value in (self.codebook | codebook).items()}
+        groups = {f"quantize.groups.{group}.refinement_bits": 0 for group in config.quantize.groups}
+        return config.with_values(**{"quantize.weights.refinement_bits": 0}, **groups, **chosen)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is the same for all methods: the run, and when it fails.
+
+    Attributes:
+        name: Name of the workload.
+        seed: Of its weights and batches, and of the failures.
+        every: Steps between checkpoints.
+        trials: Number of failures.
+        limit: Iterations after which a trial is given up.
+        rate: Highest learning rate, if not the workload's.
+    """
+
+    name: str
+    seed: int
+    every: int
+    trials: int
+    limit: int
+    rate: float | None = None
+
+    def workload(self) -> Workload:
+        """Make the workload at its step 0, SGD without momentum."""
+        workload = create(self.name, self.seed)
+        if self.rate is not None:
+            workload.plan = replace(workload.plan, rate=self.rate)
+        if isinstance(workload.optimizer, torch.optim.SGD):
+            for group in workload.optimizer.param_groups:
+                group["momentum"] = 0.0
+            workload.optimizer.state.clear()
+        return workload
+
+    def failures(self, steps: int) -> list[int]:
+        """Draw the steps after which the run fails, in ascending order.
+
+        Raises:
+            ValueError: There are fewer steps to draw from than trials.
+        """
+        eligible = range(max(self.every, int(SPAN[0] * steps)), int(SPAN[1] * steps) + 1)
+        if len(eligible) < self.trials:
+            raise ValueError(f"{self.name} has {len(eligible)} steps to fail at, fewer than {self.trials} trials")
+        return sorted(random.Random(self.seed).sample(eligible, self.trials))
+
+
+class Probe:
+    """Mean loss on rows of the training data that no step of the plan draws as its batch."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._batches = [workload.batch(workload.steps + number) for number in range(PROBE_BATCHES)]
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> float:
+        """Return the loss of a model; what it trains with stays as it is."""
+        training = model.training
+        model.eval()
+        losses = [
+            nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).item()
+            for inputs, targets in self._batches
+        ]
+        model.train(training)
+        return statistics.fmean(losses)
+
+
+def methods(systems: Sequence[str], bits: Sequence[int]) -> list[Method]:
+    """Make LC-Checkpoint at each number of bits, top-n and SCAR as large as those, and other systems as they are."""
+    made: list[Method] = []
+    for count in bits:
+        lc = Method(f"lc, {count} bits", "lc", {"bits": count})
+        sized = {
+            "lc": lc,
+            "topn": Method(f"topn, as lc {count}", "topn", sized="fraction", like=lc),
+            "scar": Method(f"scar, as lc {count}", "scar", sized="parts", like=lc),
+        }
+        made += [sized[system] for system in systems if system in sized]
+    return made + [Method(f"{system}, base", system) for system in systems if system not in ("lc", "topn", "scar")]
+
+
+def loss_curve(plan: Experiment) -> list[float]:
+    """Return the loss before the first step and after every one, up to the last step that may fail."""
+    with _one_thread():
+        workload = plan.workload()
+        probe = Probe(workload)
+        losses = [probe(workload.model)]
+        for step in range(plan.failures(workload.steps)[-1]):
+            workload.train(step, step + 1)
+            losses.append(probe(workload.model))
+    return losses
+
+
+def run_method(
+    plan: Experiment, method: Method, curve: Sequence[float], results: Results, report: Report = lambda line: None
+) -> Row:
+    """Fail and rework with one method, unless that has been done; returns its row.
+
+    Args:
+        plan: The run and its failures.
+        method: How checkpoints are made; the method that its size follows is run first.
+        curve: `loss_curve` of the plan.
+        results: Rows go there; one that is there is not run again.
+        report: Called with a line about every row that has to be made.
+    """
+    like = None if method.like is None else run_method(plan, method.like, curve, results, report)
+    with _one_thread():
+        workload = plan.workload()
+        failures = plan.failures(workload.steps)
+        settings = {
+            "run": workload.settings(), "momentum": False, "every": plan.every, "failures": failures,
+            "limit": plan.limit, "probe_batches": PROBE_BATCHES,
+            "as_large_as": None if method.like is None else method.like.name,
+            "config": method.config().model_dump(mode="json"),
+        }
+        row = results.find(settings)
+        if row is not None:
+            return row
+        report(f"{plan.name}: {method.name}")
+        with tempfile.TemporaryDirectory(prefix="dsq-rework-") as directory:
+            if like is None:
+                run, sizes = Path(directory), _train(plan, method.config(), Path(directory), failures)
+            else:
+                run, sizes = _train_sized(plan, method, like["bytes"], Path(directory), failures)
+            trials = list(_rework(plan, run, failures, curve))
+    steps = curve[failures[0]:]
+    noise = statistics.fmean(abs(after / before - 1) for before, after in pairwise(steps)) if steps[1:] else None
+    return results.add(settings, {
+        "workload": plan.name, "seed": plan.seed, "name": method.name, **sizes, **_summary(trials, plan),
+        "loss_changes_by": noise, "trials": trials,
+    })
+
+
+def _train(plan: Experiment, config: dsq_ckpt.DSQConfig, run: Path, failures: Sequence[int]) -> Row:
+    """Train to the last failure with checkpoints on the way, keep those that a failure goes back to; their size."""
+    dsq_ckpt.forget()
+    workload = plan.workload()
+    kept = {_directory(run, step - step % plan.every) for step in failures}
+    weights: list[int] = []
+    written: list[int] = []
+    full = 0
+    previous: Path | None = None
+    with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=plan.every) as compressor:
+        for step in range(0, max(failures) + 1, plan.every):
+            workload.train(max(0, step - plan.every), step)
+            path = _directory(run, step)
+            compressor.save(path)
+            if previous is not None and previous not in kept:
+                shutil.rmtree(previous)  # checkpoints are self-contained; thousands of links add up
+            previous = path
+            if step:
+                kinds = Manifest.read(path).kinds
+                sizes = kinds.get("weights") or kinds["exact"]  # all of it, if weights are exact too
+                full = sizes.logical
+                weights.append(sizes.base)
+                written.append(dsq_ckpt.describe(path)["bytes_written"])
+    average = statistics.fmean(weights)
+    return {"bytes": average, "share": average / full, "bytes_written": statistics.fmean(written)}
+
+
+def _rework(plan: Experiment, run: Path, failures: Sequence[int], curve: Sequence[float]) -> Iterator[Row]:
+    """Restore after every failure and count iterations until the loss is back; None: not within the limit."""
+    workload = plan.workload()
+    probe = Probe(workload)
+    compressor = dsq_ckpt.Compressor(workload.model, workload.optimizer, {"system": "exact"})  # it only loads
+    for step in failures:
+        begin = step - step % plan.every
+        compressor.load(_directory(run, begin))
+        restored = loss = probe(workload.model)
+        iterations = 0
+        last = min(plan.limit, workload.steps - begin)
+        while not loss <= curve[step] and iterations < last:
+            workload.train(begin + iterations, begin + iterations + 1)
+            iterations += 1
+            loss = probe(workload.model)
+        yield {
+            "step": step, "checkpoint": begin, "loss": curve[step], "restored": restored,
+            "iterations": iterations if loss <= curve[step] else None,
+        }
+
+
+def _summary(trials: Sequence[Row], plan: Experiment) -> Row:
+    """Mean and 95 % confidence interval; a trial that hit the limit counts as the limit, and is counted."""
+    counts = [plan.limit if trial["iterations"] is None else trial["iterations"] for trial in trials]
+    half = None
+    if len(counts) > 1:
+        normal = statistics.NormalDist().inv_cdf(0.975)
+        student = normal + (normal**3 + normal) / (4 * (len(counts) - 1))  # first term of its expansion
+        half = student * statistics.stdev(counts) / len(counts) ** 0.5
+    return {
+        "iterations": statistics.fmean(counts), "iterations_ci95": half,
+        "iterations_median": statistics.median(counts), "iterations_worst": max(counts),
+        "over_limit": sum(trial["iterations"] is None for trial in trials),
+        "restore_rise": statistics.fmean(trial["restored"] / trial["loss"] - 1 for trial in trials),
+    }
+
+
+def _train_sized(
+    plan: Experiment, method: Method, target: float, directory: Path, failures: Sequence[int]
+) -> tuple[Path, Row]:
+    """`_train` with the setting that makes checkpoints as large as those of another method, as nearly as can be.
+
+    Short runs come near it, whole runs then make up for sizes that change along the run.
+
+    Returns:
+        The directory of the run, and its sizes together with the setting.
+    """
+    assert method.sized is not None
+    setting = getattr(method.config().quantize.weights.codebook, method.sized)
+    parts = isinstance(setting, int)  # a part is written at a time, else a fraction
+    tried: list[tuple[float, float]] = []
+    ends = [[_SHORT_SAVES * plan.every]] * _SHORT_RUNS + [list(failures)] * _WHOLE_RUNS
+    for number, last in enumerate(ends):
+        run = directory / str(number)
+        sizes = _train(plan, method.config(**{method.sized: setting}), run, last)
+        tried.append((1 / setting if parts else setting, sizes["bytes"]))
+        wanted = _next_fraction(tried, target)
+        better = max(1, round(1 / wanted)) if parts else wanted
+        close = abs(sizes["bytes"] / target - 1) <= CLOSE or better == setting
+        if number == len(ends) - 1 or (number >= _SHORT_RUNS and close):
+            break
+        shutil.rmtree(run)
+        setting = better
+    return run, {method.sized: setting, **sizes}
+
+
+def _next_fraction(tried: Sequence[tuple[float, float]], target: float) -> float:
+    """The fraction to try next, after fractions and bytes; on a line, since the codes of what is left out cost too."""
+    fraction, size = tried[-1]
+    found = fraction * target / size
+    others = [(other, bytes_) for other, bytes_ in tried if other != fraction and bytes_ != size]
+    if others:
+        other, bytes_ = others[-1]
+        found = fraction + (target - size) * (fraction - other) / (size - bytes_)
+    return min(1.0, max(found, fraction / 4), 4 * fraction)
+
+
+def _directory(run: Path, step: int) -> Path:
+    return run / f"step-{step:06d}"
+
+
+def _interval(half: float) -> str:
+    return f"± {half:.1f}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count:,.0f}"
+
+
+SHOW: Callable[[Any], str] = digits(1)
+COLUMNS = (
+    Column("<method", "name"), Column("fraction", "fraction", digits(4)), Column("parts", "parts"),
+    Column("bytes", "bytes", _bytes), Column("of fp32", "share", percent), Column("rework", "iterations", SHOW),
+    Column("95 %", "iterations_ci95", _interval), Column("median", "iterations_median", SHOW),
+    Column("worst", "iterations_worst"), Column("over limit", "over_limit"),
+    Column("loss at restore", "restore_rise", percent), Column("changes by", "loss_changes_by", percent),
+)
+NOTES = """\
+bytes: of the weights in one checkpoint, mean, without tables, index and manifest; rework: iterations until the training
+loss is back at its value at the failure, mean, with its 95 % confidence interval; a trial over the limit counts as the
+limit; loss at restore: its mean rise, to be read beside the mean change of the loss from one step to the next."""

@@ -1,0 +1,457 @@
+"""The quantizers of the systems we compare with, against their definitions written out for raw values."""
+
+import math
+import time
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dsq_ckpt.codebook.adaptive import adaptive_range
+from dsq_ckpt.codebook.exponent import exponent_buckets
+from dsq_ckpt.codebook.gobo import gobo_outliers, l1_kmeans
+from dsq_ckpt.codebook.uniform import as_histogram, entropy_bins, uniform_levels
+from dsq_ckpt.keys import ALPHA, FULL
+from dsq_ckpt.sketch import Sketch
+
+SCALES = st.sampled_from([1.0, 0.02, 2.0**-120, 2.0**120])  # what fp32 holds, with room for six octaves
+
+
+@st.composite
+def histograms(draw, largest=12, most=9):
+    """Few bins of small integers, scaled, so that ties and equal distances are common."""
+    values = draw(st.lists(st.integers(-50, 50), min_size=1, max_size=largest, unique=True))
+    counts = draw(st.lists(st.integers(1, most), min_size=len(values), max_size=len(values)))
+    return np.sort(np.array(values, np.float64)) * draw(SCALES), np.array(counts, np.int64)
+
+
+DEGENERATE = {
+    "one": ([0.25], [7]),
+    "one element": ([0.25], [1]),
+    "zero": ([0.0], [3]),
+    "two": ([-1.0, 3.0], [1, 10**12]),
+    "negative": ([-8.0, -3.0, -2.5, -0.1], [1, 2, 3, 4]),
+    "huge": ([-(2.0**127), 1.0, 2.0**127], [1, 1, 1]),
+    "tiny": ([-(2.0**-126), 0.0, 2.0**-126, 2.0**-125], [5, 1, 1, 9]),
+    "far from zero": ([1e6, 1e6 + 1, 1e6 + 2], [2, 2, 2]),
+    "neighbours": ([1.0, float(np.nextafter(1.0, 2.0))], [1, 2]),
+    "many": ([1.0, 2.0, 3.0, 4.0], [2**60, 1, 2**60, 2**61]),
+}
+degenerate = pytest.mark.parametrize("histogram", DEGENERATE.values(), ids=DEGENERATE)
+
+
+def normal(seed, count=20_000, scale=0.02):
+    return (np.random.default_rng(seed).standard_normal(count) * scale).astype(np.float32)
+
+
+def sketched(x):
+    """Occupied bins of the full sketch, ascending: values, counts, low and high edges."""
+    counts, values, (low, high) = Sketch.of(x).counts, FULL.values(), FULL.edges()
+    bins = np.flatnonzero(counts)
+    bins = bins[np.argsort(values[bins], kind="stable")]
+    assert len(np.unique(values[bins])) == len(bins), "zero of one sign only"
+    return values[bins], counts[bins], low[bins], high[bins]
+
+
+def squared_error(values, counts, levels):
+    return math.fsum(c * min((v - level) ** 2 for level in levels) for v, c in zip(values, counts, strict=True))
+
+
+def l1_norm(values, counts, levels):
+    return math.fsum(c * min(abs(v - level) for level in levels) for v, c in zip(values, counts, strict=True))
+
+
+@pytest.mark.parametrize("values, counts", [
+    ([], []), ([1.0, 1.0], [1, 1]), ([2.0, 1.0], [1, 1]), ([1.0, np.inf], [1, 1]), ([np.nan], [1]), ([1.0], [0]),
+    ([1.0, 2.0], [1]), ([[1.0]], [[1]]),
+])
+def test_what_is_no_histogram_is_refused(values, counts):
+    for function in (
+        as_histogram, gobo_outliers, lambda v, c: entropy_bins(v, c, 8, 16), lambda v, c: l1_kmeans(v, c, 8),
+        lambda v, c: adaptive_range(v, c, 8, 10, 0.1), lambda v, c: exponent_buckets(v, v, v, c, 3),
+    ):
+        with pytest.raises(ValueError, match=r"values|counts"):
+            function(values, counts)
+
+
+# Uniform
+
+
+@given(st.integers(-1000, 1000), st.integers(0, 1000), st.integers(1, 254), SCALES, st.data())
+def test_uniform_is_off_by_half_a_step_at_most(start, span, bins, scale, data):
+    low, high = start * scale, (start + span) * scale
+    levels = uniform_levels(low, high, bins)
+    assert len(levels) == (bins if span else 1) and (np.diff(levels) > 0).all()
+    if bins > 1:
+        assert (levels[0], levels[-1]) == (low, high)
+    x = data.draw(st.floats(low, high))
+    step = (high - low) / max(bins - 1, 1)
+    assert np.abs(levels - x).min() <= step / 2 + 1e-12 * max(abs(low), abs(high))
+
+
+def test_uniform_where_there_is_no_room():
+    up = float(np.nextafter(1.0, 2.0))
+    assert uniform_levels(1.0, up, 16).tolist() == [1.0, up]
+    assert uniform_levels(-3.0, -3.0, 16).tolist() == [-3.0]
+    assert uniform_levels(-1.0, 3.0, 1).tolist() == [1.0]
+    for low, high, bins in ((1.0, 0.0, 2), (0.0, np.inf, 2), (np.nan, 0.0, 2), (0.0, 1.0, 0)):
+        with pytest.raises(ValueError, match=r"range|bins"):
+            uniform_levels(low, high, bins)
+
+
+@given(histograms(most=1000), st.integers(1, 64), st.integers(1, 64))
+def test_entropy_bins_by_definition(histogram, one, other):
+    values, counts = histogram
+    min_bins, max_bins = sorted((one, other))
+    low, high = values[0], values[-1]
+    held = {}
+    levels = np.linspace(low, high, max_bins) if max_bins > 1 else [low]
+    for value, count in zip(values, counts, strict=True):
+        cell = min(range(max_bins), key=lambda j, at=value: abs(at - levels[j])) if high > low else 0
+        held[cell] = held.get(cell, 0) + int(count)
+    entropy = -sum(n / counts.sum() * math.log2(n / counts.sum()) for n in held.values())
+    assume(0.01 < entropy % 1 < 0.99 or entropy < 1e-12)  # cells of equal distance may differ in rounding
+    expected = min(max(2 ** math.ceil(round(entropy, 9)), min_bins), max_bins)
+    assert entropy_bins(values, counts, min_bins, max_bins) == expected
+
+
+def test_entropy_of_known_layers():
+    even = np.arange(64.0), np.full(64, 5)
+    assert entropy_bins(*even, 8, 64) == 64, "six bits exactly"
+    assert entropy_bins(*even, 8, 48) == 48 and entropy_bins(*even, 64, 256) == 64
+    outliers = np.append(np.linspace(-1, 1, 999), 1e4), np.ones(1000, int)
+    assert entropy_bins(*outliers, 8, 256) == 8 and entropy_bins(*outliers, 1, 256) == 2
+    with pytest.raises(ValueError, match="min_bins"):
+        entropy_bins(*even, 16, 8)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_entropy_bins_of_raw_values(seed):
+    x = normal(seed, 200_000)
+    values, counts, *_ = sketched(x)
+    raw = np.unique(x.astype(np.float64), return_counts=True)
+    assert entropy_bins(values, counts, 8, 256) == entropy_bins(*raw, 8, 256) == 128
+
+
+@degenerate
+def test_entropy_bins_of_degenerate_layers(histogram):
+    bins = entropy_bins(*histogram, 1, 256)
+    assert 1 <= bins <= 2 ** math.ceil(math.log2(len(histogram[0])))
+    assert bins == entropy_bins(*histogram, 1, 256) and entropy_bins(*histogram, 8, 256) == max(bins, 8)
+
+
+# Adaptive
+
+
+def plain_greedy(values, counts, bins, step_bins, search_range):
+    """The search on explicit levels; also how close the closest of its decisions was, relative to the errors."""
+    first, last = values[0], values[-1]
+    stride = (last - first) / step_bins
+
+    def error(below, above):
+        return squared_error(values, counts, np.linspace(first + below * stride, last - above * stride, bins))
+
+    below = above = 0
+    seen, margin = [error(0, 0)], np.inf
+    while (below + above) < search_range * step_bins - 1e-9 and below + above < step_bins - 1:
+        without_low, without_high = error(below + 1, above), error(below, above + 1)
+        top = max(without_low, without_high)
+        margin = min(margin, abs(without_low - without_high) / top) if top else 0.0
+        below, above = (below + 1, above) if without_low < without_high else (below, above + 1)
+        seen.append(min(without_low, without_high))
+    return min(seen), margin
+
+
+@settings(deadline=None)
+@given(histograms(), st.integers(2, 6), st.integers(1, 12), st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 0.99]))
+def test_adaptive_matches_plain_greedy(histogram, bins, step_bins, search_range):
+    low, high = adaptive_range(*histogram, bins, step_bins, search_range)
+    assert histogram[0][0] <= low <= high <= histogram[0][-1]
+    found = squared_error(*histogram, uniform_levels(low, high, bins))
+    full = squared_error(*histogram, uniform_levels(histogram[0][0], histogram[0][-1], bins))
+    unit = np.abs(histogram[0]).max() ** 2 * 1e-13
+    assert found <= full * (1 + 1e-9) + unit, "never worse than the full range"
+    expected, margin = plain_greedy(*histogram, bins, step_bins, search_range)
+    if margin > 1e-9:
+        assert found == pytest.approx(expected, rel=1e-9, abs=unit)
+
+
+def test_adaptive_ties_give_up_the_upper_end():
+    values, counts = np.array([-4.0, -1.0, 1.0, 4.0]), np.array([1, 500, 500, 1])
+    assert adaptive_range(values, counts, 2, 8, 0.1) == (-4.0, 3.0)
+    assert adaptive_range(values, counts, 2, 8, 0.25) == (-3.0, 3.0)
+    assert adaptive_range(values, counts, 2, 8, 0.0) == (-4.0, 4.0)
+    assert adaptive_range(values, counts, 2, 1, 0.5) == (-4.0, 4.0), "one stride is always left"
+    assert adaptive_range([0.0, 2.0, 4.0], [1, 1, 1], 2, 2, 0.5) == (0.0, 4.0), "no better: the wider range"
+
+
+def test_adaptive_gives_up_whole_strides():
+    values, counts = [0.0, 40.0, 100.0], [1000, 1000, 1]
+    for search_range, low in ((0.07, 7.0), (0.071, 8.0), (0.2, 20.0), (0.5, 20.0)):  # 0.07 * 100 is above 7
+        assert adaptive_range(values, counts, 2, 100, search_range)[0] == low
+
+
+def test_adaptive_gives_up_outliers():
+    values = np.append(np.linspace(-1, 1, 1001), 1.9)
+    low, high = adaptive_range(values, np.append(np.full(1001, 50), 1), 8, 100, 0.5)
+    assert -1.0 <= low < -0.8 and 0.8 < high < 1.1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_adaptive_of_raw_values(seed):
+    x = normal(seed, 3000)
+    raw = np.unique(x.astype(np.float64), return_counts=True)
+    values, counts, *_ = sketched(x)
+    errors = [
+        squared_error(*raw, uniform_levels(*adaptive_range(*histogram, 16, 25, 0.5), 16))
+        for histogram in (raw, (values, counts))
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=0.1)
+    assert errors[1] < squared_error(*raw, uniform_levels(raw[0][0], raw[0][-1], 16))
+
+
+def test_adaptive_is_fast():
+    rng = np.random.default_rng(0)
+    values, counts = np.sort(rng.standard_normal(30_000)), rng.integers(1, 1000, 30_000)
+    adaptive_range(values[:2], counts[:2], 8, 10, 0.5)
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        adaptive_range(values, counts, 254, 100, 0.5)
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 0.05
+
+
+@degenerate
+def test_adaptive_of_degenerate_layers(histogram):
+    values, counts = histogram
+    for step_bins, search_range in ((10, 0.5), (100, 0.99), (1, 0.0)):
+        low, high = adaptive_range(values, counts, 8, step_bins, search_range)
+        assert (low < high or len(values) == 1) and values[0] <= low <= high <= values[-1]
+        assert (low, high) == adaptive_range(values, counts, 8, step_bins, search_range)
+    for wrong in ((1, 10, 0.5), (8, 0, 0.5), (8, 10, 1.0), (8, 10, -0.1), (8, 10, np.nan)):
+        with pytest.raises(ValueError, match=r"bins|search_range"):
+            adaptive_range(values, counts, *wrong)
+
+
+# GOBO
+
+
+@given(histograms(most=1000), st.floats(-20, 5))
+def test_outliers_by_formula(histogram, threshold):
+    values, counts = histogram
+    x = np.repeat(values, counts)
+    deviation = float(np.std(x / np.abs(x).max())) * np.abs(x).max() if len(values) > 1 else 0.0
+    found = gobo_outliers(values, counts, threshold)
+    assert found.shape == values.shape and found.dtype == np.bool_
+    if not deviation:
+        assert not found.any()
+        return
+    for value, outlier in zip(values, found, strict=True):
+        z = (value - math.fsum(x) / len(x)) / deviation
+        log_density = math.log(1 / (deviation * math.sqrt(2 * math.pi))) - z * z / 2
+        assert outlier == (log_density < threshold) or abs(log_density - threshold) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_outliers_of_raw_values(seed):
+    """Normal weights: past (2 (4 - ln(s sqrt(2 pi))))**0.5 = 3.74 standard deviations, 0.02 % of them."""
+    x = np.append(normal(seed, 200_000), np.float32([0.2, -0.3]))
+    values, counts, *_ = sketched(x)
+    out = gobo_outliers(values, counts)
+    assert out[0] and out[-1] and counts[out].sum() / len(x) == pytest.approx(1.9e-4, rel=0.4)
+    edge = x.std() * math.sqrt(2 * (4 - math.log(x.std() * math.sqrt(2 * math.pi))))
+    assert np.abs(values[out]).min() == pytest.approx(edge, rel=0.02)
+
+
+def test_outliers_depend_on_units():
+    values, counts = np.linspace(-1, 1, 101), np.ones(101, int)
+    assert not gobo_outliers(values, counts).any()
+    assert gobo_outliers(values * 100, counts).all(), "no density is above e**-4"
+    assert not gobo_outliers(values * 2.0**-126, counts).any()
+    for value in np.random.default_rng(0).uniform(1e37, 1e38, 20):
+        assert not gobo_outliers([value], [7]).any(), "equal elements are none, whatever the rounding of their mean"
+
+
+def raw_gobo(x, bins):
+    """GOBO on the elements themselves: first centroids, and those of the smallest L1 norm on the way down."""
+    x = np.sort(x)
+    cuts = [j * len(x) // bins for j in range(bins + 1)]
+    first = np.unique([x[a:b].mean() for a, b in pairwise(cuts)])
+    best, best_norm, centroids = first, np.inf, first
+    while True:
+        distance = np.abs(x[:, None] - centroids)
+        own, norm = distance.argmin(1), distance.min(1).sum()
+        if norm >= best_norm:
+            return first, best, best_norm
+        best, best_norm = centroids, norm
+        centroids = np.array([x[own == j].mean() if (own == j).any() else centroids[j] for j in range(len(centroids))])
+
+
+@pytest.mark.parametrize("bins", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_kmeans_matches_raw_elements(seed, bins):
+    rng = np.random.default_rng(seed)
+    values = np.sort(rng.standard_normal(30) * 10.0 ** rng.integers(-6, 6)) + (seed == 5) * 1e3
+    counts = rng.integers(1, 40, 30)
+    first, best, norm = raw_gobo(np.repeat(values, counts), bins)
+    np.testing.assert_allclose(l1_kmeans(values, counts, bins, 0), first, rtol=1e-9)
+    levels = l1_kmeans(values, counts, bins, tolerance=0.0)
+    np.testing.assert_allclose(levels, best, rtol=1e-9)
+    assert l1_norm(values, counts, levels) == pytest.approx(norm, rel=1e-9)
+
+
+@settings(deadline=None)
+@given(histograms(largest=9), st.integers(1, 6))
+def test_l1_never_rises_and_is_no_better_than_the_best(histogram, bins):
+    values, counts = histogram
+    norms = [l1_norm(values, counts, l1_kmeans(values, counts, bins, n, 0.0)) for n in (0, 1, 2, 3, 1000)]
+    noise = 1e-12 * np.abs(values).max() * counts.sum()
+    assert all(later <= earlier + noise for earlier, later in pairwise(norms))
+    # The best of all: intervals about their medians.
+    optimum = np.inf
+    for cuts in combinations(range(1, len(values)), min(bins, len(values)) - 1):
+        medians = [np.median(np.repeat(values[part], counts[part])) for part in np.split(np.arange(len(values)), cuts)]
+        optimum = min(optimum, l1_norm(values, counts, medians))
+    assert norms[-1] >= optimum - noise
+    soft = l1_norm(values, counts, l1_kmeans(values, counts, bins))
+    assert norms[-1] - noise <= soft <= norms[0] + noise
+
+
+def test_soft_termination_costs_little():
+    values, counts, *_ = sketched(normal(3, 100_000))
+    first, exact, soft = (
+        l1_norm(values, counts, l1_kmeans(values, counts, 16, iterations, tolerance))
+        for iterations, tolerance in ((0, 0.0), (1000, 0.0), (1000, 1e-3))
+    )
+    assert exact < soft <= 1.01 * exact < 0.97 * first
+    assert l1_norm(values, counts, l1_kmeans(values, counts, 16)) <= 1.001 * exact
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kmeans_of_raw_values(seed):
+    x = normal(seed, 5000)
+    values, counts, *_ = sketched(x)
+    levels = l1_kmeans(values, counts, 8, tolerance=0.0)
+    norms = [np.abs(x[:, None] - lv).min(1).sum() for lv in (levels, raw_gobo(x.astype(np.float64), 8)[1])]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+
+
+@degenerate
+def test_kmeans_of_degenerate_layers(histogram):
+    values, counts = np.array(histogram[0]), np.array(histogram[1])
+    assert not gobo_outliers(values[:1], counts[:1]).any()
+    for bins in (1, 2, 3, 254):
+        levels = l1_kmeans(values, counts, bins)
+        assert len(levels) <= bins and (np.diff(levels) > 0).all()
+        assert values[0] <= levels[0] and levels[-1] <= values[-1]
+        np.testing.assert_array_equal(levels, l1_kmeans(values, counts, bins))
+        if bins >= len(values):
+            np.testing.assert_array_equal(levels, values)
+    for wrong in ((0,), (8, -1), (8, 1, -1.0), (8, 1, np.nan)):
+        with pytest.raises(ValueError, match=r"bins|max_iterations"):
+            l1_kmeans(values, counts, *wrong)
+
+
+def test_first_centroids_lie_within_their_groups():
+    values = [-(2.0**127), 1.0, 2.0, 3.0, 2.0**127]  # next to which sums forget the rest
+    assert l1_kmeans(values, [1] * 5, 4, 0).tolist() == [-(2.0**127), 1.0, 2.0, 2.0**126]
+
+
+def test_groups_within_one_value_share_a_centroid():
+    assert l1_kmeans([0.0, 1.0, 2.0, 3.0], [1000, 1, 1, 1], 3).tolist() == pytest.approx([0.0, 2.0])
+
+
+# Exponent
+
+
+def raw_buckets(x, bits):
+    """LC-Checkpoint on the elements themselves: (sign, exponent) -> level, for the buckets kept."""
+    buckets = {}
+    for value in x:
+        if value:
+            buckets.setdefault((1 if value > 0 else -1, math.frexp(value)[1] - 1), []).append(value)
+    first = sorted(buckets, key=lambda b: (-b[1], -len(buckets[b]), -b[0]))[: 2**bits - 1]
+    return {bucket: (min(buckets[bucket]) + max(buckets[bucket])) / 2 for bucket in first}
+
+
+def decoded(x, buckets):
+    return [buckets.get((1 if v > 0 else -1, math.frexp(v)[1] - 1), 0.0) if v else 0.0 for v in x]
+
+
+@given(histograms(largest=30), st.integers(1, 7))
+def test_buckets_by_definition(histogram, bits):
+    values, counts = histogram
+    levels, codes = exponent_buckets(values, values, values, counts, bits)
+    assert codes.dtype == np.uint8 and codes.shape == values.shape and len(levels) <= 2**bits - 1
+    assert (np.diff(levels) > 0).all() and (levels != 0).all() and (codes[values == 0] == 0).all()
+    assert set(codes) - {0} == set(range(1, len(levels) + 1)), "no code without a value"
+    buckets = raw_buckets(np.repeat(values, counts).tolist(), bits)
+    np.testing.assert_array_equal(np.append(0.0, levels)[codes], decoded(values.tolist(), buckets))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_buckets_of_raw_values(seed, bits):
+    x = np.append(normal(seed, 4000), np.zeros(50, np.float32))
+    values, counts, low, high = sketched(x)
+    levels, codes = exponent_buckets(values, low, high, counts, bits)
+    bin_of = np.searchsorted(low, x.astype(np.float64), side="right") - 1
+    bin_of[x < 0] = np.searchsorted(high, x[x < 0].astype(np.float64), side="left")
+    expected = np.array(decoded(x.tolist(), raw_buckets(x.astype(np.float64).tolist(), bits)))
+    result = np.append(0.0, levels)[codes[bin_of]]
+    np.testing.assert_allclose(result, expected, rtol=2 * ALPHA, atol=0)
+    kept = codes[bin_of] > 0
+    assert (result[kept] / x[kept] > 0.5).all() and (result[kept] / x[kept] < 2).all()
+
+
+def test_ties_of_one_exponent():
+    values = np.array([-4.0, -1.5, -1.0, 1.0, 1.25])
+    assert exponent_buckets(values, values, values, np.array([1, 1, 1, 1, 1]), 1)[1].tolist() == [1, 0, 0, 0, 0]
+    for counts, expected in (
+        ([1, 1], [0, 1]),  # equally many: the positive one
+        ([2, 1], [1, 0]),  # more elements first
+        ([1, 2], [0, 1]),
+    ):
+        pair = np.array([-1.0, 1.0])
+        assert exponent_buckets(pair, pair, pair, np.array(counts), 1)[1].tolist() == expected
+    levels, codes = exponent_buckets(values, values, values, np.array([1, 1, 2, 1, 1]), 2)
+    assert levels.tolist() == [-4.0, -1.25, 1.125] and codes.tolist() == [1, 2, 2, 3, 3]
+
+
+@degenerate
+def test_buckets_of_degenerate_layers(histogram):
+    values, counts = np.array(histogram[0]), np.array(histogram[1])
+    for bits in (1, 3, 7):
+        levels, codes = exponent_buckets(values, values, values, counts, bits)
+        again = exponent_buckets(values, values, values, counts, bits)
+        np.testing.assert_array_equal(levels, again[0])
+        np.testing.assert_array_equal(codes, again[1])
+        assert len(levels) == min(len({(v > 0, math.frexp(v)[1]) for v in values if v}), 2**bits - 1)
+        assert (codes[values == 0] == 0).all()
+    if not values.any():
+        assert levels.size == 0 and not codes.any()
+
+
+def test_edges_are_checked():
+    one = np.array([1])
+    exponent_buckets([1.5], [1.0], [2.0], one, 3)
+    exponent_buckets([-1.5], [-2.0], [-1.0], one, 3)
+    exponent_buckets([0.0], [-(2.0**-126)], [2.0**-126], one, 3)
+    values, (low, high) = FULL.values(), FULL.edges()
+    order = np.argsort(values)[2:-2]  # all but over and non-finite bins
+    order = order[np.unique(values[order], return_index=True)[1]]
+    levels, _ = exponent_buckets(values[order], low[order], high[order], np.ones(len(order), int), 7)
+    assert len(levels) == 127 and np.abs(levels).max() == pytest.approx(1.5 * 2.0**127, rel=ALPHA)
+    for low_edge, high_edge, message in (
+        (0.5, 2.0, "exponent"), (1.0, 3.0, "exponent"), (0.0, 2.0, "exponent"), (1.6, 2.0, "outside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exponent_buckets([1.5], [low_edge], [high_edge], one, 3)
+    with pytest.raises(ValueError, match="long"):
+        exponent_buckets([1.5], [1.0, 1.0], [2.0], one, 3)
+    for bits in (0, 8):
+        with pytest.raises(ValueError, match="bits"):
+            exponent_buckets([1.5], [1.5], [1.5], one, bits)

@@ -1,0 +1,14 @@
+"""`Compressor` under DDP and FSDP2, as real processes: what is checked is written in the worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import torchrun
+
+pytestmark = pytest.mark.slow
+
+
+def test_ranks_choose_together(tmp_path):
+    output = torchrun("compressor", 2, tmp_path, timeout=280)
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 4, output

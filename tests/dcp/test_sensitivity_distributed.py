@@ -1,0 +1,14 @@
+"""Average gradients on several ranks, as real processes: what is checked is written in the worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import torchrun
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_rank_averages_its_part():
+    output = torchrun("gradients", 2, timeout=200)
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 10, output

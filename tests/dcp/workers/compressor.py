@@ -1,0 +1,68 @@
+"""`Compressor` on several ranks: all choose the same, models stay as they were, and come back."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import done, whole, world
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dsq_ckpt
+from dsq_ckpt.manifest import Manifest
+from tests.training import Net, loss_of, train
+
+
+def wrapped(kind: str, size: int, seed: int = 0) -> nn.Module:
+    model: nn.Module = Net(seed)
+    if kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        return model
+    return DistributedDataParallel(model)
+
+
+def check(kind: str, system: str, spread: bool, run: Path, rank: int, size: int) -> None:
+    model = wrapped(kind, size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = {"system": system, "search": {"spread": spread}}
+    looked_at = model.module if isinstance(model, DistributedDataParallel) else model
+    compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: loss_of(looked_at))
+    for number in range(2):
+        train(model, optimizer, 40 * number, 40 * number + 40, rank)
+        before = whole(looked_at.state_dict())
+        metric = loss_of(looked_at)
+        compressor.save(run / str(number))
+        assert all(torch.equal(value, before[name]) for name, value in whole(looked_at.state_dict()).items())
+        told = [None] * size
+        dist.all_gather_object(told, {key: value for key, value in compressor.quality.items() if key != "seconds"})
+        assert all(quality == told[0] for quality in told), told
+    manifest = Manifest.read(run / "1")
+    assert manifest.depth == 1 and manifest.quality["satisfied"]
+    other = wrapped(kind, size, seed=7)
+    fresh = torch.optim.AdamW(other.parameters(), lr=3e-3)
+    plain = other.module if isinstance(other, DistributedDataParallel) else other
+    resumed = dsq_ckpt.Compressor(other, fresh, config, lambda: loss_of(plain))
+    resumed.load(run / "1")
+    lost = torch.tensor([loss_of(plain) - metric])
+    dist.all_reduce(lost)
+    bound = manifest.quality.get("restore_may_lose", 0.05 * manifest.quality["metric"])
+    assert float(lost) / size <= 1.01 * bound + 1e-6, (lost, manifest.quality)
+    train(other, fresh, 80, 85, rank)
+    resumed.save(run / "2")
+    assert Manifest.read(run / "2").lossy_resumes == 1
+    done(f"{kind} {system} {'spread' if spread else 'together'}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    with world() as (rank, size):
+        for number, (kind, system, spread) in enumerate(
+            [("fsdp", "dsq", False), ("ddp", "dsq", False), ("ddp", "dsq", True), ("fsdp", "uniform", False)]
+        ):
+            check(kind, system, spread, Path(sys.argv[1]) / str(number), rank, size)

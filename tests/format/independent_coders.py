@@ -1,0 +1,154 @@
+"""The coders of the independent reader, written from docs/format.md, sections 9 to 11."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+M = 1 << 15
+
+
+class Refused(Exception):
+    """The checkpoint breaks a rule of the format."""
+
+
+def require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise Refused(rule)
+
+
+class Bits:  # a bit stream, section 9
+    def __init__(self, data: bytes) -> None:
+        self.value, self.size, self.at = int.from_bytes(data, "little"), 8 * len(data), 0
+
+    def field(self, width: int) -> int:
+        require(self.at + width <= self.size, "bits end early")
+        self.at += width
+        return (self.value >> (self.at - width)) & ((1 << width) - 1)
+
+    def number(self) -> int:
+        zeros = 0
+        while self.field(1) == 0:
+            zeros += 1
+            require(zeros <= 15, "length of a number")
+        return (1 << zeros) - 1 + self.field(zeros)
+
+    def ascending(self, count: int, limit: int) -> Iterator[int]:
+        last = -1
+        for _ in range(count):
+            last += self.number() + 1
+            require(last < limit, "a set within its limit")
+            yield last
+
+    def finish(self) -> None:
+        require(self.size - self.at < 8 and self.value >> self.at == 0, "bits left over")
+
+
+Row = tuple[list[int], list[tuple[int, int]], list[int]]  # starts, (symbol or -1 for the escape, frequency), escaped
+
+
+def frequency(v: int) -> int:
+    require(1 <= v <= 103, "frequency")
+    return v if v < 16 else (8 + v % 8) << (v // 8 - 1)
+
+
+class Rans:  # section 10
+    def __init__(self, model: bytes) -> None:
+        require(len(model) >= 5, "model")
+        version, self.contexts, self.symbols = struct.unpack("<BHH", model[:5])
+        require(version == 1 and self.contexts <= 256 and 1 <= self.symbols <= 256, "model")
+        bits = Bits(model[5:])
+        self.rows = [self._row(bits) for _ in range(self.contexts + 1)]
+        bits.finish()
+
+    def _row(self, bits: Bits) -> Row:
+        firsts, escaped, others, count = list[int](), list[int](), list[tuple[int, int]](), bits.number()
+        for symbol in bits.ascending(count, self.symbols):
+            v = bits.field(7)
+            if v in (0, 127):
+                (firsts if v else escaped).append(symbol)
+            else:
+                others.append((symbol, frequency(v)))
+        require(len(escaped) != 1 and len(firsts) == (count > 0), "first and escaped symbols")
+        if escaped:
+            others.append((-1, frequency(bits.field(7))))
+        rest = M - sum(f for _, f in others)
+        require(rest >= 1, "frequency of the first symbol")
+        ranges = [(first, rest) for first in firsts] + others
+        return [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, escaped
+
+    def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
+        lanes = 1 if n < 4096 else 4 if n < 65536 else 8
+        require(not block or (n > 0 and len(block) >= 4 * lanes and len(block) % 2 == 0), "size of a block")
+        states = list(struct.unpack(f"<{lanes}I", block[: 4 * lanes])) if block else [65536] * lanes
+        require(min(states) >= 65536, "states at the start")
+        words, out = np.frombuffer(block[4 * lanes :], "<u2").tolist()[::-1], list[int]()
+        def refilled(x: int) -> int:
+            require(x >= 65536 or bool(words), "words end early")
+            return x if x >= 65536 else 65536 * x + words.pop()
+        for i in range(n):
+            starts, ranges, escaped = self.rows[self.contexts if previous is None else previous[i]]
+            require(bool(starts), "no code in an empty row")
+            x = states[i % lanes]
+            place = bisect_right(starts, x % M) - 1
+            symbol, f = ranges[place]
+            x = refilled(f * (x // M) + x % M - starts[place])
+            if symbol < 0:
+                share = M // len(escaped)
+                require((j := x % M // share) < len(escaped), "escaped symbol")
+                symbol, x = escaped[j], refilled(share * (x // M) + x % M - j * share)
+            out.append(symbol)
+            states[i % lanes] = x
+        require(not words and set(states) == {65536}, "end of a block")
+        return out
+
+
+class Huffman:  # section 11
+    def __init__(self, model: bytes) -> None:
+        require(len(model) >= 6, "model")
+        version, flags, self.contexts, self.symbols = struct.unpack("<BBHH", model[:6])
+        require(version == 1 and flags <= 3 and self.contexts <= 256 and 1 <= self.symbols <= 256, "model")
+        self.rearrange, bits = bool(flags & 1), Bits(model[6:])
+        for _ in range(self.contexts + 1):
+            list(bits.ascending(bits.number(), self.symbols))
+        bits.finish()
+
+    def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
+        bits, out = Bits(block), [0] * n
+        base = self.symbols if previous is None else max(self.contexts, self.symbols)
+        groups: dict[int, list[int]] = {}
+        for i in range(n):
+            groups.setdefault(previous[i] if previous is not None and self.rearrange else 0, []).append(i)
+        for _, members in sorted(groups.items()):
+            for i, value in zip(members, self._group(bits, len(members), base), strict=True):
+                out[i] = value if previous is None else (previous[i] - value) % base
+        bits.finish()
+        require(max(out, default=0) < self.symbols, "codes below symbols")
+        return out
+
+    @staticmethod
+    def _group(bits: Bits, n: int, base: int) -> list[int]:
+        used = bits.number() + 1
+        lengths = [(bits.field(4) if used > 1 else 0, token) for token in bits.ascending(used, base + 288)]
+        if used == 1 and lengths[0][1] < base:
+            return [lengths[0][1]] * n
+        require(min(lengths)[0] > 0 and sum(M >> length for length, _ in lengths) == M, "lengths")
+        tokens, code, before = dict[tuple[int, int], int](), 0, 0
+        for length, token in sorted(lengths):
+            code <<= length - before
+            tokens[length, code] = token
+            code, before = code + 1, length
+        values, fresh = list[int](), False
+        while len(values) < n:
+            length = code = 0
+            while (length, code) not in tokens:
+                length, code = length + 1, code << 1 | bits.field(1)
+            token = tokens[length, code]
+            run = 1 if token < base else (token - base + 1 if token < base + 256 else 1 << (token - base - 247)) - fresh
+            fresh = token < base
+            require((fresh or bool(values)) and len(values) + run <= n, "a run in its group")
+            values += ([token] if fresh else values[-1:]) * run
+        return values

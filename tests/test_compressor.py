@@ -1,0 +1,263 @@
+"""The training-loop API: bounds are kept or said to be broken, trials leave no trace, bad input is named."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.manifest import Manifest
+from tests.training import Net, batch, loss_of, train
+
+SYSTEMS = ["dsq", "uniform", "adaptive", "kmeans", "exact"]
+
+
+def trained(steps=40, kind=torch.optim.AdamW, **options):
+    model = Net()
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def bits_of(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same_bits(model, before):
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def base_loss(path):
+    """Loss of the base layer, read by a model that knows nothing of the search."""
+    other = Net(seed=5)
+    state = {"model": other.state_dict()}
+    dsq_ckpt.load(state, path, refinement=False)
+    other.load_state_dict(state["model"])
+    return loss_of(other)
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS, pytest.param("inshrinkerator", marks=pytest.mark.slow)])
+def test_a_save_keeps_to_its_bound(tmp_path, system):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"system": system}, lambda: loss_of(model))
+    for number, steps in enumerate((0, 10, 10)):
+        train(model, optimizer, 40 + 10 * number, 40 + 10 * number + steps)
+        before, exact = bits_of(model), loss_of(model)
+        compressor.save(tmp_path / str(number))
+        assert same_bits(model, before)
+        manifest = Manifest.read(tmp_path / str(number))
+        lost = base_loss(tmp_path / str(number)) / exact - 1
+        if system == "exact":
+            assert lost == 0
+            continue
+        quality = manifest.quality
+        assert quality == compressor.quality and quality["satisfied"]
+        assert lost == pytest.approx(quality["degradation"], abs=1e-6) and lost <= 0.05
+        assert quality["metric"] == pytest.approx(exact, rel=1e-6)
+        assert manifest.kinds["weights"].base < manifest.kinds["weights"].logical / 2
+        assert manifest.config["system"] == system
+        assert quality["search"] == "exhaustive" or number
+
+
+def test_few_evaluations_in_the_steady_state(tmp_path):
+    model, optimizer = trained(100)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    evaluations = []
+    for number in range(8):
+        train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
+        compressor.save(tmp_path / str(number))
+        evaluations.append(compressor.quality["evaluations"])
+    assert sum(count <= 4 for count in evaluations[1:]) >= 6, evaluations
+
+
+def test_predicted_sizes_are_those_of_the_codes(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    compressor.save(tmp_path / "a")
+    groups = Manifest.read(tmp_path / "a").groups
+    coded = sum(g.bits_per_element * g.elements / 8 for name, g in groups.items() if name.startswith("weights/"))
+    assert compressor.quality["predicted_bytes"] >= coded  # and two bytes for each protected element
+    assert compressor.quality["predicted_bytes"] == pytest.approx(coded, rel=0.05)
+
+
+def test_it_finds_the_optimum_of_its_space(tmp_path):
+    """Against brute force: every step of the space saved and measured."""
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    compressor.save(tmp_path / "found", overwrite=True)
+    exact, sizes = loss_of(model), {}
+    for step in (8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125):
+        config = dsq_ckpt.DSQConfig().with_values(**{"quantize.weights.codebook.step": step})
+        path = tmp_path / f"run{step}" / "a"
+        dsq_ckpt.save(compressor.state(), path, config=config, model=model)
+        if base_loss(path) / exact - 1 <= 0.05:
+            sizes[step] = Manifest.read(path).kinds["weights"].base
+    assert compressor.quality["chosen"]["step"] == min(sizes, key=sizes.get)
+
+
+def test_resuming_continues_the_search(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    compressor.save(tmp_path / "a", extra={"step": 40})
+    dsq_ckpt.forget()
+    model, optimizer = trained(0)
+    resumed = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    assert resumed.load(tmp_path / "a", extra={"step": 0}) == {"step": 40}
+    assert loss_of(model) == pytest.approx(compressor.quality["metric"], rel=0.01)
+    train(model, optimizer, 40, 41)
+    resumed.save(tmp_path / "b")
+    manifest = Manifest.read(tmp_path / "b")
+    assert manifest.parent == Manifest.read(tmp_path / "a").save_id and manifest.lossy_resumes == 1
+    assert resumed.quality["search"] == "neighbourhood"
+
+
+def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
+    model, optimizer = trained()
+    calls = []
+
+    def evaluate():
+        calls.append(1)
+        torch.rand(3)
+        model.train()  # moves the running statistics
+        model(batch(3)[0])
+        if len(calls) == 4:
+            raise RuntimeError("no more data")
+        return loss_of(model)
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
+    model.train()
+    before, random = bits_of(model), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="`evaluate` raised RuntimeError: no more data.*gentlest"):
+        compressor.save(tmp_path / "a")
+    assert same_bits(model, before) and torch.equal(torch.get_rng_state(), random) and model.training
+    manifest = Manifest.read(tmp_path / "a")
+    assert not manifest.quality["satisfied"] and "no more data" in manifest.quality["reason"]
+    assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
+
+
+@pytest.mark.parametrize("otherwise", ["gentlest", "exact"])
+@pytest.mark.parametrize("bad", ["nan", "never good enough"])
+def test_a_bound_that_cannot_be_kept_is_said(tmp_path, otherwise, bad):
+    model, optimizer = trained()
+    exact = bits_of(model)
+
+    def evaluate():
+        if bad == "nan":
+            return math.nan
+        return 1.0 if same_bits(model, exact) else 2.0
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"otherwise": otherwise}}, evaluate)
+    with pytest.warns(UserWarning, match="stored exactly" if otherwise == "exact" else "gentlest configuration"):
+        compressor.save(tmp_path / "a")
+    quality = Manifest.read(tmp_path / "a").quality
+    assert quality["chosen"] is None and not quality["satisfied"] and quality["reason"]
+    if otherwise == "exact":
+        assert base_loss(tmp_path / "a") == loss_of(model)
+    compressor.save(tmp_path / "b")  # and the next one goes the same way, instead of failing
+    assert Manifest.read(tmp_path / "b").quality["chosen"] is None
+
+
+def test_noise_larger_than_the_bound_is_said(tmp_path):
+    model, optimizer = trained()
+    numbers = iter(range(1000))
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model) + 0.5 * (next(numbers) % 2))
+    with pytest.warns(UserWarning, match="not deterministic"):
+        compressor.save(tmp_path / "a")
+    assert compressor.quality["noise"] > 0.05
+
+
+def test_higher_is_better(tmp_path):
+    model, optimizer = trained(120)
+
+    def accuracy():
+        model.eval()
+        tokens, targets = batch(10_000)
+        return float((model(tokens).argmax(-1) == targets).float().mean())
+
+    exact = accuracy()
+    assert exact > 0.5
+    compressor = dsq_ckpt.Compressor(
+        model, optimizer, {"search": {"higher_is_better": True, "bound": "relative"}}, accuracy
+    )
+    compressor.save(tmp_path / "a")
+    state = {"model": model.state_dict()}
+    dsq_ckpt.load(state, tmp_path / "a", refinement=False)
+    model.load_state_dict(state["model"])
+    assert accuracy() >= exact * 0.95 - 1e-9
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model = Net()
+    with pytest.raises(ConfigError, match=r"parameter group 0 .* shape \(128, 64\).*not the model's"):
+        dsq_ckpt.Compressor(model, torch.optim.AdamW(Net().parameters()))
+
+
+def test_state_that_is_not_the_models_is_refused(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
+    compressor.state = lambda extra=None: {"model": {k: v.clone() for k, v in model.state_dict().items()}}
+    with pytest.raises(ConfigError, match="'model.embed.weight' is not a tensor of the model that is evaluated"):
+        compressor.save(tmp_path / "a")
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_extra_may_not_hide_the_model(tmp_path):
+    model, optimizer = trained(1)
+    with pytest.raises(ConfigError, match="extra has the key 'model'"):
+        dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a", extra={"model": {}})
+
+
+@pytest.mark.parametrize("hooks", ["step", "manual"])
+def test_gradients_are_averaged_only_where_something_reads_them(tmp_path, hooks):
+    model, optimizer = trained(5)
+    assert dsq_ckpt.Compressor(model, optimizer)._average is None, "AdamW's second moments tell as much"
+    weighed = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "prune": 0.1, "metric": "sensitivity"}}}}
+    compressor = dsq_ckpt.Compressor(model, optimizer, weighed, hooks=hooks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 5, 15, after=compressor.after_backward)
+    assert compressor._average.steps == 10
+    compressor.save(tmp_path / "a")
+    assert compressor._average.steps == 0
+    compressor.close()
+    train(model, optimizer, 15, 17)
+    assert compressor._average.steps == 0
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert dsq_ckpt.Compressor(model, plain)._average is not None, "SGD without momentum tells nothing"
+
+
+def test_parameters_without_gradients_and_changed_ones(tmp_path):
+    model = Net()
+    model.embed.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    weighed = {"quantize": {"weights": {"codebook": {"fit": "kmeans", "prune": 0.1, "metric": "sensitivity"}}}}
+    compressor = dsq_ckpt.Compressor(model, optimizer, weighed)
+    train(model, optimizer, 0, 5)
+    compressor.save(tmp_path / "a")
+    train(model, optimizer, 5, 8)
+    with torch.no_grad():  # the model is changed behind the compressor's back, between backward and save
+        model.hidden.weight.data, model.head.weight.data = torch.randn(80, 64), torch.randn(128, 80)
+        for name in ("bias", "weight"):
+            getattr(model.norm, name).data = getattr(model.norm, name).data[:80]
+        model.hidden.bias.data = torch.zeros(80)
+        model.norm.running_mean, model.norm.running_var = torch.zeros(80), torch.ones(80)
+    with pytest.warns(UserWarning, match="hidden.weight"):
+        compressor.save(tmp_path / "b")
+    state = {"model": {k: torch.zeros_like(v) for k, v in model.state_dict().items()}}
+    dsq_ckpt.load(state, tmp_path / "b")
+    assert torch.allclose(state["model"]["hidden.weight"], model.hidden.weight, atol=2.0)
+
+
+def test_background_save(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    before = bits_of(model)
+    future = compressor.save(tmp_path / "a", background=True)
+    train(model, optimizer, 40, 60)
+    future.result()
+    state = {"model": {k: torch.zeros_like(v) for k, v in before.items()}}
+    dsq_ckpt.load(state, tmp_path / "a")
+    assert torch.allclose(state["model"]["head.weight"], before["head.weight"], atol=0.05)
+    assert Manifest.read(tmp_path / "a").quality["satisfied"]

@@ -1,0 +1,52 @@
+"""A model small enough to train in a test, large enough to be quantized: shared by the tests of `Compressor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(128, 64)
+            self.hidden = nn.Linear(64, 160)
+            self.norm = nn.BatchNorm1d(160)
+            self.drop = nn.Dropout(0.1)
+            self.head = nn.Linear(160, 128)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(torch.relu(self.norm(self.hidden(self.embed(tokens))))))
+
+
+def batch(step: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    tokens = torch.randint(0, 128, (256,), generator=generator)
+    noise = torch.rand(256, generator=generator) < 0.4  # so that the loss stays well above zero
+    return tokens, torch.where(noise, torch.randint(0, 128, (256,), generator=generator), (tokens * 7 + 1) % 128)
+
+
+def loss_of(model: nn.Module, step: int = 10_000) -> float:
+    """Loss on a fixed batch; it leaves the model in evaluation mode, as careless users do."""
+    model.eval()
+    with torch.no_grad():
+        tokens, targets = batch(step)
+        return float(nn.functional.cross_entropy(model(tokens), targets))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int = 0,
+    after: Callable[[], None] | None = None,
+) -> None:
+    model.train()
+    for step in range(first, last):
+        tokens, targets = batch(step, rank)
+        nn.functional.cross_entropy(model(tokens), targets).backward()
+        if after is not None:
+            after()
+        optimizer.step()
+        optimizer.zero_grad()
