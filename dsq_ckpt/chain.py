@@ -321,7 +321,7 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
         The directories whose refinement was dropped.
     """
     manifest = Manifest.read(newest)
-    if manifest.refinement != "kept" or manifest.nonfinite:
+    if (manifest.refinement != "kept" and manifest.lossy) or manifest.nonfinite:
         return []
     dropped: list[Path] = []
     directory, age = newest, 0

@@ -198,7 +198,7 @@ def test_state_that_is_not_the_models_is_refused(tmp_path):
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
     compressor.state = lambda extra=None: {"model": {k: v.clone() for k, v in model.state_dict().items()}}
-    with pytest.raises(ConfigError, match="'model.embed.weight' is not a tensor of the model that is evaluated"):
+    with pytest.raises(ConfigError, match=r"'model\.embed\.weight' is not a tensor of the model that is evaluated"):
         compressor.save(tmp_path / "a")
     assert not (tmp_path / "a" / "manifest.json").exists()
 

@@ -232,7 +232,9 @@ def supersteps(draw, n=600):
     if draw(st.booleans()) and k:
         codes[codes == k] = 0
     scale = draw(st.sampled_from([1.0, 1e-30, 1e38]))
-    table, own = (np.float32(rng.standard_normal((m, w)) * scale) for w in (k, int((codes == k).sum())))
+    table, own = (
+        np.float32(np.clip(rng.standard_normal((m, w)) * scale, -3.4e38, 3.4e38)) for w in (k, int((codes == k).sum()))
+    )
     return SuperStep.checked(codes, table, own, "test")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.codebook.base import Aside, Codebook, Floats, Turn
-from dsq_ckpt.codebook.propose import propose
+from dsq_ckpt.codebook.propose import propose, propose_weighed
 from dsq_ckpt.codebook.table import (
     Codes,
     Counts,
@@ -102,7 +102,10 @@ def _fit(
     mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
     log = isinstance(config, KMeans) and config.domain == "log"
     points = window.bit_values() if log else values
-    proposal = propose(config, held, window, parent, unit)
+    if aside is not None and isinstance(config, KMeans):
+        proposal = propose_weighed(config, held, joint.sum(0) * finite, window)
+    else:
+        proposal = propose(config, held, window, parent, unit)
     levels, forced, pruned, step = proposal.levels, proposal.forced, proposal.pruned, proposal.step
     positions, codes = _ascending(levels, log)
     if proposal.codes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import singledispatch
 
 import numpy as np
@@ -59,10 +60,15 @@ def propose(
         parent: the parent's codebook; a lattice keeps its step while that is about right.
         unit: what a lattice's step is measured in; 0: the root mean square of `held`.
     """
+    return _propose(config, held, window, _over(window), parent, unit)
+
+
+def _over(window: KeyWindow) -> Mask:
+    """Bins past the window, which no level can serve."""
     n = window.n
     over = np.zeros(window.size, bool)
     over[[n - 2, n - 1, 2 * n - 2, 2 * n - 1]] = True
-    return _propose(config, held, window, over, parent, unit)
+    return over
 
 
 @singledispatch
@@ -103,6 +109,25 @@ def _body(held: Counts, values: Floats) -> float:
 def _kmeans(
     config: KMeans, held: Counts, window: KeyWindow, over: Mask, parent: Codebook | None, unit: float
 ) -> Proposal:
+    return _split(config, held, held, window, over)
+
+
+def propose_weighed(config: KMeans, held: Counts, rest: Counts, window: KeyWindow) -> Proposal:
+    """K-means where sensitivity already decided about some elements.
+
+    Args:
+        config: its `metric` says whether these include all that is pruned.
+        held: int64[window.size], occurrences of finite values, of which fractions are taken.
+        rest: the same without those decided about, which shape the levels.
+        window: of the sketch.
+    """
+    if config.metric == "sensitivity":
+        return replace(_split(config.model_copy(update={"prune": 0.0}), held, rest, window, _over(window)),
+                       zero_is_level=not config.prune)
+    return _split(config, held, rest, window, _over(window))
+
+
+def _split(config: KMeans, held: Counts, rest: Counts, window: KeyWindow, over: Mask) -> Proposal:
     log, n = config.domain == "log", window.n
     values = window.values()
     points = window.bit_values() if log else values
@@ -111,10 +136,10 @@ def _kmeans(
         forced[n:] = True
         forced[[0, n]] = False  # zero of either sign is code 0
         pruned[[0, n]] = True
-    chosen = (held > 0) & ~forced & ~pruned
+    chosen = (rest > 0) & ~forced & ~pruned
     if not log:
         chosen &= values != 0
-    levels = _levels(points[chosen], held[chosen], config)
+    levels = _levels(points[chosen], rest[chosen], config)
     # With pruning, the pruned fraction is what was asked for: zero is not a level beside it.
     return Proposal(levels, forced, pruned, zero_is_level=log or not pruned.any())
 

@@ -156,7 +156,8 @@ class DSQStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
-        self._started = time.time()
+        if self._staged is None:  # else `stage` began the save
+            self._started = time.time()
         self._planned = None
         self._choice = None
 
@@ -261,6 +262,7 @@ class DSQStorageWriter(StorageWriter):
         """
         if self._staged is not None:
             raise SaveFailed("this writer's last asynchronous save is not written; use a new DSQStorageWriter for each")
+        self._started = time.time()
         path = self._target()
         comm = communicator(self._group)
         planner = DefaultSavePlanner()

@@ -210,7 +210,7 @@ class ConfigManager:
                 return point, variant
         record["search"] = "exhaustive"
         best: tuple[Point | None, int] = (None, 0)
-        for variant in range(len(space.variants)):
+        for variant in self._variants(save):
             point, _ = drive(
                 guided_exhaustive(space.shape, lambda p, v=variant: save.size(p, v), batch),  # type: ignore[misc]
                 lambda points, v=variant: self._try(save, points, v),  # type: ignore[misc]
@@ -219,9 +219,17 @@ class ConfigManager:
                 best = point, variant
         return best
 
+    @staticmethod
+    def _variants(save: _Save) -> list[int]:
+        """Those that differ: without averaged gradients sensitivity is no other metric than magnitude."""
+        return [
+            number for number, variant in enumerate(save.space.variants)
+            if save.sketches.layout.averaged or "sensitivity" not in variant.values.values()
+        ]
+
     def _better_variant(self, save: _Save, point: Point, variant: int) -> int:
         """The other variant, if it is clearly better at the last choice (section 5, delta-neighbourhood search)."""
-        if len(save.space.variants) < 2 or not math.isfinite(save.size(point, 1 - variant)):
+        if len(self._variants(save)) < 2 or not math.isfinite(save.size(point, 1 - variant)):
             return variant
         self._try(save, [point], 1 - variant)
         before = self._known.degradation

@@ -74,9 +74,7 @@ class Results:
         made = self._document()
         self.rows = made["rows"]
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _atomic(self._path) as stream:
-                stream.write((json.dumps(made, indent=1, allow_nan=False) + "\n").encode())
+            _write(self._path, made)
         return self.rows[-1]
 
     def _document(self) -> Row:
@@ -105,9 +103,7 @@ def reference(name: str, seed: int, directory: Path | None = None, report: Repor
         report(f"{name}: the run without failures, {workload.steps} steps")
         workload.train(0, workload.steps)
         found = {"settings": settings, "loss": workload.evaluate(), "accuracy": workload.accuracy()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _atomic(path) as stream:
-        stream.write(json.dumps(found, indent=1).encode())
+    _write(path, found)
     return found
 
 
@@ -270,7 +266,7 @@ def run_system(
     name: str, seed: int, system: str, epsilons: Sequence[float], results: Results, exact: Row, failures: int = 10,
     per_failure: int = 4, report: Report = lambda line: None,
 ) -> list[Row]:
-    """Run a system at ever stricter bounds, until one keeps the final loss within 1 %.
+    """Run a system at ever stricter bounds, until one keeps the final loss within 1 %; returns a row for each.
 
     Args:
         name: Name of the workload.
@@ -280,9 +276,6 @@ def run_system(
         results: Rows go there; one that is there is not run again.
         exact: The run without failures.
         failures, per_failure, report: As in `train_with_failures`.
-
-    Returns:
-        The rows, in the order of bounds.
     """
     rows: list[Row] = []
     for bound, config in configurations(system, epsilons):
@@ -311,22 +304,20 @@ def run_system(
 
 def targets(row: Row) -> list[tuple[str, bool]]:
     """What our own system is to reach, and whether it did."""
-    wanted = [("final loss worse by at most 1 %", bool(row["within"]))]
     limits = [
         ("weights, kept", "ratio_weights_kept", 50), ("everything, written", "ratio_written", 15),
         ("best base layer of a delta, weights", "best_delta", 100),
     ]
     if row["workload"].startswith("gpt"):  # two moments per weight; SGD has one or none
         limits.insert(1, ("everything, kept", "ratio_state_kept", 40))
-    for text, key, limit in limits:
-        value = row[key] or 0.0
-        wanted.append((f"{text}: {value:.1f}x, target {limit}x", value >= limit))
-    return wanted
+    found = [(f"{text}: {ratio(row[key] or 0.0)}, target {limit}x", (row[key] or 0) >= limit)
+             for text, key, limit in limits]
+    return [("final loss worse by at most 1 %", bool(row["within"])), *found]
 
 
 NOTES = """\
 worse by: final loss against the run without failures; restore: the worst rise of the loss at one; kept: base layers of
-all checkpoints and the refinement of the newest; written: mean of all checkpoints; best delta: of weights, of
+all checkpoints and the refinement of the newest; written: mean of all checkpoints; best delta: of weights, among
 those that change any code; empty: those that change none; missed: checkpoints for which nothing kept to the bound;
 share: search and save against training, here and at one checkpoint in 3 or 8 hours.
 The papers' systems keep the optimizer's state bit for bit, since the papers do not speak of it. That bounds their
@@ -337,11 +328,18 @@ COLUMNS = (
     Column("worse by", "worse_by", percent), Column("accuracy", "accuracy", percent),
     Column("restore", "worst_restore", percent), Column("weights kept", "ratio_weights_kept", ratio),
     Column("all kept", "ratio_state_kept", ratio), Column("all written", "ratio_written", ratio),
-    Column("best delta", "best_delta", ratio), Column("empty", "unchanged_deltas"), Column("evaluations", "evaluations_per_checkpoint", digits(1)),
-    Column("missed", "bound_missed"), Column("resumes", "lossy_resumes"), Column("s / save", "save_seconds", digits(2)),
+    Column("best delta", "best_delta", ratio), Column("empty", "unchanged_deltas"),
+    Column("evaluations", "evaluations_per_checkpoint", digits(1)), Column("missed", "bound_missed"),
+    Column("resumes", "lossy_resumes"), Column("s / save", "save_seconds", digits(2)),
     Column("share", "save_share", percent),
     *(Column(f"at {hours} h", f"save_share_{hours}_h", lambda share: f"{100 * share:.4f} %") for hours in PAPER_HOURS),
 )
+
+
+def _write(path: Path, made: Row) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _atomic(path) as stream:
+        stream.write((json.dumps(made, indent=1, allow_nan=False) + "\n").encode())
 
 
 @contextmanager

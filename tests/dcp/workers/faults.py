@@ -140,7 +140,7 @@ def linking(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 
 def committing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """The coordinator's last steps."""
-    for target, name in ((session, "_write_index"), (Manifest, "write"), (chain, "choose_parent")):
+    for target, name in ((session, "write_index"), (Manifest, "write"), (chain, "choose_parent")):
         path = root / f"committing-{name}"
         with broken(rank == 0, target, name, fault()):
             fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "Input/output")  # noqa: B023
