@@ -88,6 +88,7 @@ class CheckpointFiles:
         if not 0 <= ref.record < len(records):
             raise CorruptCheckpoint(f"'{ref.file}' has {len(records)} records, record {ref.record} is asked for")
         record: dict[str, Any] = records[ref.record]
+        fqn = None if fqn is None else self.index.get("tied", {}).get(fqn, fqn)
         found = (record["fqn"], None if record["type"] == "bytes" else tuple(record["offsets"]))
         if fqn is not None and found != (fqn, offsets):
             raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is {found}, the index says {(fqn, offsets)}")

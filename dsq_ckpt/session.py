@@ -92,6 +92,27 @@ class RankResult:
     requires: list[str] = field(default_factory=list)
     written: dict[ChunkKey | str, Written] = field(default_factory=dict)
     kinds: dict[str, Sizes] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]:
+    """Items without those that share another's memory, as tied weights do, and the item each of these is tied to."""
+    kept: list[Item] = []
+    tied: dict[ChunkKey, ChunkKey] = {}
+    seen: dict[tuple[Any, ...], ChunkKey] = {}
+    for item in items:
+        tensor = item.load()
+        local = getattr(tensor, "_local_tensor", tensor)
+        if not item.key.elements or local.layout is not torch.strided:
+            kept.append(item)
+            continue
+        memory = (local.device, local.data_ptr(), local.stride(), local.dtype, item.key.offsets, item.key.shape)
+        first = seen.setdefault(memory, item.key)
+        if first == item.key:
+            kept.append(item)
+        else:
+            tied[item.key] = first
+    return kept, tied
 
 
 def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
@@ -270,6 +291,7 @@ def write_rank(
     directory: Path, agreement: Agreement, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
     coded: Iterable[Coded], plain: Iterable[Item], objects: Iterable[tuple[str, bytes]],
     dtypes: dict[ChunkKey, torch.dtype], kinds: dict[ChunkKey, str], workers: Workers,
+    tied: Mapping[ChunkKey, ChunkKey],
 ) -> tuple[RankResult, Memory]:
     """Write the files of one rank; returns what was written, and what the next save needs of what was coded.
 
@@ -314,6 +336,9 @@ def write_rank(
         if config.storage.fsync:
             sync_directory(directory)
     result.files.append(base_file)
+    for key, first in tied.items():
+        result.written[key] = result.written[first]
+        result.tied[key.fqn] = first.fqn
     for kind, parts in by_kind.items():
         result.kinds[kind] = Sizes(
             logical=sum(part.logical for part in parts), base=sum(part.base for part in parts),
@@ -380,6 +405,7 @@ def commit(
             if fitted.mean_square > 0 and not agreement.layout.residual
         },
         "exponents": {} if agreement.layout.residual else analysis.exponents,
+        "tied": {name: first for result in results for name, first in result.tied.items()},
         "planner": planner,
     }
     files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))

@@ -52,6 +52,7 @@ from dsq_ckpt.session import (
     remember,
     sketch,
     too_many_resumes,
+    untied,
     write_rank,
 )
 from dsq_ckpt.workers import Workers
@@ -203,8 +204,9 @@ class DSQStorageWriter(StorageWriter):
                 if staged.agreement.save_id != agreement.save_id:
                     raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
                 choice = staged.choice
-                coded, plain = _staged_payloads(items, staged.coded)
+                coded, plain, tied = _staged_payloads(items, staged.coded)
             else:
+                items, tied = untied(items)
                 quantized = self._quantized(items, [], agreement, workers)
                 coded, plain, choice = quantized.coded, quantized.plain, quantized.choice
             if agreement.exact:
@@ -216,6 +218,7 @@ class DSQStorageWriter(StorageWriter):
             result, memory = write_rank(
                 path, agreement, self._rank, choice.config, choice.analysis.fitted, coded, plain, objects,
                 {item.key: item.dtype for item in items}, {item.key: item.kind for item in items}, workers,
+                tied,
             )
             if staged is None:
                 memory.values |= exact_values(plain, agreement.layout)
@@ -281,7 +284,9 @@ class DSQStorageWriter(StorageWriter):
             with Workers(storage.thread_count(), storage.block_elements) as workers:
                 items, _ = self._items(mine, planner)
                 own = {item.key for item in items}
+                items, tied = untied(items)
                 replicas = [item for item in self._items(local, planner)[0] if item.key not in own]
+                replicas = untied([*items, *replicas])[0][len(items) :]
                 found = self._quantized(items, replicas, agreement, workers)
                 payloads: dict[ChunkKey, Payload] = {}
                 memory = chain.Memory()
@@ -290,6 +295,7 @@ class DSQStorageWriter(StorageWriter):
                     remember(memory, piece.chunk)
                 exact = {item.key: item.load().detach().to("cpu", copy=True) for item in found.plain}
                 memory.values |= exact_values(found.plain, agreement.layout)
+                payloads |= {key: payloads[first] for key, first in tied.items()}
                 for chunk in found.replicas:  # another rank writes them; the next search here needs their codes
                     CodedChunk.of(chunk, workers)
                     remember(memory, chunk)
@@ -456,18 +462,25 @@ def _loader(item: WriteItem, planner: SavePlanner) -> Callable[[], Any]:
     return lambda: planner.resolve_data(item)
 
 
-def _staged_payloads(items: list[Item], staged: frozenset[ChunkKey]) -> tuple[Iterator[Coded], list[Item]]:
+def _staged_payloads(
+    items: list[Item], staged: frozenset[ChunkKey]
+) -> tuple[Iterator[Coded], list[Item], dict[ChunkKey, ChunkKey]]:
+    """What `stage` left of the items: coded, plain, and those that are tied to another."""
     coded: list[Coded] = []
     plain: list[Item] = []
+    tied: dict[ChunkKey, ChunkKey] = {}
+    seen: dict[int, ChunkKey] = {}
     for item in items:
         payload: Any = item.load()
-        if isinstance(payload, Coded):
+        if (first := seen.setdefault(id(payload), item.key)) != item.key:
+            tied[item.key] = first
+        elif isinstance(payload, Coded):
             coded.append(payload)
         elif item.key in staged:
             raise SaveFailed("this writer holds an asynchronous save that failed; use a new DSQStorageWriter for each")
         else:
             plain.append(item)
-    return iter(coded), plain
+    return iter(coded), plain, tied
 
 
 def _staged_state_dict(
