@@ -204,7 +204,7 @@ class _Rank:
                 return merged
             older = [self._base, self._count + len(self._more)]
             self._more.append(merged)
-        new = {**record, "blocks": [copied(block) for block in record["blocks"]]}
+        new = {**record, "blocks": [None if block is None else copied(block) for block in record["blocks"]]}
         if "protected" in record:
             new["protected"] = copied(record["protected"])
         if steps:
@@ -254,4 +254,4 @@ class _Copies:
 def _size(record: Tree) -> int:
     """Bytes of a record's blocks."""
     places = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]
-    return sum(int(place[1]) for place in places)
+    return sum(int(place[1]) for place in places if place is not None)

@@ -14,7 +14,8 @@ class Tied(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.embed, self.hidden, self.head = nn.Embedding(128, 96), nn.Linear(96, 96), nn.Linear(96, 128, bias=False)
+            self.embed, self.hidden = nn.Embedding(128, 96), nn.Linear(96, 96)
+            self.head = nn.Linear(96, 128, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 

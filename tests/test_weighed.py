@@ -62,7 +62,7 @@ def test_against_quantiles_of_the_data(tmp_path, metric, step):
     low = (by < np.quantile(by, 0.95 * PRUNE)) & (codes != protected)
     assert np.mean(codes[low] == 0) > 0.98, "the smallest by the chosen metric are zero"
     assert PRUNE * 0.9 <= np.mean(codes == 0) <= PRUNE * 1.2 + (0.1 if metric == "sensitivity" else 0)
-    (sketches, analysis), = seen
+    (_, analysis), = seen
     counts = np.bincount(codes, minlength=protected + 1)
     assert (analysis.fitted["weights/linear"].counts.sum(0) == counts).all(), "sizes are predicted exactly"
     assert counts.sum() == n and analysis.fitted["weights/linear"].uses_parent == bool(step)

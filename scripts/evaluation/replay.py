@@ -260,7 +260,7 @@ def stored(path: Path, types: Mapping[str, str]) -> tuple[dict[str, Bytes], Code
             if kind == "weights" and record["type"] == "coded":
                 codes.elements += math.prod(record["shape"])
                 codes.stored += 8 * part.base
-                codes.codes += 8 * sum(block[1] for block in record["blocks"])
+                codes.codes += 8 * sum(block[1] for block in record["blocks"] if block is not None)
     codes.entropy = sum(
         group.bits_per_element * group.elements for name, group in manifest.groups.items()
         if name.startswith("weights/")
@@ -275,7 +275,7 @@ def _record_bytes(record: Mapping[str, Any], packs: list[Any], refined: Mapping[
         blocks = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]
         beside = [] if refined is None else [*refined["blocks"], *filter(None, [refined.get("protected")])]
         return Bytes(
-            elements * dtype_of(record["dtype"]).itemsize, sum(block[1] for block in blocks),
+            elements * dtype_of(record["dtype"]).itemsize, sum(block[1] for block in blocks if block is not None),
             sum(block[1] for block in beside),
         )
     size = record["size"]
