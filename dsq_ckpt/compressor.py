@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
+from dsq_ckpt.choice import as_configured
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sensitivity import GradientAverage, names_of
-from dsq_ckpt.session import as_configured
 from dsq_ckpt.systems import SYSTEMS
 
 

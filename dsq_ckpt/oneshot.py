@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dsq_ckpt import chain
 from dsq_ckpt.analysis import Sketches
 from dsq_ckpt.api import ConfigLike, as_config, describe, finish_background, save_with
+from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig
@@ -23,7 +24,6 @@ from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.manifest import Manifest, is_complete, local_path
 from dsq_ckpt.search.manager import ConfigManager
-from dsq_ckpt.session import Choice
 from dsq_ckpt.sources import State, read_state
 from dsq_ckpt.trees import Tree, difference, merged, read_tree
 from dsq_ckpt.workers import Workers

@@ -67,10 +67,13 @@ def offline(
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(systems.all_systems())}")
     recordings = _recordings(workload, seed, directory)
     torch.set_num_threads(1)
-    rows = systems.compare(recordings, epsilon, dsq_epsilon, chosen, console.print)
-    against = systems.versus(rows)
     settings = {"workload": workload, "seed": seed, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon, "system": chosen}
-    results.write(json_path, results.document("offline", settings, rows, versus=against))
+    rows: list[results.Row] = []
+    for row in systems.compare(recordings, epsilon, dsq_epsilon, chosen, console.print):
+        rows.append(row)
+        # After each system: what was measured is kept, should the program be stopped.
+        against = systems.versus(rows)
+        results.write(json_path, results.document("offline", settings, rows, versus=against))
     systems.print_comparison(rows, against)
 
 

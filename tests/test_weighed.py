@@ -8,8 +8,8 @@ import dsq_ckpt
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import save_with
 from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.choice import as_configured
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.session import as_configured
 from dsq_ckpt.workers import Workers
 
 PRUNE, PROTECT = 0.3, 0.02

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -25,25 +23,30 @@ from torch.futures import Future
 from dsq_ckpt import chain
 from dsq_ckpt.analysis import Analysis, Fractions, Layout
 from dsq_ckpt.chain import Parent, ParentRef
+from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
 from dsq_ckpt.chunk import ChunkKey, CodedChunk, QuantizingChunk
 from dsq_ckpt.comm import communicator, together
+from dsq_ckpt.commit import commit
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.dcp.staging import Payload, StagedTensor
+from dsq_ckpt.dcp.items import (
+    inventory,
+    key_of,
+    loader,
+    planner_json,
+    staged_payloads,
+    staged_state_dict,
+    write_results,
+)
+from dsq_ckpt.dcp.staging import Payload
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.groups import assign, kind_of, layer_types, unwrapped
 from dsq_ckpt.manifest import is_complete, local_path
 from dsq_ckpt.session import (
     Agreement,
-    Choice,
-    Chooser,
     Coded,
     Item,
-    RankResult,
-    all_exact,
-    as_configured,
     check_nonfinite,
-    commit,
     exact_values,
     load_chunk,
     lossy_items,
@@ -204,7 +207,7 @@ class DSQStorageWriter(StorageWriter):
                 if staged.agreement.save_id != agreement.save_id:
                     raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
                 choice = staged.choice
-                coded, plain, tied = _staged_payloads(items, staged.coded)
+                coded, plain, tied = staged_payloads(items, staged.coded)
             else:
                 items, tied = untied(items)
                 quantized = self._quantized(items, [], agreement, workers)
@@ -223,16 +226,16 @@ class DSQStorageWriter(StorageWriter):
             if staged is None:
                 memory.values |= exact_values(plain, agreement.layout)
                 chain.remember_pending(path, agreement.save_id, memory)
-        return _done(_write_results(plan.items, result))
+        return _done(write_results(plan.items, result))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         agreement, path = self._planned, self._target()
         if agreement is None or self._choice is None:
             raise SaveFailed(_PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
-        tensors, objects = _inventory(metadata)
+        tensors, objects = inventory(metadata)
         commit(
-            path, agreement, ranks, tensors, objects, _planner_json(metadata.planner_data), self._choice,
+            path, agreement, ranks, tensors, objects, planner_json(metadata.planner_data), self._choice,
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
         chain.remember_committed(path, agreement.save_id)
@@ -299,7 +302,7 @@ class DSQStorageWriter(StorageWriter):
                 for chunk in found.replicas:  # another rank writes them; the next search here needs their codes
                     CodedChunk.of(chunk, workers)
                     remember(memory, chunk)
-            whole = _staged_state_dict(state_dict, mine, {**payloads, **exact})
+            whole = staged_state_dict(state_dict, mine, {**payloads, **exact})
             return whole, _Staged(agreement, found.choice, frozenset(payloads)), memory
 
         own_plan = together(comm, plan)
@@ -352,7 +355,7 @@ class DSQStorageWriter(StorageWriter):
             dtype = data.properties.dtype
             chosen = assign(item.index.fqn, data.size, dtype, self.config.quantize, self._types)
             items.append(Item(
-                _key(item), dtype, chosen.kind, chosen.group, chosen.config, _loader(item, planner)
+                key_of(item), dtype, chosen.kind, chosen.group, chosen.config, loader(item, planner)
             ))
         objects = (
             (item.index.fqn, planner.resolve_data(item).getvalue())  # type: ignore[union-attr]
@@ -450,89 +453,3 @@ def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
-
-
-def _key(item: WriteItem) -> ChunkKey:
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _loader(item: WriteItem, planner: SavePlanner) -> Callable[[], Any]:
-    return lambda: planner.resolve_data(item)
-
-
-def _staged_payloads(
-    items: list[Item], staged: frozenset[ChunkKey]
-) -> tuple[Iterator[Coded], list[Item], dict[ChunkKey, ChunkKey]]:
-    """What `stage` left of the items: coded, plain, and those that are tied to another."""
-    coded: list[Coded] = []
-    plain: list[Item] = []
-    tied: dict[ChunkKey, ChunkKey] = {}
-    seen: dict[int, ChunkKey] = {}
-    for item in items:
-        payload: Any = item.load()
-        if (first := seen.setdefault(id(payload), item.key)) != item.key:
-            tied[item.key] = first
-        elif isinstance(payload, Coded):
-            coded.append(payload)
-        elif item.key in staged:
-            raise SaveFailed("this writer holds an asynchronous save that failed; use a new DSQStorageWriter for each")
-        else:
-            plain.append(item)
-    return iter(coded), plain, tied
-
-
-def _staged_state_dict(
-    state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
-) -> dict[str, Any]:
-    """The state dict with every tensor replaced by its staged chunks and every object copied."""
-    flat, mappings = flatten_state_dict(state_dict)
-    by_name: dict[str, list[WriteItem]] = {}
-    for item in items:
-        if item.tensor_data is not None:
-            by_name.setdefault(item.index.fqn, []).append(item)
-    staged: dict[str, Any] = {}
-    for fqn, value in flat.items():
-        if isinstance(value, torch.Tensor):  # without items where another rank writes it: its place must remain
-            mine = by_name.get(fqn, [])
-            staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[_key(item)] for item in mine])
-        else:
-            staged[fqn] = copy.deepcopy(value)
-    return unflatten_state_dict(staged, mappings)
-
-
-def _write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
-    """DCP's record of each item; the first one carries what the rank wrote as a whole."""
-    results: list[WriteResult] = []
-    for item in items:
-        key = item.index.fqn if item.tensor_data is None else _key(item)
-        written = result.written[key]
-        data = {"rank": result} if not results else {}
-        results.append(WriteResult(item.index, written.base + written.refinement, data))
-    return results
-
-
-def _inventory(metadata: Metadata) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    tensors, objects = {}, []
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            tensors[fqn] = {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."), "shape": list(entry.size),
-                "chunks": [ChunkKey(fqn, tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks],
-            }
-        else:
-            objects.append(fqn)
-    return tensors, objects
-
-
-def _planner_json(planner_data: Any) -> Any:
-    """DCP's flattening paths as JSON; None for planners that keep other things."""
-    if not isinstance(planner_data, dict):
-        return None
-    paths = {}
-    for fqn, path in planner_data.items():
-        if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
-            return None
-        paths[fqn] = list(path)
-    return paths

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig, SearchConfig
@@ -27,7 +28,6 @@ from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.space import Point, Space
 from dsq_ckpt.search.trial import TrialModel
-from dsq_ckpt.session import Choice
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.workers import Workers
 

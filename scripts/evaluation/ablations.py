@@ -22,6 +22,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.compressor import _fractions
@@ -31,7 +32,6 @@ from dsq_ckpt.groups import group_config
 from dsq_ckpt.search import Axis, Space
 from dsq_ckpt.search.manager import degradation
 from dsq_ckpt.search.trial import TrialModel
-from dsq_ckpt.session import Choice
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.workers import Workers
 from evaluation.offline import OURS, RIVAL, summary, system_config

@@ -63,8 +63,8 @@ def system_config(system: str, epsilon: float) -> dsq_ckpt.DSQConfig:
 def compare(
     directories: Sequence[Path], epsilon: float, ours: Sequence[float], systems: Sequence[str],
     report: Callable[[str], None],
-) -> list[Row]:
-    """Replay all systems on all recordings.
+) -> Iterator[Row]:
+    """Replay all systems on all recordings, one after the other.
 
     Args:
         directories: of recordings.
@@ -73,11 +73,10 @@ def compare(
         systems: names in `SYSTEMS`.
         report: called with progress, line by line.
 
-    Returns:
+    Yields:
         One row per recording, system and bound.
     """
     jobs = [(system, bound) for system in systems for bound in (epsilon, *(ours if system == OURS else ()))]
-    rows = []
     for directory in directories:
         recorded = load_recording(directory).info["settings"]
         run = {"run": f"{recorded['workload']}, seed {recorded['seed']}", "workload": recorded["workload"]}
@@ -88,10 +87,9 @@ def compare(
                 made = replay(directory, system_config(system, bound), report=report)
             except DSQError as error:
                 report(f"  skipped: {error}")
-                rows.append(row | {"skipped": " ".join(str(error).split())})
+                yield row | {"skipped": " ".join(str(error).split())}
                 continue
-            rows.append(row | {"skipped": None} | summary(made))
-    return rows
+            yield row | {"skipped": None} | summary(made)
 
 
 def summary(made: Replay) -> Row:

@@ -17,12 +17,12 @@ from evaluation.replay import MOMENTS, Bytes, Replay, replay, save_recorded
 from typer.testing import CliRunner
 
 import dsq_ckpt
+from dsq_ckpt.choice import as_configured
 from dsq_ckpt.compressor import _fractions
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.keys import ALPHA
 from dsq_ckpt.manifest import Manifest, Sizes
 from dsq_ckpt.search.manager import degradation
-from dsq_ckpt.session import as_configured
 from dsq_ckpt.systems import SYSTEMS
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt import DSQStorageWriter, chain, session
+from dsq_ckpt import DSQStorageWriter, chain, commit
 from dsq_ckpt.container import ContainerWriter
 from dsq_ckpt.dcp import writer as writer_module
 from dsq_ckpt.manifest import Manifest
@@ -140,7 +140,7 @@ def linking(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 
 def committing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """The coordinator's last steps."""
-    for target, name in ((session, "write_index"), (Manifest, "write"), (chain, "choose_parent")):
+    for target, name in ((commit, "write_index"), (Manifest, "write"), (chain, "choose_parent")):
         path = root / f"committing-{name}"
         with broken(rank == 0, target, name, fault()):
             fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "Input/output")  # noqa: B023

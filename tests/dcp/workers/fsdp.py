@@ -70,7 +70,7 @@ def read(path: Path, like: dict[str, Any], **options: Any) -> dict[str, torch.Te
 
 def close(truth: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
     for fqn, value in truth.items():
-        limit = 0.4 if "exp_avg" in fqn else 0.1  # two bits inside three cells
+        limit = 0.6 if "exp_avg" in fqn else 0.1  # moments are coarse: one or two bits inside three or four cells
         assert error_of(value, got[fqn]) < limit, (fqn, error_of(value, got[fqn]))
 
 

@@ -1,0 +1,156 @@
+"""The coordinator's part of a save: check that all is there, write index and manifest."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsq_ckpt import chain
+from dsq_ckpt.chain import ParentRef
+from dsq_ckpt.choice import Choice
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.container import sync_directory, write_index
+from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
+from dsq_ckpt.session import Agreement, RankResult
+from dsq_ckpt.shard import Written
+from dsq_ckpt.version import __version__
+
+
+def commit(
+    directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
+    objects: Sequence[str], planner: Any, choice: Choice, *, overwrite: bool, pinned: bool, started: float,
+) -> Manifest:
+    """The coordinator's part: check that all is there, write index and manifest.
+
+    Args:
+        results: of all ranks.
+        tensors: {fqn: {"dtype", "shape", "chunks": [ChunkKey, ...]}} that were planned.
+        objects: names of the objects that were planned.
+        planner: JSON of what DCP's planner wants back.
+
+    Raises:
+        SaveFailed: something planned was not written; the checkpoint stays invisible.
+    """
+    analysis, config = choice.analysis, choice.config
+    written: dict[ChunkKey | str, Written] = {}
+    for result in results:
+        written.update(result.written)
+    planned = [key for tensor in tensors.values() for key in tensor["chunks"]] + list(objects)
+    lost = [key for key in planned if key not in written]
+    if lost:
+        raise SaveFailed(
+            f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
+            "the checkpoint was not committed"
+        )
+    own = [file for result in results for file in result.files]
+    files = [ManifestFile.of(file, "own") for file in own]
+    files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
+    required = sorted({name for result in results for name in result.requires})
+    depth = 0
+    if required:
+        assert agreement.parent is not None
+        depth = agreement.parent.depth + 1
+        known = {file.name: file for file in Manifest.read(Path(agreement.parent.path)).files}
+        files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
+    absent = [file.name for file in files if _size(directory / file.name) != file.size]
+    if absent:
+        raise SaveFailed(
+            f"'{directory / absent[0]}' is missing or not whole after all ranks wrote; do all hosts share the path?"
+        )
+    names = [file.name for file in own]
+    place = {name: number for number, name in enumerate(names)}
+    index = {
+        "files": names,
+        "tensors": {
+            fqn: {"dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": [
+                [list(key.offsets), list(key.shape), place[written[key].ref.file], written[key].ref.record]
+                for key in tensor["chunks"]
+            ]} for fqn, tensor in tensors.items()
+        },
+        "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in objects},
+        "codebooks": {
+            # A group of zeros teaches nothing to the next checkpoint.
+            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items()
+            if fitted.mean_square > 0 and not agreement.layout.residual
+        },
+        "exponents": {} if agreement.layout.residual else analysis.exponents,
+        "tied": {name: first for result in results for name, first in result.tied.items()},
+        "planner": planner,
+    }
+    files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
+    kinds: dict[str, Sizes] = {}
+    for result in results:
+        for kind, sizes in result.kinds.items():
+            total = kinds.setdefault(kind, Sizes())
+            total.logical += sizes.logical
+            total.base += sizes.base
+            total.refinement += sizes.refinement
+    refined = any(result.refinement for result in results)
+    manifest = Manifest(
+        save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
+        parent=agreement.parent.save_id if required and agreement.parent else None,
+        parent_name=_printable(Path(agreement.parent.path).name) if required and agreement.parent else None,
+        previous=agreement.previous.save_id if agreement.previous else None,
+        previous_name=_sibling(directory, agreement.previous),
+        depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
+        groups={
+            name: _report(fitted, agreement.layout.residual) for name, fitted in analysis.fitted.items()
+            if fitted.counts.any()
+        },
+        nonfinite=sorted(analysis.nonfinite), quality=choice.quality,
+        lossy_resumes=agreement.previous.lossy_resumes if agreement.previous else 0,
+        seconds=time.time() - started, config=config.model_dump(mode="json"),
+        writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    replaced = _replaced(directory, files) if overwrite else []
+    if config.storage.fsync:
+        sync_directory(directory)
+    manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
+    for path in replaced:
+        path.unlink(missing_ok=True)
+    return manifest
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _sibling(directory: Path, previous: ParentRef | None) -> str | None:
+    """Name of the checkpoint before, if it lies in the same run directory."""
+    if previous is None or chain.run_of(Path(previous.path)) != chain.run_of(directory):
+        return None
+    return _printable(Path(previous.path).name)
+
+
+def _printable(name: str) -> str:
+    """A file name as text; bytes that are none become question marks."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
+    """Files of the checkpoint that is being overwritten which the new one does not need."""
+    kept = {file.name for file in files}
+    try:
+        return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]
+    except DSQError:  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
+        return []
+
+
+def _report(fitted: Fitted, residual: bool) -> GroupReport:
+    elements = int(fitted.counts.sum())
+    energy = fitted.mean_square or 1.0
+    return GroupReport(
+        elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent or residual,
+        bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
+        step=fitted.codebook.step,
+    )
