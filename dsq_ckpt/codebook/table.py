@@ -37,7 +37,7 @@ def entropy_bits(counts: Counts) -> float:
     totals = counts.sum(1, keepdims=True)
     seen = counts > 0
     shares = counts / np.maximum(totals, 1)
-    return float(-(counts[seen] * np.log2(shares[seen])).sum())
+    return max(0.0, float(-(counts[seen] * np.log2(shares[seen])).sum()))
 
 
 def rate_distortion_table(
