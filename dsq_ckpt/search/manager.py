@@ -154,7 +154,9 @@ class ConfigManager:
         """Search, and choose; collective over `comm`."""
         started = time.perf_counter()
         space = SYSTEMS[config.system].space
-        groups = [group for group in sketches.layout.groups if group.startswith("weights/")]
+        groups = [
+            group for group in sketches.layout.groups if group.startswith("weights/") and sketches.joint[group].any()
+        ]  # a keyframe of value deltas quantizes nothing
         usual = sketches.fit()
         if space is None or not groups:
             return Choice(usual, config)

@@ -82,7 +82,7 @@ def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
         values.append(read(root / "sync" / str(step), size))
         truth = whole(flat(state_at(step, size)))
         for fqn, value in truth.items():
-            limit = 0.3 if "exp_avg" in fqn else 0.03
+            limit = 0.6 if "exp_avg" in fqn else 0.03
             assert error_of(value, values[-1][fqn]) < limit, (fqn, error_of(value, values[-1][fqn]))
             assert equal_everywhere(values[-1][fqn]), fqn
         assert values[-1]["step"] == step and values[-1]["settings.step"] == step

@@ -184,7 +184,7 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     for culprit in range(size):
         for target, name in (
             (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"),
-            (writer_module, "_staged_state_dict"), (writer_module, "write_rank"), (ContainerWriter, "finish"),
+            (writer_module, "staged_state_dict"), (writer_module, "write_rank"), (ContainerWriter, "finish"),
         ):
             path = root / f"staging-{culprit}-{name}"
 
