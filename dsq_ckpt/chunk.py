@@ -59,6 +59,12 @@ class Chunk:
         return self.tensor.detach().contiguous().view(-1)
 
 
+def scale_of(exponent: float) -> float:
+    """2**exponent with at most 16 bits of mantissa: products with bounds of cells are exact, so zeros stay zeros."""
+    whole = math.floor(exponent)
+    return math.ldexp(round(2.0 ** (exponent - whole) * 2**15), whole - 15)
+
+
 class BlockData(NamedTuple):
     """What a block of codes has beside them: protected values (fp32 bits, in order), packed refinement bits."""
 
@@ -111,7 +117,7 @@ class QuantizingChunk:
         codes = self.codes[where]
         parent = None if self.parent is None else self.parent[where]
         fitted, book = self._fitted, self._fitted.codebook
-        window, inverse = fitted.window, 2.0**-self.exponent
+        window, inverse = fitted.window, 1.0 / scale_of(self.exponent)
         kernels.quantize(
             values, parent, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes
         )
@@ -205,9 +211,9 @@ def sketch_block(
     """Add a block to a group's joint counts, int64[rows, window.size]; without parent, to the last row."""
     last = counts.shape[0] - 1
     if last == 0 and parent is None:
-        kernels.sketch(values, window.lo, window.hi, 2.0**-exponent, counts[0])
+        kernels.sketch(values, window.lo, window.hi, 1.0 / scale_of(exponent), counts[0])
     else:
-        kernels.joint_sketch(values, parent, last, window.lo, window.hi, 2.0**-exponent, counts)
+        kernels.joint_sketch(values, parent, last, window.lo, window.hi, 1.0 / scale_of(exponent), counts)
 
 
 class Dequantizer:
@@ -220,7 +226,7 @@ class Dequantizer:
     """
 
     def __init__(self, book: Codebook, exponent: float, bits: int) -> None:
-        self._book, self._bits, factor = book, bits, 2.0**exponent
+        self._book, self._bits, factor = book, bits, scale_of(exponent)
         levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
         if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
             reach = max(np.abs(levels).max(), np.abs(book.cell_low).max(), np.abs(book.cell_high).max()) * factor

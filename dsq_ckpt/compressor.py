@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.analysis import Fractions
@@ -71,6 +77,11 @@ class Compressor:
         self._group = process_group
         self._hooks = hooks
         self._manager = None if evaluate is None else ConfigManager(model, evaluate)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
+            module.reshard()
+        if evaluate is not None:
+            _check_search(self.config, bool(sharded))
         parameters = names_of(model)
         if optimizer is not None:
             _check_owner(optimizer, parameters)
@@ -161,7 +172,7 @@ class Compressor:
         state = self.state(extra)
         load(state, path, process_group=self._group)
         if self.optimizer is None:
-            self.model.load_state_dict(state["model"])
+            set_model_state_dict(self.model, state["model"])
         else:
             set_state_dict(
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -179,6 +190,23 @@ class Compressor:
         names = names_of(self.model)
         found = {name: self._average.average(name) for name in names if name in self._average}
         return {name: average for name, average in found.items() if average is not None}
+
+
+def _check_search(config: DSQConfig, sharded: bool) -> None:
+    if config.search.spread and sharded:
+        raise ConfigError(
+            "search.spread is true, but the model is sharded (FSDP): its ranks evaluate together; leave spread out"
+        )
+    space = SYSTEMS[config.system].space
+    if space is None:
+        return
+    try:
+        config.with_values(**space.values(space.gentlest, space.variants[0]))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the search of system '{config.system}' does not fit the configuration: {error}; choose the system whose "
+            "codebook this is, or leave out `evaluate` to take the configuration as it is"
+        ) from None
 
 
 def _check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:

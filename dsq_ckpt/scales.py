@@ -137,13 +137,18 @@ def _by_gradient(
     energy = {fqn: _mean(octaves[fqn], 2) for fqn in names}
     size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
     gradient = {fqn: _mean(octaves[gauges[fqn].name], gauges[fqn].power) for fqn in names if fqn in gauges}
-    known = [fqn for fqn, mean in gradient.items() if mean > 0 and energy[fqn] > 0]
+    known = [
+        fqn for fqn, mean in gradient.items()
+        if mean > 0 and energy[fqn] > 0 and not octaves[fqn][-1] and not octaves[gauges[fqn].name][-1]
+    ]
     total = sum(size[fqn] for fqn in names)
     if not known or sum(size[fqn] for fqn in known) * 2 < total:
         return set(), 0.0, {}
-    unit = (sum(energy[fqn] * size[fqn] for fqn in names) / total) ** 0.5
+    held = sum(size[fqn] for fqn in known)
+    # The geometric mean of the tensors' root mean squares: a few large ones (embeddings) do not own it.
+    unit = float(2.0 ** (sum(0.5 * np.log2(energy[fqn]) * size[fqn] for fqn in known) / held))
     logs = {fqn: float(np.log2(gradient[fqn])) for fqn in known}
-    middle = sum(logs[fqn] * size[fqn] for fqn in known) / max(sum(size[fqn] for fqn in known), 1)
+    middle = sum(logs[fqn] * size[fqn] for fqn in known) / held
     exponents = {}
     for fqn in names:
         if not energy[fqn]:

@@ -93,27 +93,29 @@ class RankResult:
 
 
 def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]:
-    """Items without those that share another's memory, as tied weights do, and the item each of these is tied to."""
-    kept: list[Item] = []
-    tied: dict[ChunkKey, ChunkKey] = {}
-    seen: dict[tuple[Any, ...], ChunkKey] = {}
+    """Items without those that share another's memory, as tied weights do, and the item each of these is tied to.
+
+    Of tensors that are tied, one that a rule wants exact stands for the others.
+    """
+    alive: list[torch.Tensor] = []  # a tensor made for the asking must not be freed, and its memory given to the next
+    groups: dict[Any, list[Item]] = {}
     for item in items:
         try:
             tensor = item.load()
         except Exception:  # it fails again where the other ranks learn of it
-            kept.append(item)
+            groups[item.key] = [item]
             continue
+        alive.append(tensor)
         local = getattr(tensor, "_local_tensor", tensor)
         if not item.key.elements or local.layout is not torch.strided:
-            kept.append(item)
+            groups[item.key] = [item]
             continue
         memory = (local.device, local.data_ptr(), local.stride(), local.dtype, item.key.offsets, item.key.shape)
-        first = seen.setdefault(memory, item.key)
-        if first == item.key:
-            kept.append(item)
-        else:
-            tied[item.key] = first
-    return kept, tied
+        groups.setdefault(memory, []).append(item)
+    first = {item.key: min(group, key=lambda one: one.config is not None).key
+             for group in groups.values() for item in group}
+    kept = [item for item in items if first[item.key] == item.key]
+    return kept, {key: chosen for key, chosen in first.items() if key != chosen}
 
 
 def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:

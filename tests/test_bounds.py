@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import dsq_ckpt
 from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.chunk import scale_of
 from dsq_ckpt.workers import Workers
 from tests.states import loaded
 
@@ -102,7 +103,7 @@ def check_cells(checkpoint, fqn, value, refined, base, bits):
     book, record = checkpoint.codebook(ref), checkpoint.record(ref)
     with Workers(1, 1 << 10) as workers:
         codes = checkpoint.codes(ref, workers)
-    scale = 2.0 ** record.get("exponent", 0)
+    scale = scale_of(record.get("exponent", 0))
     x, y, z = (part.double().numpy().ravel() for part in (value, refined, base))
     exact = codes == book.protected
     if bits:

@@ -21,7 +21,7 @@ from dsq_ckpt.keys import KeyWindow
 
 Mask = npt.NDArray[np.bool_]
 
-_KEEP_STEP = 2**0.5  # a lattice keeps its parent's step while the fresh one is within this factor
+_KEEP_STEP = 2**0.25  # a lattice keeps its parent's step while the fresh one is this near; a search moves it by more
 
 
 class Occupied:
@@ -223,13 +223,14 @@ def _exponent(
     occupied = Occupied(held, window)
     if not len(occupied.values):
         return _nothing(over)
-    low, high = window.edges()
-    place = occupied.place
-    levels, codes = exponent_buckets(occupied.values, low[place], high[place], occupied.counts, config.bits)
+    low, high = (edge[occupied.place] for edge in window.edges())
+    values, first, same = np.unique(occupied.values + 0.0, return_index=True, return_inverse=True)  # zeros as one
+    counts = np.bincount(same, weights=occupied.counts).astype(np.int64)
+    levels, codes = exponent_buckets(values, low[first], high[first], counts, config.bits)
     if not len(levels):
         return _nothing(over)
     full = np.zeros(window.size, np.uint8)
-    full[place] = codes
+    full[occupied.place] = codes[same]
     return Proposal(levels, over, np.zeros(window.size, bool), codes=full)
 
 

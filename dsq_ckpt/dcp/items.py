@@ -38,8 +38,10 @@ def staged_payloads(
     plain: list[Item] = []
     tied: dict[ChunkKey, ChunkKey] = {}
     seen: dict[int, ChunkKey] = {}
+    alive: list[Any] = []
     for item in items:
         payload: Any = item.load()
+        alive.append(payload)  # else its identity may be given to the next
         if (first := seen.setdefault(id(payload), item.key)) != item.key:
             tied[item.key] = first
         elif isinstance(payload, Coded):

@@ -24,7 +24,7 @@ from dsq_ckpt import chain
 from dsq_ckpt.analysis import Analysis, Fractions, Layout
 from dsq_ckpt.chain import Parent, ParentRef
 from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
-from dsq_ckpt.chunk import ChunkKey, CodedChunk, QuantizingChunk
+from dsq_ckpt.chunk import Chunk, ChunkKey, CodedChunk
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.commit import commit
 from dsq_ckpt.config import DSQConfig
@@ -75,7 +75,6 @@ class _Quantized:
     coded: Iterator[Coded]
     plain: list[Item]
     choice: Choice
-    replicas: list[QuantizingChunk]
 
 
 class DSQStorageWriter(StorageWriter):
@@ -285,11 +284,9 @@ class DSQStorageWriter(StorageWriter):
         def quantized() -> tuple[dict[str, Any], _Staged, chain.Memory]:
             storage = self.config.storage
             with Workers(storage.thread_count(), storage.block_elements) as workers:
-                items, _ = self._items(mine, planner)
+                items = [item for item in self._items(mine, planner)[0] if item.key not in tied]
                 own = {item.key for item in items}
-                items, tied = untied(items)
                 replicas = [item for item in self._items(local, planner)[0] if item.key not in own]
-                replicas = untied([*items, *replicas])[0][len(items) :]
                 found = self._quantized(items, replicas, agreement, workers)
                 payloads: dict[ChunkKey, Payload] = {}
                 memory = chain.Memory()
@@ -298,17 +295,27 @@ class DSQStorageWriter(StorageWriter):
                     remember(memory, piece.chunk)
                 exact = {item.key: item.load().detach().to("cpu", copy=True) for item in found.plain}
                 memory.values |= exact_values(found.plain, agreement.layout)
-                payloads |= {key: payloads[first] for key, first in tied.items()}
-                for chunk in found.replicas:  # another rank writes them; the next search here needs their codes
-                    CodedChunk.of(chunk, workers)
-                    remember(memory, chunk)
-            whole = staged_state_dict(state_dict, mine, {**payloads, **exact})
-            return whole, _Staged(agreement, found.choice, frozenset(payloads)), memory
+            whole = {**payloads, **exact}
+            whole |= {key: whole[first] for key, first in tied.items()}
+            staged = _Staged(agreement, found.choice, frozenset(payloads))
+            return staged_state_dict(state_dict, mine, whole), staged, memory
 
-        own_plan = together(comm, plan)
+        def plan_untied() -> tuple[SavePlan, dict[ChunkKey, ChunkKey]]:
+            """Ties are found before replicas are dealt to ranks, or one rank would get the one, another the other."""
+            whole = plan()
+            kept, tied = untied(self._items(whole.items, planner)[0])
+            names = {item.key for item in kept}
+            items = [item for item in whole.items if item.tensor_data is None or key_of(item) in names]
+            ties = [item for item in whole.items if item.tensor_data is not None and key_of(item) in tied]
+            return replace(whole, items=items, storage_data=ties), tied
+
+        own_plan, tied = together(comm, plan_untied)
+        ties, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
         local = own_plan.items
         plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
-        mine = plans[comm.rank].items
+        written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
+        tied = {key: first for key, first in tied.items() if first in written}
+        mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
         agreement = comm.gather(together(comm, agree))[0]
         staged, self._staged, memory = together(comm, quantized)
         chain.remember_pending(path, agreement.save_id, memory)
@@ -393,25 +400,29 @@ class DSQStorageWriter(StorageWriter):
                 lossy_items(items), measured_items(items, agreement.layout), agreement, self.config, comm, workers,
                 parent, gradients,
             )
-            others = []
+            others: list[Chunk] = []
             if chooser not in (as_configured, all_exact):
-                view = opened[0] if opened else None
-                others = [
-                    replace(chunk, exponent=sketches.scales.exponents.get(chunk.key.fqn, 0.0),
-                            parent=None if chunk.group in sketches.scales.anew else chunk.parent)
-                    for item in lossy_items(replicas)
-                    if item.kind == "weights" and item.key.fqn not in sketches.nonfinite
-                    for chunk in [load_chunk(item, view, {}, gradients, agreement.layout.residual)]
-                    if chunk is not None
-                ]
+                def load_replicas() -> list[Chunk]:
+                    """Chunks that another rank writes; a failure must reach the ranks that go on to evaluate."""
+                    view = opened[0] if opened else None
+                    return [
+                        replace(chunk, exponent=sketches.scales.exponents.get(chunk.key.fqn, 0.0),
+                                parent=None if chunk.group in sketches.scales.anew else chunk.parent)
+                        for item in lossy_items(replicas)
+                        if item.kind == "weights" and item.key.fqn not in sketches.nonfinite
+                        for chunk in [load_chunk(item, view, {}, gradients, agreement.layout.residual)]
+                        if chunk is not None
+                    ]
+
+                others = together(comm, load_replicas)
         finally:
             for view in opened:
                 view.close()
+        mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
+        choice = chooser(sketches, [*mine, *others], self.config, comm, workers)
         warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), self.config)
         if warning and self._rank == 0:
             warnings.warn(warning, stacklevel=2)
-        mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
-        choice = chooser(sketches, [*mine, *others], self.config, comm, workers)
         chunks = [
             replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
             for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
@@ -420,8 +431,6 @@ class DSQStorageWriter(StorageWriter):
         return _Quantized(
             (quantize(chunk, bases, choice.analysis) for chunk in chunks),
             [item for item in items if item.key not in written], choice,
-            [QuantizingChunk(chunk, choice.analysis.fitted[chunk.group]) for chunk in others
-             if chunk.group in choice.analysis.fitted],
         )
 
     def _gradient(self, item: Item) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from torch import nn
 from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig, SearchConfig
 from dsq_ckpt.groups import group_config
 from dsq_ckpt.search.guided import drive, guided_exhaustive
@@ -35,6 +35,7 @@ _PROTECTED_BITS = 16
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
+_VISIBLE = 0.1  # relative squared error of weights that any metric must notice
 
 
 class _EvaluationFailed(Exception):
@@ -99,6 +100,14 @@ class _Save:
             self.candidates[key] = _Candidate(config, analysis, bits)
         return self.candidates[key]
 
+    def refined(self, candidate: _Candidate, bits: int) -> Analysis:
+        """The candidate with cells laid out for so many refinement bits: zeros come back as zeros only then."""
+        configs = {
+            group: group_config(group, candidate.config.quantize).model_copy(update={"refinement_bits": bits})
+            for group in self.groups
+        }
+        return self.sketches.fit(configs, candidate.analysis)
+
     def size(self, point: Point, variant: int) -> float:
         """Bits of all weights at a point; infinite where the axes contradict each other."""
         try:
@@ -161,12 +170,15 @@ class ConfigManager:
         if space is None or not groups:
             return Choice(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
-        with TrialModel(self._model, local, workers) as model:
-            save = _Save(sketches, config, space, comm, model, usual, groups)
-            try:
-                choice = self._searched(save, record)
-            except _EvaluationFailed as failure:
-                choice = self._unbounded(save, record, str(failure))
+        # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
+        model = together(comm, lambda: TrialModel(self._model, local, workers).__enter__())
+        save = _Save(sketches, config, space, comm, model, usual, groups)
+        try:
+            choice = self._searched(save, record)
+        except _EvaluationFailed as failure:
+            choice = self._unbounded(save, record, str(failure))
+        finally:
+            model.__exit__()
         record |= {"evaluations": save.evaluations, "seconds": time.perf_counter() - started}
         assert choice.quality is record
         return choice
@@ -174,7 +186,7 @@ class ConfigManager:
     def _searched(self, save: _Save, record: dict[str, Any]) -> Choice:
         search, known = save.config.search, self._known
         save.metric = record["metric"] = self._metrics(save, [None])[0]
-        self._check_noise(save, record)
+        self._check_evaluate(save, record)
         point, variant = self._base(save, record)
         if point is None:
             return self._unbounded(save, record, f"no configuration keeps the metric within {search.epsilon:.2%}")
@@ -189,10 +201,11 @@ class ConfigManager:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
         bits = self._refined(save, candidate, record)
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
+        analysis = save.refined(candidate, bits)
         self._known = _Known(
             point, variant, bits, known.comfortable, save.metric, degradation, distortion, deterministic=True
         )
-        return Choice(candidate.analysis, config, dict.fromkeys(save.groups, bits), record)
+        return Choice(analysis, config, dict.fromkeys(save.groups, bits), record)
 
     def _base(self, save: _Save, record: dict[str, Any]) -> tuple[Point | None, int]:
         """The smallest configuration whose base layer keeps to epsilon."""
@@ -259,7 +272,7 @@ class ConfigManager:
         if self._known.comfortable and bits > 1 and save.evaluations <= 2:  # there is an evaluation to spare
             bits -= 1
         while True:
-            metric = self._metrics(save, [candidate.analysis], bits)[0]
+            metric = self._metrics(save, [save.refined(candidate, bits)], bits)[0]
             lost = max(0.0, degradation(metric, save.metric, search)) * abs(save.metric)
             if lost <= allowed or bits == _MOST_BITS:
                 break
@@ -292,10 +305,10 @@ class ConfigManager:
             f"({save.space.describe(gentlest, save.space.variants[0])})", stacklevel=2,
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
-        return Choice(candidate.analysis, config, dict.fromkeys(save.groups, bits), record)
+        return Choice(save.refined(candidate, bits), config, dict.fromkeys(save.groups, bits), record)
 
-    def _check_noise(self, save: _Save, record: dict[str, Any]) -> None:
-        """Once: does the same model get the same metric?"""
+    def _check_evaluate(self, save: _Save, record: dict[str, Any]) -> None:
+        """Once: does the same model get the same metric, and another model another?"""
         if self._known.deterministic:
             return
         again = self._metrics(save, [None])[0]
@@ -308,6 +321,15 @@ class ConfigManager:
                 f"`evaluate` is not deterministic: the same weights got {save.metric:.6g} and {again:.6g}, a "
                 f"difference of {noise:.2%}; that is more than a bound of this search, whose outcome is then chance: "
                 "evaluate on fixed batches, without dropout", stacklevel=2,
+            )
+        coarsest = max(
+            (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),
+            key=save.distortion,
+        )
+        if save.distortion(coarsest) > _VISIBLE and self._metrics(save, [coarsest.analysis])[0] == save.metric:
+            raise _EvaluationFailed(
+                f"`evaluate` gave {save.metric:.6g} for the model and for one whose weights are nearly gone: it must "
+                "evaluate the model that the Compressor was given, with its present weights"
             )
 
     def _metrics(self, save: _Save, analyses: list[Analysis | None], bits: int = 0) -> list[float]:

@@ -27,23 +27,24 @@ class TrialModel:
 
     Args:
         model: whose weights they are.
-        chunks: all local chunks of weights; their tensors are views of the model's parameters.
+        chunks: all local chunks of weights; those that are views of the model's parameters take part.
         workers: threads.
 
     Raises:
-        ConfigError: a chunk's tensor is not the model's, so that evaluating the model would tell nothing.
+        ConfigError: no chunk's tensor is the model's, so that evaluating the model would tell nothing.
     """
 
     def __init__(self, model: nn.Module, chunks: Sequence[Chunk], workers: Workers) -> None:
         self._model = model
         self._workers = workers
         owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        for chunk in chunks:
-            if chunk.key.elements and _storage(chunk.tensor) not in owned:
-                raise ConfigError(
-                    f"'{chunk.key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
-                    "without copies (no cpu_offload, no full_state_dict)"
-                )
+        own = [chunk for chunk in chunks if chunk.key.elements and _storage(chunk.tensor) in owned]
+        if chunks and not own:
+            raise ConfigError(
+                f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
+                "without copies (no cpu_offload, no full_state_dict)"
+            )
+        chunks = own  # an average of weights, say, is saved beside them, and does not show in the metric
         self._targets = [chunk.tensor for chunk in chunks]
         self._chunks = list(chunks)
 
@@ -105,7 +106,10 @@ class TrialModel:
         self._reshard()
 
     def _reshard(self) -> None:
-        """FSDP2 keeps the root's gathered parameters after a forward pass: they must be gathered anew."""
+        """Nothing made of the weights before may be used now: neither casts that autocast keeps, nor the gathered
+        parameters that FSDP2 keeps of its root after a forward pass.
+        """
+        torch.clear_autocast_cache()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -211,6 +211,7 @@ def _trade(axis: Axes, rows: Sequence[Row]) -> None:
         yscale="log", xlabel="mean degradation of base layers, %", ylabel="times smaller, whole run",
         title="weights: size and harm",
     )
+    axis.margins(x=0.25, y=0.08)  # room for the names
 
 
 def _bins(axis: Axes, rows: Sequence[Row]) -> None:

@@ -100,7 +100,7 @@ def test_a_lattice_keeps_its_step_until_the_weights_have_moved_on():
     config = Lattice(step=0.5)
     first = fit_group(*sketched(x), config, None)
     codes = quantized(x, first)
-    grown = fit_group(*sketched((x * 1.2).astype(np.float32), codes, first.codebook), config, first.codebook)
+    grown = fit_group(*sketched((x * 1.1).astype(np.float32), codes, first.codebook), config, first.codebook)
     assert grown.codebook.step == first.codebook.step
     doubled = fit_group(*sketched((x * 2).astype(np.float32), codes, first.codebook), config, first.codebook)
     assert doubled.codebook.step == pytest.approx(2 * first.codebook.step, rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,11 @@ def unzstd(frame: bytes, size: int | None = None) -> bytes:
         return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Refused(str(error)) from error
+
+
+def scale_of(e: float) -> float:  # section 7
+    n = math.floor(e)
+    return float(round(2.0 ** (e - n + 15))) * 2.0 ** (n - 15)
 
 
 def unshuffle(data: bytes, item: int, size: int) -> bytes:  # section 8
@@ -273,7 +279,7 @@ class Reader:  # a checkpoint directory
             if bits and count:
                 protected = np.frombuffer(unshuffle(other.block(entry["protected"]), 4, 4 * count), "<f4")
         book = file.contents["groups"][record["group"]]["codebook"]
-        last, scale = len(book["levels"]), float(2.0 ** record.get("exponent", 0))
+        last, scale = len(book["levels"]), scale_of(record.get("exponent", 0))
         check_book(book)
         require(codes.count(last) == count and max(codes, default=0) <= last, "codes of the codebook")
         pairs: list[tuple[int, int | None]] = list(zip(codes, symbols if bits else [None] * n, strict=True))
