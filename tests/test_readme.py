@@ -53,11 +53,16 @@ def test_python_examples(training, number):
 def test_shell_examples(training):
     state = {"model": training["model"].state_dict(), "step": 500}
     dsq_ckpt.save(state, "run/step-000500")
-    assert {line.split()[1] for line in SHELL} == {"log", "inspect", "verify", "export", "compress", "gc", "bench"}
+    assert {line.split()[1] for line in SHELL} == {"log", "inspect", "verify", "export", "compress", "merge", "gc", "bench"}
     for line in SHELL:
         arguments = shlex.split(line)[1:]
         if arguments == ["bench"]:
             arguments += ["--parameters", "200000", "--repeats", "1"]
+        if arguments[0] == "merge":
+            for number in range(3):
+                weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(number))
+                dsq_ckpt.save({"w": weight}, f"lc/step-{number}", config={"system": "lc"})
+            arguments[1] = "lc/step-2"
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, (line, result.output)
     assert Path("out.pt").exists()
