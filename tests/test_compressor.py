@@ -261,3 +261,34 @@ def test_background_save(tmp_path):
     dsq_ckpt.load(state, tmp_path / "a")
     assert torch.allclose(state["model"]["head.weight"], before["head.weight"], atol=0.05)
     assert Manifest.read(tmp_path / "a").quality["satisfied"]
+
+
+def test_a_metric_that_cannot_see_the_weights_is_no_metric(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
+    with pytest.warns(UserWarning, match="must evaluate the model.*gentlest"):
+        compressor.save(tmp_path / "a")
+    assert not compressor.quality["satisfied"]
+
+
+def test_the_wrong_direction_is_suspected(tmp_path):
+    model, optimizer = trained(120)
+
+    def accuracy():
+        tokens, targets = batch(10_000)
+        model.eval()
+        return float((model(tokens).argmax(-1) == targets).float().mean())
+
+    with pytest.warns(UserWarning, match="higher_is_better"):
+        dsq_ckpt.Compressor(model, optimizer, {"search": {"bound": "relative"}}, accuracy).save(tmp_path / "a")
+
+
+def test_the_gentlest_configuration_is_gentle(tmp_path):
+    """The rate-distortion choice of a delta keeps old codes; where no bound is kept, it is left out."""
+    model, optimizer = trained()
+    calls = iter([1.0] * 1 + [2.0] * 1000)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: next(calls))
+    with pytest.warns(UserWarning, match="gentlest"):
+        compressor.save(tmp_path / "a")
+    assert Manifest.read(tmp_path / "a").config["quantize"]["weights"]["codebook"]["rate_distortion"] == 0.0
+    assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)

@@ -21,6 +21,7 @@ from torch import nn
 from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
+from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig, SearchConfig
 from dsq_ckpt.groups import group_config
@@ -35,6 +36,7 @@ _PROTECTED_BITS = 16
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
+_TOO_GOOD = 0.2  # relative improvement that coarser weights are not believed to bring
 _VISIBLE = 0.1  # relative squared error of weights that any metric must notice
 
 
@@ -96,8 +98,7 @@ class _Save:
                     self.fits[name] = self.sketches.fit({group: chosen}, self.usual)
                 fitted[group] = self.fits[name].fitted[group]
             analysis = Analysis({**self.usual.fitted, **fitted}, self.usual.exponents, self.usual.nonfinite)
-            bits = sum(f.bits + _PROTECTED_BITS * int(f.counts[:, f.codebook.protected].sum()) for f in fitted.values())
-            self.candidates[key] = _Candidate(config, analysis, bits)
+            self.candidates[key] = _Candidate(config, analysis, sum(map(_bits, fitted.values())))
         return self.candidates[key]
 
     def refined(self, candidate: _Candidate, bits: int) -> Analysis:
@@ -107,6 +108,25 @@ class _Save:
             for group in self.groups
         }
         return self.sketches.fit(configs, candidate.analysis)
+
+    @property
+    def gentlest(self) -> Point:
+        """The point that is furthest from aggressive, and the largest of those."""
+        possible = [point for point in self.space.points() if math.isfinite(self.size(point, 0))]
+        return max(possible, key=lambda point: (sum(point), self.size(point, 0)))
+
+    def always_nearest(self, point: Point) -> bool:
+        """Fit a point anew without rate-distortion choice, by which deltas keep old codes; False if it has none."""
+        candidate = self.candidate(point, 0)
+        if not getattr(candidate.config.quantize.weights.codebook, "rate_distortion", 0.0):
+            return False
+        config = candidate.config.with_values(**{"quantize.weights.codebook.rate_distortion": 0.0})
+        configs = {group: group_config(group, config.quantize) for group in self.groups}
+        analysis = self.sketches.fit(configs, candidate.analysis)
+        fits = [analysis.fitted[group] for group in self.groups]
+        self.candidates[point, 0] = _Candidate(config, analysis, sum(map(_bits, fits)))
+        self.degradations.pop((point, 0), None)
+        return True
 
     def size(self, point: Point, variant: int) -> float:
         """Bits of all weights at a point; infinite where the axes contradict each other."""
@@ -120,6 +140,11 @@ class _Save:
         fits = [candidate.analysis.fitted[group] for group in self.groups]
         energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)
         return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
+
+
+def _bits(fitted: Fitted) -> float:
+    """Size of a group's codes and protected values."""
+    return fitted.bits + _PROTECTED_BITS * int(fitted.counts[:, fitted.codebook.protected].sum())
 
 
 class ConfigManager:
@@ -188,6 +213,9 @@ class ConfigManager:
         save.metric = record["metric"] = self._metrics(save, [None])[0]
         self._check_evaluate(save, record)
         point, variant = self._base(save, record)
+        if point is None and save.always_nearest(save.gentlest) and self._try(save, [save.gentlest], 0)[0]:
+            point, variant = save.gentlest, 0
+            record["search"] = "exhaustive, then without rate-distortion choice"
         if point is None:
             return self._unbounded(save, record, f"no configuration keeps the metric within {search.epsilon:.2%}")
         candidate = save.candidate(point, variant)
@@ -196,6 +224,11 @@ class ConfigManager:
             "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": degradation,
             "predicted_bytes": candidate.bits / 8, "satisfied": True,
         }
+        if degradation < -_TOO_GOOD:
+            warnings.warn(
+                f"compression improves the metric by {-degradation:.0%}: if higher is better, set "
+                "search.higher_is_better", stacklevel=2,
+            )
         distortion = save.distortion(candidate)
         if known.degradation is not None and known.distortion:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
@@ -295,9 +328,8 @@ class ConfigManager:
             warnings.warn(f"{why}; the weights of this checkpoint are stored exactly", stacklevel=2)
             kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
             return Choice(Analysis(kept, save.usual.exponents, save.usual.nonfinite), save.config, quality=record)
-        gentlest = max(
-            (p for p in save.space.points() if math.isfinite(save.size(p, 0))), key=lambda p: (sum(p), save.size(p, 0))
-        )
+        gentlest = save.gentlest
+        save.always_nearest(gentlest)
         candidate = save.candidate(gentlest, 0)
         bits = _MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
         warnings.warn(
