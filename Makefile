@@ -1,4 +1,5 @@
-# Everything runs in .venv, which is made on first use. Needs Python 3.10 or newer, pip and make.
+# Everything runs in .venv, which is made on first use. Needs Python 3.11 or newer, as the versions in constraints.txt do
+# (the package itself: setup.py), pip, gcc and make.
 PYTHON ?= python3
 
 VENV := .venv

@@ -6,10 +6,9 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,12 +19,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dsq_ckpt import chain
+from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fill_empty
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.manifest import Manifest, existing_path
+from dsq_ckpt.nesting import empty_dicts
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ def save(
 ) -> Metadata:
     """Save a nested state dict, compressed; collective over `process_group`.
 
+    Keys of dicts that are numbers, as in a plain `optimizer.state_dict()`, and dicts without entries come back in an
+    export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
     The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
     Raises:
@@ -108,7 +112,9 @@ def save_with(
     if staged:
         state_dict = writer.stage(state_dict)
     with _plain_errors(SaveFailed), _alone(no_dist):
-        metadata = dcp.save(state_dict, storage_writer=writer, process_group=process_group, no_dist=no_dist)
+        metadata = dcp.save(
+            state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
+        )
     chain.remember_committed(writer.path, Manifest.read(writer.path).save_id)
     return metadata
 
@@ -169,6 +175,9 @@ def async_save(
 
     Returns:
         A future of DCP's metadata; its `result()` raises what the save raised.
+
+    Raises:
+        DSQError: what failed before the call returns, such as a checkpoint at `path` that is not to be overwritten.
     """
     writer = DSQStorageWriter(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
@@ -191,8 +200,8 @@ def save_async_with(
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     with _plain_errors(SaveFailed), _alone(no_dist):
         response = dcp.async_save(
-            state_dict, storage_writer=writer, async_checkpointer_type=kind, no_dist=no_dist,
-            process_group=None if processes else _background.group(process_group),
+            state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
+            no_dist=no_dist, process_group=None if processes else _background.group(process_group),
         )
     inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     outer: Future[Any] = Future()
@@ -225,21 +234,38 @@ def load(
 ) -> None:
     """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
 
-    The arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
+    An empty dict in it, or itself if it is empty, is filled with all that is stored below it, as whole tensors on the
+    CPU. The other arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
 
     Raises:
-        DSQError: what failed, naming the rank, on every rank.
+        CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
+        DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict.
     """
     _background.wait()
     reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
-    together(comm, lambda: Manifest.read(Path(path)))  # before DCP, which would log a page about a wrong path
+
+    def prepare() -> list[MutableMapping[Any, Any]]:
+        """Before DCP, which would log a page about a wrong path."""
+        directory = existing_path(path)
+        Manifest.read(directory)
+        if next(empty_dicts(state_dict), None) is None:
+            return []
+        with Checkpoint(directory) as checkpoint:
+            return fill_empty(state_dict, checkpoint)
+
+    filled = together(comm, prepare)
     try:
         with _plain_errors(LoadFailed), _alone(no_dist):
-            dcp.load(state_dict, storage_reader=reader, process_group=process_group, no_dist=no_dist)
-    except DSQError as error:
-        if reader.unreadable is not None:
+            dcp.load(
+                state_dict, storage_reader=reader, planner=NestedLoadPlanner(), process_group=process_group,
+                no_dist=no_dist,
+            )
+    except BaseException as error:
+        for placeholders in filled:
+            placeholders.clear()
+        if isinstance(error, DSQError) and reader.unreadable is not None:
             raise reader.unreadable from error
         raise
 
@@ -251,7 +277,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         bytes_logical (uncompressed), bytes_written (by its save), bytes_kept (now, without linked ancestors), keyframe,
         depth, seconds, refinement, and by_kind: {kind: {bytes_logical, bytes_base, bytes_refinement}}.
     """
-    directory = Path(path)
+    directory = existing_path(path)
     manifest = Manifest.read(directory)
     overhead = (directory / "manifest.json").stat().st_size
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0

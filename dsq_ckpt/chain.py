@@ -308,8 +308,8 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     """Unlink refinements of all but the newest checkpoints of a run; pinned ones keep theirs.
 
     Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
-    the same directory; and none, if it has no refinement of its own or holds NaN, since the one before it is then the
-    one to go back to. The older manifest says "dropped" before its file goes, so that a crash in between leaves an
+    the same directory; and none, if it is lossy and has no refinement, or holds NaN, since the one before it is then
+    the one to go back to. The older manifest says "dropped" before its file goes, so that a crash in between leaves an
     orphan, never a promise that is not kept.
 
     Args:

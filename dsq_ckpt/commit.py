@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,22 @@ from dsq_ckpt.chain import ParentRef
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory, write_index
 from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.groups import unmatched
+from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.version import __version__
 
+_told: set[tuple[Path, str]] = set()  # patterns that were warned of, by run
+
 
 def commit(
     directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
-    objects: Sequence[str], planner: Any, choice: Choice, *, overwrite: bool, pinned: bool, started: float,
+    objects: Sequence[str], planner: dict[str, Any], choice: Choice, *, overwrite: bool, pinned: bool, started: float,
 ) -> Manifest:
     """The coordinator's part: check that all is there, write index and manifest.
 
@@ -33,12 +39,13 @@ def commit(
         results: of all ranks.
         tensors: {fqn: {"dtype", "shape", "chunks": [ChunkKey, ...]}} that were planned.
         objects: names of the objects that were planned.
-        planner: JSON of what DCP's planner wants back.
+        planner: keys of the index that tell how the state dict was nested.
 
     Raises:
         SaveFailed: something planned was not written; the checkpoint stays invisible.
     """
     analysis, config = choice.analysis, choice.config
+    _warn_of_rules(directory, config, tensors)
     written: dict[ChunkKey | str, Written] = {}
     for result in results:
         written.update(result.written)
@@ -82,7 +89,7 @@ def commit(
         },
         "exponents": {} if agreement.layout.residual else analysis.exponents,
         "tied": {name: first for result in results for name, first in result.tied.items()},
-        "planner": planner,
+        **planner,
     }
     files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
     kinds: dict[str, Sizes] = {}
@@ -116,6 +123,16 @@ def commit(
     for path in replaced:
         path.unlink(missing_ok=True)
     return manifest
+
+
+def _warn_of_rules(directory: Path, config: DSQConfig, names: Collection[str]) -> None:
+    """Say, once for a run, which rules match nothing: what a slip leaves out is stored lossily."""
+    for pattern in unmatched(config.quantize.rules, names):
+        if (chain.run_of(directory), pattern) not in _told:
+            _told.add((chain.run_of(directory), pattern))
+            warnings.warn(
+                f"quantize.rules: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}", stacklevel=2
+            )
 
 
 def _size(path: Path) -> int:

@@ -137,7 +137,8 @@ class Compressor:
             With `background` a future, whose `result()` raises what the save raised; otherwise None.
 
         Raises:
-            DSQError: what failed, on every rank; earlier checkpoints are untouched, and so is the model.
+            CheckpointExists: a complete checkpoint is at `path`; before the search, and as SaveFailed on other ranks.
+            DSQError: what else failed, on every rank; earlier checkpoints are untouched, and so is the model.
         """
         manager = self._manager
         writer = DSQStorageWriter(
@@ -161,13 +162,15 @@ class Compressor:
 
         Args:
             path: a complete checkpoint.
-            extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors.
+            extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
+                empty dict is filled with all that was saved in its place.
 
         Returns:
             The filled `extra`.
 
         Raises:
-            DSQError: what failed, on every rank.
+            CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
+            DSQError: what else failed, on every rank.
         """
         state = self.state(extra)
         load(state, path, process_group=self._group)

@@ -7,14 +7,14 @@ nothing reads does not exist. The defaults are those measured in `benchmarks/res
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.hints import key_hint
 from dsq_ckpt.systems import SYSTEMS
-from dsq_ckpt.trees import merged, preset_tree, read_tree
+from dsq_ckpt.trees import merged, named_tree, preset_tree
 
 SystemName = Literal["dsq", "inshrinkerator", "uniform", "adaptive", "kmeans", "lc", "topn", "scar", "exact"]
 
@@ -33,7 +33,7 @@ class Lattice(_Strict):
     )
     bins: int = Field(62, ge=2, le=62, description="levels besides zero, half of them negative (even number)")
     rate_distortion: float = Field(
-        0.05, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
     )
     sensitivity: float = Field(
         0.25, ge=0, le=1, description="step of a tensor ~ (mean squared gradient)**-sensitivity; 0: not by gradients"
@@ -325,10 +325,10 @@ class DSQConfig(_Strict):
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
-        """A configuration from nothing, a dict, a JSON or YAML file, or itself.
+        """A configuration from nothing, a dict, a JSON or YAML file, the name of a preset, or itself.
 
         Raises:
-            ConfigError: names every unknown key and every value out of range.
+            ConfigError: names every unknown key and every value out of range; there is no such file or preset.
         """
         if source is None:
             return cls()
@@ -337,7 +337,7 @@ class DSQConfig(_Strict):
         where, tree = "configuration", source
         if not isinstance(tree, dict):
             where = os.fspath(tree)
-            tree = read_tree(where)
+            tree = named_tree(tree)
         try:
             return cls(**{str(key): value for key, value in tree.items()})
         except ConfigError as error:
@@ -372,17 +372,12 @@ def _explain(where: str, error: ValidationError) -> str:
         key = ".".join(str(part) for part in issue["loc"] if part not in _FITS)
         found = issue.get("input")
         if issue["type"] == "extra_forbidden":
-            lines.append(f"  {key}: unknown key{_suggestion(key)}")
+            fit = next((str(part) for part in issue["loc"] if part in _FITS), None)
+            lines.append(f"  {key}: unknown key{key_hint(DSQConfig, key.split('.'), fit)}")
         else:
             message = issue["msg"].removeprefix("Value error, ")
             lines.append(f"  {key or '(root)'}: {message} (found {_short(found)})")
     return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
-
-
-def _suggestion(key: str) -> str:
-    known = {name for model in _Strict.__subclasses__() for name in model.model_fields}
-    close = get_close_matches(key.rpartition(".")[2], sorted(known), 1)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _short(value: Any) -> str:

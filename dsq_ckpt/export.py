@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
@@ -27,8 +26,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.dcp.reader import Refinement, malformed, metadata_of
+from dsq_ckpt.dcp.reader import Refinement, malformed
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
+from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.targets import publish, refuse, replace_directory, temporary
 from dsq_ckpt.workers import Workers
 
@@ -212,7 +212,7 @@ class _Source:
                 )
             self.refined = refinement is not False and state == "kept"
             with malformed(self.checkpoint):
-                self.paths = metadata_of(self.checkpoint).planner_data
+                self.paths = Nesting.from_json(self.checkpoint.index)
                 self.tensors: dict[str, dict[str, Any]] = self.checkpoint.index["tensors"]
                 self.objects: list[str] = sorted(self.checkpoint.index["objects"])
         except BaseException:
@@ -234,7 +234,8 @@ class _Source:
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
-        return flat if self.paths is None else unflatten_state_dict(flat, self.paths)
+        with malformed(self.checkpoint):
+            return flat if self.paths is None else self.paths.nested(flat)
 
     def order(self) -> list[str]:
         """All names in the order of the state dict that was saved, where it is known."""
@@ -305,7 +306,7 @@ class _Planner(DefaultSavePlanner):
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if self._source.paths is not None:
-            self.mappings = self._source.paths
+            self.mappings = dict(self._source.paths)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         return self._source.tensor(index.fqn)

@@ -9,14 +9,14 @@ moment we know. All other float tensors of two or more dimensions count as weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from dsq_ckpt.config import QuantizeConfig, TensorConfig
+from dsq_ckpt.config import QuantizeConfig, Rule, TensorConfig
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
@@ -98,6 +98,12 @@ def assign(
         return Assignment(EXACT, EXACT, None)
     own = f"/{fqn}" if config.share == "tensor" else ""
     return Assignment(kind, f"{kind}/{group}{own}", chosen)
+
+
+def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> list[str]:
+    """Patterns of rules that match none of these tensors."""
+    known = list(names)
+    return [rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in known)]
 
 
 def _kind(fqn: str) -> tuple[str, str]:

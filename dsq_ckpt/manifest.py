@@ -204,6 +204,21 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).absolute()
 
 
+def existing_path(path: str | os.PathLike[str] | None) -> Path:
+    """The directory of a checkpoint that is to be read, which may turn out not to be there.
+
+    Raises:
+        CheckpointNotFound: it is None.
+        ConfigError: it is a URL, or empty.
+    """
+    if path is None:
+        raise CheckpointNotFound(
+            "no complete checkpoint: the path is None, as `dsq_ckpt.latest(run)` is for a run without one; check for "
+            "None and begin the run anew, or name a checkpoint directory"
+        )
+    return local_path(path)
+
+
 def is_complete(directory: Path) -> bool:
     """Whether a committed checkpoint lies here (its bytes are not checked)."""
     return (directory / MANIFEST).is_file()

@@ -21,11 +21,12 @@ from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
-from dsq_ckpt.manifest import Manifest, is_complete, local_path
+from dsq_ckpt.errors import ConfigError, SaveFailed
+from dsq_ckpt.manifest import Manifest, local_path
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sources import State, read_state
-from dsq_ckpt.trees import Tree, difference, merged, read_tree
+from dsq_ckpt.targets import refuse_checkpoint
+from dsq_ckpt.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.workers import Workers
 
 Evaluate = Callable[[], float]
@@ -72,18 +73,24 @@ def compress(
         What `describe` tells, and `quality`: what the search measured, None where there was none.
 
     Raises:
-        ConfigError: the configuration is wrong, arguments contradict each other, or the model has other keys, shapes or
-            dtypes than the source.
+        ConfigError: the configuration is wrong, or one for differences (`delta.against: values`, as in the systems lc,
+            topn and scar), arguments contradict each other, or the model has other keys, shapes or dtypes than the
+            source.
         CheckpointNotFound, CorruptCheckpoint, LoadFailed: the source cannot be read.
         CheckpointExists: `path` holds a complete checkpoint and `overwrite` was not given.
+        SaveFailed: `path` is no directory.
         DSQError: what else failed, `evaluate` included; nothing was committed then.
     """
     target = local_path(path)
-    if is_complete(target) and not overwrite:
-        raise CheckpointExists(
-            f"'{target}' holds a complete checkpoint; choose another, or overwrite it (overwrite=True, --overwrite)"
-        )
+    refuse_checkpoint(target, overwrite)
     chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation)
+    if chosen.delta.against == "values":
+        raise ConfigError(
+            f"system '{chosen.system}' with delta.against 'values' compresses differences to a parent, and a "
+            "checkpoint by itself has none: all of it would be stored exactly. Choose a system that compresses weights "
+            "themselves (dsq, inshrinkerator, uniform, adaptive, kmeans), or exact where that is meant; differences "
+            "are for dsq_ckpt.save in a run"
+        )
     if isinstance(source, nn.Module) and model not in (None, source):
         raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
     model = source if isinstance(source, nn.Module) else model
@@ -177,7 +184,7 @@ def _said(config: ConfigLike) -> Tree:
     if isinstance(config, Mapping):
         return {str(key): value for key, value in config.items()}
     if not isinstance(config, DSQConfig):
-        return read_tree(config)
+        return named_tree(config)
     tree, usual = config.model_dump(), DSQConfig(system=config.system).model_dump()
     said = difference(tree, usual)
     if "groups" in said.get("quantize", {}):  # a group's defaults are what weights are set to

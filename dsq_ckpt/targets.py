@@ -1,4 +1,4 @@
-"""Targets of an export: they appear complete or not at all, and never in place of something unasked."""
+"""Targets of saves and exports: they appear complete or not at all, and never in place of something unasked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.errors import CheckpointExists
+from dsq_ckpt.errors import CheckpointExists, SaveFailed
+from dsq_ckpt.manifest import is_complete
 
 
 def refuse(goal: Path, overwrite: bool) -> None:
@@ -22,6 +23,21 @@ def refuse(goal: Path, overwrite: bool) -> None:
     """
     if os.path.lexists(goal) and not overwrite:
         raise CheckpointExists(f"'{goal}' exists; choose another target or overwrite it (--overwrite)")
+
+
+def refuse_checkpoint(path: Path, overwrite: bool) -> None:
+    """No checkpoint is replaced unasked; what an interrupted save left is no checkpoint.
+
+    Raises:
+        CheckpointExists: a complete checkpoint is there, and is not to be overwritten.
+        SaveFailed: something is there that is no directory.
+    """
+    if is_complete(path) and not overwrite:
+        raise CheckpointExists(
+            f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True, --overwrite)"
+        )
+    if os.path.lexists(path) and not path.is_dir():
+        raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
 
 
 @contextmanager

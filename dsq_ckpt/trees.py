@@ -35,6 +35,17 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     return tree
 
 
+def named_tree(name: str | os.PathLike[str]) -> Tree:
+    """What a file says, or a preset: a string without a suffix that names no file is a preset's name.
+
+    Raises:
+        ConfigError: there is no such file or preset, or it does not parse.
+    """
+    if isinstance(name, str) and name == Path(name).stem and not Path(name).is_file():
+        return preset_tree(name)
+    return read_tree(name)
+
+
 def preset_tree(name: str) -> Tree:
     """What a preset of the package says.
 
@@ -44,7 +55,7 @@ def preset_tree(name: str) -> Tree:
     presets = files("dsq_ckpt.configs")
     names = sorted(entry.name.removesuffix(".yaml") for entry in presets.iterdir() if entry.name.endswith(".yaml"))
     if name not in names:
-        raise ConfigError(f"there is no preset '{name}'; choose from {', '.join(names)}")
+        raise ConfigError(f"there is no preset '{name}'; choose from {', '.join(names)}, or name a JSON or YAML file")
     return yaml.safe_load((presets / f"{name}.yaml").read_text()) or {}
 
 

@@ -5,12 +5,12 @@
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
-    python scripts/evaluate.py report offline.json ablations.json     # plots
+    python scripts/evaluate.py report offline.json online.json        # plots
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import typer
 from evaluation import ablations as parts
 from evaluation import names, timings
-from evaluation import offline as systems
+from evaluation import offline as comparison
 from evaluation import online as online_runs
 from evaluation import report as results
 from evaluation import rework as rework_runs
@@ -31,6 +31,11 @@ from dsq_ckpt.systems import SYSTEMS
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
+
+
+def _systems(usual: Sequence[str]) -> Any:
+    """The option that names systems, the same for all commands."""
+    return typer.Option(",".join(usual), "--systems", help=f"Separated by commas, of {', '.join(SYSTEMS)}.")
 
 
 JSON = typer.Option(..., "--json", help="File to write the results to.")
@@ -56,25 +61,23 @@ def offline(
     workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
     seed: list[int] = typer.Option([0], help="Of the recorded run; several times for several runs."),
     directory: list[Path] = typer.Option([], help="Recordings, where they are not in the user's cache."),
-    system: list[str] = typer.Option([], help="Systems to compare; all of them by default."),
+    systems: str = _systems(comparison.all_systems()),
     epsilon: float = EPSILON,
-    dsq_epsilon: list[float] = typer.Option([0.02, 0.01], help="Further bounds for dsq."),
+    dsq_epsilon: list[float] = typer.Option([0.04, 0.03, 0.02, 0.01], help="Further bounds for dsq."),
     json_path: Path = JSON,
 ) -> None:
     """Compress recorded runs with every system at the configuration it searches for: ratio, harm and cost."""
-    chosen = system or systems.all_systems()
-    if unknown := sorted(set(chosen) - set(systems.all_systems())):
-        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(systems.all_systems())}")
+    chosen = _known(systems.split(","), comparison.all_systems())
     recordings = _recordings(workload, seed, directory)
     torch.set_num_threads(1)
-    settings = {"workload": workload, "seed": seed, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon, "system": chosen}
+    settings = {"workload": workload, "seed": seed, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon, "systems": chosen}
     rows: list[results.Row] = []
-    for row in systems.compare(recordings, epsilon, dsq_epsilon, chosen, console.print):
+    for row in comparison.compare(recordings, epsilon, dsq_epsilon, chosen, console.print):
         rows.append(row)
         # After each system: what was measured is kept, should the program be stopped.
-        against = systems.versus(rows)
+        against = comparison.versus(rows)
         results.write(json_path, results.document("offline", settings, rows, versus=against))
-    systems.print_comparison(rows, against)
+    comparison.print_comparison(rows, against)
 
 
 @app.command()
@@ -114,7 +117,7 @@ def ablations(
 @app.command()
 def online(
     workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
-    systems: str = typer.Option("exact,dsq,inshrinkerator,uniform,adaptive,kmeans", help="Separated by commas."),
+    systems: str = _systems(["exact", "dsq", "inshrinkerator", "uniform", "adaptive", "kmeans"]),
     epsilons: str = typer.Option(
         "0.05,0.02,0.01,0.005",
         help="Bounds of systems other than dsq, up to the first that keeps the final loss within 1 %.",
@@ -156,7 +159,7 @@ def online(
 @app.command()
 def rework(
     workload: str = typer.Argument(help=f"One of {', '.join(names())}; mlr and lenet are among the paper's."),
-    systems: str = typer.Option("lc,topn,scar,dsq", help="Separated by commas."),
+    systems: str = _systems(["lc", "topn", "scar", "dsq"]),
     bits: str = typer.Option("2,3", help="Of lc, separated by commas; topn and scar are made as large as each."),
     trials: int = typer.Option(50, min=1, help="Failures at random steps."),
     every: int = typer.Option(1, min=1, help="Iterations between checkpoints."),

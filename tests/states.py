@@ -11,6 +11,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import dsq_ckpt
 
+FINE = {"quantize": {"exp_avg": {"refinement_bits": 4}, "exp_avg_sq": {"refinement_bits": 3, "codebook": {"bins": 6}}}}
+"""Fine enough to tell moments that are wrong from those that are rough, as they are by default."""
+
 
 def mixed_state(seed: int = 0) -> dict[str, Any]:
     """Every kind of value a training state holds; tensors named `lossy.*` are large enough to be quantized."""

@@ -148,3 +148,26 @@ def test_relative_error_shrinks_with_bits(tmp_path, fit, coder, bins):
         errors.append(float((loaded(tmp_path / f"{bits}", state)["w"] - state["w"]).norm() / state["w"].norm()))
     assert errors[-1] < 0.01 and errors[-1] < errors[0] / 20, errors
     assert all(later < 1.05 * sooner for sooner, later in pairwise(errors)), errors
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 5, 8])
+def test_zeros_stay_zeros_at_every_quarter_of_an_octave(tmp_path, bits):
+    """The steps of a lattice follow the gradients, so that tensors are scaled by powers of two with fractions."""
+    generator = torch.Generator().manual_seed(bits)
+
+    def normal():
+        return torch.randn(64, 80, generator=generator)
+
+    weights = {f"layer{n}.weight": normal() * 0.02 for n in range(9)}
+    state = {**weights, **{f"optimizer.state.{name}.exp_avg_sq": normal().square() * 2.0**n
+                           for n, name in enumerate(weights)}}
+    for number in range(2):
+        for value in weights.values():
+            value.add_(normal() * 1e-3)[::3] = 0
+        path = tmp_path / str(number)
+        dsq_ckpt.save(state, path, config={"quantize": {"weights": {"refinement_bits": bits}}})
+        back = loaded(path, state)
+        with Checkpoint(path) as checkpoint:
+            records = [checkpoint.record(ref) for key, ref in checkpoint.chunks() if key.fqn in weights]
+        assert {record.get("exponent", 0) % 1 for record in records} == {0, 0.25, 0.5, 0.75}
+        assert not any(back[name][::3].any() for name in weights)

@@ -2,11 +2,15 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.api import save_async_with
+from dsq_ckpt.choice import as_configured
+from dsq_ckpt.dcp.items import staged_payloads
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.manifest import Manifest
 from tests.training import Net, batch, loss_of, train
@@ -186,6 +190,44 @@ def test_higher_is_better(tmp_path):
     dsq_ckpt.load(state, tmp_path / "a", refinement=False)
     model.load_state_dict(state["model"])
     assert accuracy() >= exact * 0.95 - 1e-9
+
+
+@pytest.mark.parametrize("bits, floor", [(1, 1e-5), (4, 0.1)])
+def test_zeros_stay_zeros_whatever_bits_the_search_chose(tmp_path, bits, floor):
+    model, optimizer = trained()
+    with torch.no_grad():
+        model.hidden.weight[::3] = 0
+    config = {"quantize": {"weights": {"refinement_bits": bits}}, "search": {"floor": floor}}
+    compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: loss_of(model))
+    for name in "abc":
+        compressor.save(tmp_path / name)
+        state = {"model": {k: torch.ones_like(v) for k, v in model.state_dict().items()}}
+        dsq_ckpt.load(state, tmp_path / name)
+        assert not state["model"]["hidden.weight"][::3].any()
+    assert compressor.quality["refinement_bits"] != bits
+
+
+def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
+    writer = dsq_ckpt.DSQStorageWriter(
+        tmp_path / "a", chooser=lambda *args: replace(as_configured(*args), quality={"metric": 1.0})
+    )
+    seen = []
+
+    def looking(*args):
+        seen.append(writer.quality)
+        return staged_payloads(*args)
+
+    monkeypatch.setattr("dsq_ckpt.dcp.writer.staged_payloads", looking)
+    save_async_with(writer, {"w": torch.randn(80, 64)}).result()
+    assert [*seen, writer.quality] == [{"metric": 1.0}] * 2
+
+
+def test_a_search_that_does_not_fit_the_codebook_is_refused():
+    model, optimizer = trained(0)
+    config = {"quantize": {"weights": {"codebook": {"fit": "kmeans"}}}}
+    with pytest.raises(ConfigError, match=r"(?s)search of system 'dsq' does not fit .*step.*leave out `evaluate`"):
+        dsq_ckpt.Compressor(model, optimizer, config, lambda: 1.0)
+    dsq_ckpt.Compressor(model, optimizer, config).close()
 
 
 def test_an_optimizer_of_another_model_is_refused():

@@ -1,12 +1,21 @@
 """Configurations: every offending key named at once, presets that load, files in both formats."""
 
 import json
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 import yaml
 
-from dsq_ckpt import ConfigError, DSQConfig
+import dsq_ckpt
+from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
+from dsq_ckpt.api import as_config
+from dsq_ckpt.config import AnyCodebook
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.oneshot import _said
+from dsq_ckpt.trees import preset_tree
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -72,6 +81,61 @@ def test_the_default_preset_says_what_the_defaults_are():
                 ([f"{prefix}{name}"] if not isinstance(value, dict) or not value else keys(value, f"{prefix}{name}."))}
 
     assert keys(tree) == keys(DSQConfig().model_dump(mode="json")), "default.yaml documents every key"
+
+
+def test_the_default_preset_has_the_keys_of_every_codebook():
+    """Those that are not in use are there as comments, which say the unit or the range of each key."""
+    text = (CONFIGS / "default.yaml").read_text()
+    shown = {}
+    for block in re.findall(r"^# codebook:.*\n((?:#   .*\n)+)", text, re.M):
+        lines = [line[4:] for line in block.splitlines()]
+        assert all("# " in line for line in lines if not line.startswith("fit:")), block
+        tree = yaml.safe_load("\n".join(lines))
+        shown[tree["fit"]] = tree
+    models = {get_args(model.model_fields["fit"].annotation): model for model in get_args(get_args(AnyCodebook)[0])}
+    for fits, model in models.items():
+        if "lattice" not in fits and "kmeans" not in fits:  # these two are not comments
+            assert shown.pop(fits[0]) == model().model_dump(), fits
+    assert shown == {}
+
+
+@pytest.mark.parametrize("tree, says", [
+    ({"max_chain": 3}, "max_chain: unknown key; it belongs elsewhere: 'delta.max_chain'"),
+    ({"search": {"system": "lc"}}, "search.system: unknown key; 'system' belongs at the top level"),
+    ({"weights": {}}, "weights: unknown key; it belongs elsewhere: 'quantize.weights'"),
+    ({"quantize": {"exp_avg": {"bins": 4}}}, "it belongs elsewhere: 'quantize.exp_avg.codebook.bins'"),
+    ({"quantize": {"groups": {"embedding": {"step": 1}}}}, "elsewhere: 'quantize.groups.embedding.codebook.step'"),
+    ({"quantize": {"weights": {"codebook": {"prune": 0.1}}}}, "codebooks have it with fit: kmeans or lloyd"),
+    ({"quantize": {"exp_avg": {"codebook": {"bin": 3}}}}, "codebook.bin: unknown key; did you mean 'bins'?"),
+    ({"delta": {"max_chian": 3}}, "did you mean 'max_chain'?"),
+    ({"epsilons": 0.1}, "did you mean 'search.epsilon'?"),
+    ({"nothing_like_it": 0.1}, "nothing_like_it: unknown key\n"),
+])
+def test_where_an_unknown_key_belongs(tree, says):
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(tree)
+    assert says in f"{caught.value}\n"
+
+
+def test_presets_by_name(tmp_path, monkeypatch):
+    """As on the command line: a string without a suffix that names no file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smallest").mkdir()
+    assert DSQConfig.create("smallest") == as_config("smallest") == DSQConfig.preset("smallest")
+    assert DSQStorageWriter(tmp_path / "a", "exact").config == DSQConfig.preset("exact")
+    state = {"w": torch.randn(80, 80)}
+    dsq_ckpt.save(state, tmp_path / "run" / "a", config="exact")
+    dsq_ckpt.compress(state, tmp_path / "b", config="exact")
+    for path in (tmp_path / "run" / "a", tmp_path / "b"):
+        assert Manifest.read(path).config == DSQConfig.preset("exact").model_dump(mode="json")
+    assert _said("moments_exact") == preset_tree("moments_exact")
+    (tmp_path / "exact").write_text("delta: {max_chain: 3}")  # a file goes before a preset, whatever its name
+    assert DSQConfig.create("exact").delta.max_chain == 3
+    for missing in ("tiny", ""):
+        with pytest.raises(ConfigError, match=f"no preset '{missing}'; choose from default, .* YAML file"):
+            DSQConfig.create(missing)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DSQConfig.create("presets/tiny")
 
 
 def test_unknown_preset():

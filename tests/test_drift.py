@@ -5,9 +5,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.manifest import Manifest
-
-# Fine enough to tell a codebook that follows from one that does not; the default is coarser for moments.
-FINE = {"quantize": {"exp_avg": {"refinement_bits": 4}, "exp_avg_sq": {"refinement_bits": 3, "codebook": {"bins": 6}}}}
+from tests.states import FINE
 
 
 def noise(seed, scale=0.02):

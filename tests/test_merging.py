@@ -18,7 +18,7 @@ from dsq_ckpt.superstep import MOST_CODES, SuperStep
 from dsq_ckpt.workers import Workers
 from tests.commands import alter, document, error, owned, printed
 from tests.format import independent_reader as independent
-from tests.format.test_format import edit_contents
+from tests.format.rewriting import edit_contents
 from tests.lc import CONFIG, algorithm_1, walk, with_fit
 from tests.states import bits, differences, loaded
 

@@ -78,3 +78,14 @@ def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_one_statement_about_python():
+    """The package needs what setup.py says; `make`, which installs constraints.txt, what these versions need."""
+    package = re.search(r'python_requires=">=([\d.]+)"', (ROOT / "setup.py").read_text())[1]
+    pinned = re.search(r"Python ([\d.]+\d) or newer", (ROOT / "constraints.txt").read_text())[1]
+    assert re.findall(r"Python ([\d.]+\d) or newer", (ROOT / "Makefile").read_text()) == [pinned]
+    assert re.findall(r"Both need Python ([\d.]+\d) or newer", README) == [pinned]
+    assert re.findall(r"Python ([\d.]+\d) or newer:\n`pip install", README) == [package]
+    ruff = re.search(r'target-version = "py3(\d+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert package == f"3.{ruff}"

@@ -19,7 +19,7 @@ from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.workers import Workers
 from tests.commands import alter, document, owned, printed
 from tests.format import independent_reader as independent
-from tests.format.test_format import edit_contents
+from tests.format.rewriting import edit_contents
 from tests.lc import CONFIG, algorithm_1, walk, with_fit
 from tests.states import bits, differences, loaded, mixed_state, moved, relative_error, same
 
@@ -376,3 +376,14 @@ def test_systems_that_are_made_of_it(tmp_path):
         back = loaded(paths[2], states[2])["layer0.weight"]
         assert relative_error(states[2]["layer0.weight"], back) < relative_error(states[2]["layer0.weight"],
                                                                                 states[0]["layer0.weight"])
+
+
+def test_zeros_of_both_signs_are_one(tmp_path):
+    """Elements that stay as they are, and zeros that change their sign: differences of +0 and of -0."""
+    states = walk(70, 80, steps=3)
+    for number, state in enumerate(states):
+        state[:20] = -0.0 if number else 0.0
+        state[20:40] = states[0][20:40]
+    paths = chain_of(tmp_path, [state_of(state) for state in states], {"system": "lc"})
+    for path, expected in zip(paths, algorithm_1(states), strict=True):
+        check(path, state_of(states[0]), state_of(expected))

@@ -26,14 +26,7 @@ OPTIMIZERS = {
     "in place": lambda parameters: WritesToGradients(parameters, {}),
 }
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors are tiny: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class WritesToGradients(torch.optim.Optimizer):

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dsq_ckpt
+from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.manifest import Manifest
+from tests.states import differences, loaded, relative_error
 from tests.training import batch, loss_of
 
 
@@ -57,6 +61,45 @@ def test_two_tensors_of_equal_values_are_not_tied(tmp_path):
     state["b.weight"].copy_(state["a.weight"])
     dsq_ckpt.save(state, tmp_path / "a")
     assert Manifest.read(tmp_path / "a").kinds["weights"].logical == 2 * 4 * 64 * 80
+
+
+class Temporaries(DefaultSavePlanner):
+    """Makes what it is asked for, and keeps none of it: the next may lie where the last one lay."""
+
+    def resolve_data(self, write_item):
+        found = super().resolve_data(write_item)
+        return found.detach().half().float() if type(found) is torch.Tensor else found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("background", [False, True])
+def test_memory_given_to_the_next_is_no_tie(tmp_path, background):
+    state = {f"layer{n}.weight": torch.randn(64, 80) for n in range(6)}
+    state |= {f"layer{n}.bias": torch.full((80,), 1.0 + n) for n in range(6)}
+    writer = DSQStorageWriter(tmp_path / "a")
+    if background:
+        dcp.async_save(state, storage_writer=writer, planner=Temporaries(), no_dist=True).result()
+    else:
+        dcp.save(state, storage_writer=writer, planner=Temporaries(), no_dist=True)
+    assert Manifest.read(tmp_path / "a").kinds["weights"].logical == 6 * 4 * 64 * 80
+    back = loaded(tmp_path / "a", state)
+    assert all(relative_error(value, back[name]) < 0.05 for name, value in state.items())
+
+
+@pytest.mark.parametrize("how", ["save", "async"])
+@pytest.mark.parametrize("exact", ["small", "*embed.weight", "*head.weight"])
+def test_tied_weights_that_are_exact(tmp_path, how, exact):
+    """Because they are small, or by a rule that names one of them, the first or the second."""
+    value = torch.randn(8, 64) if exact == "small" else torch.randn(128, 96)
+    state = {"embed.weight": value, "hidden.weight": torch.randn(96, 96), "head.weight": value}
+    config = {"quantize": {"rules": [{"pattern": exact, "group": "exact"}]}}
+    if how == "save":
+        dsq_ckpt.save(state, tmp_path / "a", config=config)
+    else:
+        dsq_ckpt.async_save(state, tmp_path / "a", config=config).result()
+    kinds = Manifest.read(tmp_path / "a").kinds
+    assert (kinds["weights"].logical, kinds["exact"].logical) == (4 * 96 * 96, 4 * value.numel())
+    assert differences(loaded(tmp_path / "a", state), state) == ["hidden.weight"]
 
 
 def test_a_frozen_backbone_costs_next_to_nothing(tmp_path):

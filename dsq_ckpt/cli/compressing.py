@@ -11,7 +11,7 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.oneshot import compress
-from dsq_ckpt.trees import preset_tree, read_tree
+from dsq_ckpt.trees import named_tree
 
 
 def run(source: Path, target: Path, config: str | None, system: str | None, overwrite: bool, as_json: bool) -> None:
@@ -44,10 +44,7 @@ def configuration(config: str | None, system: str | None) -> DSQConfig:
     Raises:
         ConfigError: there is no such file or preset, or it is wrong.
     """
-    tree: dict[str, Any] = {}
-    if config is not None:
-        is_file = Path(config).suffix != "" or Path(config).exists()
-        tree = read_tree(config) if is_file else preset_tree(config)
+    tree: dict[str, Any] = {} if config is None else named_tree(config)
     try:
         return DSQConfig.create({**tree, "system": system} if system is not None else tree)
     except ConfigError as error:

@@ -14,6 +14,13 @@ from dsq_ckpt.dcp.reader import malformed
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.manifest import Manifest, checkpoints
 
+_SHARE = "share of the metric"
+_AS_METRIC = "units of the metric"
+_UNITS = {
+    "metric": "as evaluate gives it", "degradation": _SHARE, "predicted_degradation": _SHARE, "noise": _SHARE,
+    "restore_loses": _AS_METRIC, "restore_may_lose": _AS_METRIC, "predicted_bytes": "bytes",
+    "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "seconds": "s",
+}
 _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3}
 
 
@@ -56,6 +63,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     """Kinds of tensors and their groups: sizes and errors."""
     screen = output.console()
     screen.print(_kinds(path, manifest))
+    screen.print("ratio: uncompressed over stored bytes; KiB: 1024 bytes; base: what history keeps")
     if not manifest.groups:
         return
     rows = output.table("<group", "elements", "levels", "step", "coded", "bits/element", "rel. error")
@@ -67,12 +75,16 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         )
     screen.print()
     screen.print(rows)
-    screen.print("bits/element and error (root mean square, relative) are of the base layer")
+    screen.print(
+        "elements: k is 1000; levels: values besides zero\n"
+        "step: of a lattice, in units of the tensors once divided by their powers of two\n"
+        "bits/element, rel. error (root mean square): of the base layer"
+    )
 
 
 def _quality(record: dict[str, Any]) -> Any:
     """All that the search for the configuration recorded."""
-    rows = output.table("<search", "<measured")
+    rows = output.table("<search", "<measured", "<unit")
     for name, value in record.items():
         if isinstance(value, dict):
             text = output.settings(value)
@@ -80,8 +92,15 @@ def _quality(record: dict[str, Any]) -> Any:
             text = "yes" if value else "no"
         else:
             text = "none" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        rows.add_row(name.replace("_", " "), text)
+        rows.add_row(name.replace("_", " "), text, _unit(name, value))
     return rows
+
+
+def _unit(name: str, value: Any) -> str:
+    """Of a figure that a search recorded; empty where it is no number."""
+    if isinstance(value, dict):
+        return "step: root mean squares" if "step" in value else ""
+    return _UNITS.get(name, "") if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
 def tensor_list(path: Path) -> list[dict[str, Any]]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.staging import Payload, StagedTensor
 from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.groups import assign, kind_of
+from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.session import Coded, Item, RankResult
 
 
@@ -25,9 +30,59 @@ def key_of(item: WriteItem) -> ChunkKey:
     return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def loader(item: WriteItem, planner: SavePlanner) -> Callable[[], Any]:
-    """Gives the item's local tensor, or what was staged in its place."""
-    return lambda: planner.resolve_data(item)
+def layout_of(
+    write_items: Iterable[WriteItem], config: DSQConfig, types: Mapping[str, str] | None, averaged: bool,
+    fractions: Fractions,
+) -> Layout:
+    """What is lossy among a rank's items, and how.
+
+    Args:
+        write_items: of its plan.
+        config: of the save.
+        types: see `assign`.
+        averaged: weights come with averaged gradients.
+        fractions: what the chooser may prune and protect by sensitivity.
+    """
+    tensors, groups, state = {}, {}, {}
+    residual = config.delta.against == "values"
+    for item in write_items:
+        data = item.tensor_data
+        if data is None:
+            continue
+        chosen = assign(item.index.fqn, data.size, data.properties.dtype, config.quantize, types)
+        lossy = chosen.config is not None and chosen.config.method == "quantize"
+        # What is coded of lossy state are differences, and these do not tell the size of gradients.
+        told = not (residual and lossy)
+        if told and (kind := kind_of(item.index.fqn)) in ("exp_avg_sq", "momentum"):
+            state[item.index.fqn] = kind
+        if chosen.config is not None and lossy:
+            tensors[item.index.fqn] = chosen.group
+            groups[chosen.group] = chosen.config
+    return Layout(tensors, groups, state, averaged, fractions, residual)
+
+
+def items_of(
+    write_items: Iterable[WriteItem], planner: SavePlanner, config: DSQConfig, types: Mapping[str, str] | None
+) -> list[Item]:
+    """The tensors among DCP's items; `load` gives the local tensor, or what was staged in its place."""
+    items = []
+    for item in write_items:
+        data = item.tensor_data
+        if data is None:
+            continue
+        dtype = data.properties.dtype
+        chosen = assign(item.index.fqn, data.size, dtype, config.quantize, types)
+        load: Callable[[], Any] = partial(planner.resolve_data, item)
+        items.append(Item(key_of(item), dtype, chosen.kind, chosen.group, chosen.config, load))
+    return items
+
+
+def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of what is no tensor."""
+    return (
+        (item.index.fqn, planner.resolve_data(item).getvalue())  # type: ignore[union-attr]
+        for item in write_items if item.type == WriteItemType.BYTE_IO
+    )
 
 
 def staged_payloads(
@@ -69,7 +124,7 @@ def staged_state_dict(
             staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
         else:
             staged[fqn] = copy.deepcopy(value)
-    return unflatten_state_dict(staged, mappings)
+    return Nesting.of(state_dict, mappings).nested(staged)
 
 
 def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
@@ -97,13 +152,12 @@ def inventory(metadata: Metadata) -> tuple[dict[str, dict[str, Any]], list[str]]
     return tensors, objects
 
 
-def planner_json(planner_data: Any) -> Any:
-    """DCP's flattening paths as JSON; None for planners that keep other things."""
+def planner_json(planner_data: Any) -> dict[str, Any]:
+    """The keys of the index by which nested state dicts are put together; null for planners that keep other things."""
+    unknown: dict[str, Any] = {"planner": None, "typed_keys": [], "empty_dicts": None}
     if not isinstance(planner_data, dict):
-        return None
-    paths = {}
-    for fqn, path in planner_data.items():
+        return unknown
+    for path in planner_data.values():
         if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
-            return None
-        paths[fqn] = list(path)
-    return paths
+            return unknown
+    return (planner_data if isinstance(planner_data, Nesting) else Nesting(planner_data)).as_json()

@@ -16,48 +16,36 @@ from torch import nn
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dsq_ckpt import chain
-from dsq_ckpt.analysis import Analysis, Fractions, Layout
-from dsq_ckpt.chain import Parent, ParentRef
-from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
-from dsq_ckpt.chunk import Chunk, ChunkKey, CodedChunk
+from dsq_ckpt.analysis import Fractions, Layout
+from dsq_ckpt.choice import Choice, Chooser, as_configured
+from dsq_ckpt.chunk import ChunkKey, CodedChunk
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.commit import commit
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.dcp.items import (
     inventory,
+    items_of,
     key_of,
-    loader,
+    layout_of,
+    objects_of,
     planner_json,
     staged_payloads,
     staged_state_dict,
     write_results,
 )
+from dsq_ckpt.dcp.quantizing import Quantized, quantize_items
 from dsq_ckpt.dcp.staging import Payload
-from dsq_ckpt.errors import CheckpointExists, SaveFailed
-from dsq_ckpt.groups import assign, kind_of, layer_types, unwrapped
-from dsq_ckpt.manifest import is_complete, local_path
-from dsq_ckpt.session import (
-    Agreement,
-    Coded,
-    Item,
-    check_nonfinite,
-    exact_values,
-    load_chunk,
-    lossy_items,
-    measured_items,
-    quantize,
-    remember,
-    sketch,
-    too_many_resumes,
-    untied,
-    write_rank,
-)
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.groups import layer_types
+from dsq_ckpt.manifest import local_path
+from dsq_ckpt.session import Agreement, Coded, Item, exact_values, remember, too_many_resumes, untied, write_rank
+from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
 
@@ -70,19 +58,12 @@ class _Staged:
     coded: frozenset[ChunkKey]
 
 
-@dataclass
-class _Quantized:
-    coded: Iterator[Coded]
-    plain: list[Item]
-    choice: Choice
-
-
 class DSQStorageWriter(StorageWriter):
     """Writes a compressed checkpoint; an argument of `dcp.save`, `dcp.async_save` and of what is built on them.
 
     Args:
         path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.save` instead.
-        config: a `DSQConfig`, a dict, or the path of a JSON or YAML file.
+        config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset.
         parent: "auto" (the last checkpoint this process committed or loaded in the same run directory), None (a
             keyframe) or the path of a checkpoint.
         overwrite: replace a complete checkpoint at `path`.
@@ -152,7 +133,8 @@ class DSQStorageWriter(StorageWriter):
     @property
     def quality(self) -> dict[str, Any] | None:
         """What the chooser measured about the last save."""
-        choice = self._staged.choice if self._staged is not None else self._choice
+        staged = self._staged  # read once: a background save takes it away
+        choice = self._choice if staged is None else staged.choice
         return None if choice is None else choice.quality
 
     # DCP passes the rank only to a parameter of this very name.
@@ -165,18 +147,13 @@ class DSQStorageWriter(StorageWriter):
         self._choice = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self.path is None:
-            raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
+        self._target()
         if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
             raise SaveFailed(_PLAN_CACHING)
         return replace(plan, storage_data=self._layout(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        path = self._target()
-        if is_complete(path) and not self._overwrite:
-            raise CheckpointExists(
-                f"'{path}' holds a complete checkpoint; choose another path or pass overwrite=True"
-            )
+        refuse_checkpoint(self._target(), self._overwrite)
         if self._staged is not None:
             agreement = self._staged.agreement
             if agreement.ranks != len(plans):
@@ -201,8 +178,9 @@ class DSQStorageWriter(StorageWriter):
         storage = self.config.storage
         with Workers(storage.thread_count(), storage.block_elements) as workers:
             items, objects = self._items(plan.items, planner)
-            staged, self._staged = self._staged, None
+            staged = self._staged
             if staged is not None:
+                self._choice, self._staged = staged.choice, None  # in this order: `quality` looks at both
                 if staged.agreement.save_id != agreement.save_id:
                     raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
                 choice = staged.choice
@@ -263,6 +241,7 @@ class DSQStorageWriter(StorageWriter):
         Collective over the writer's process group. Entropy coding and files are left to DCP's background save.
 
         Raises:
+            CheckpointExists: a complete checkpoint is there and is not to be overwritten; on other ranks SaveFailed.
             SaveFailed: on all ranks, when any rank failed.
         """
         if self._staged is not None:
@@ -279,6 +258,7 @@ class DSQStorageWriter(StorageWriter):
         def agree() -> Agreement | None:
             if comm.rank:
                 return None
+            refuse_checkpoint(path, self._overwrite)  # before a search, which may take long
             return self._agreement(comm.size, [self._layout(plan.items) for plan in plans])
 
         def quantized() -> tuple[dict[str, Any], _Staged, chain.Memory]:
@@ -333,112 +313,21 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
         return self.path
 
-    def _layout(self, items: list[WriteItem]) -> Layout:
-        tensors, groups, state = {}, {}, {}
-        residual = self.config.delta.against == "values"
-        for item in items:
-            data = item.tensor_data
-            if data is None:
-                continue
-            chosen = assign(item.index.fqn, data.size, data.properties.dtype, self.config.quantize, self._types)
-            lossy = chosen.config is not None and chosen.config.method == "quantize"
-            # What is coded of lossy state are differences, and these do not tell the size of gradients.
-            told = not (residual and lossy)
-            if told and (kind := kind_of(item.index.fqn)) in ("exp_avg_sq", "momentum"):
-                state[item.index.fqn] = kind
-            if chosen.config is not None and lossy:
-                tensors[item.index.fqn] = chosen.group
-                groups[chosen.group] = chosen.config
-        return Layout(tensors, groups, state, bool(self._gradients), self._fractions, residual)
+    def _layout(self, write_items: list[WriteItem]) -> Layout:
+        return layout_of(write_items, self.config, self._types, bool(self._gradients), self._fractions)
 
     def _items(
         self, write_items: list[WriteItem], planner: SavePlanner
     ) -> tuple[list[Item], Iterator[tuple[str, bytes]]]:
-        items = []
-        for item in write_items:
-            data = item.tensor_data
-            if data is None:
-                continue
-            dtype = data.properties.dtype
-            chosen = assign(item.index.fqn, data.size, dtype, self.config.quantize, self._types)
-            items.append(Item(
-                key_of(item), dtype, chosen.kind, chosen.group, chosen.config, loader(item, planner)
-            ))
-        objects = (
-            (item.index.fqn, planner.resolve_data(item).getvalue())  # type: ignore[union-attr]
-            for item in write_items if item.type == WriteItemType.BYTE_IO
-        )
-        return items, objects
+        return items_of(write_items, planner, self.config, self._types), objects_of(write_items, planner)
 
     def _quantized(
         self, items: list[Item], replicas: list[Item], agreement: Agreement, workers: Workers
-    ) -> _Quantized:
-        """Merge sketches with the other ranks, choose, then quantize lazily, chunk by chunk.
-
-        Args:
-            items: of this rank.
-            replicas: items that lie here but are written by another rank; a search evaluates them too.
-            agreement: of all ranks.
-            workers: threads.
-        """
-        opened: list[Parent] = []
-        chooser = all_exact if agreement.exact else self._chooser
-
-        def parent() -> Parent | None:
-            if agreement.parent is not None and agreement.model is not None:
-                opened.append(Parent(ParentRef(*agreement.parent), agreement.model, workers))
-                return opened[0]
-            return None
-
-        gradients = {
-            item.key: found for item in (*items, *replicas)
-            if item.kind == "weights" and (found := self._gradient(item)) is not None
-        }
-        try:
-            comm = communicator(self._group, agreement.ranks)
-            sketches, bases = sketch(
-                lossy_items(items), measured_items(items, agreement.layout), agreement, self.config, comm, workers,
-                parent, gradients,
-            )
-            others: list[Chunk] = []
-            if chooser not in (as_configured, all_exact):
-                def load_replicas() -> list[Chunk]:
-                    """Chunks that another rank writes; a failure must reach the ranks that go on to evaluate."""
-                    view = opened[0] if opened else None
-                    return [
-                        replace(chunk, exponent=sketches.scales.exponents.get(chunk.key.fqn, 0.0),
-                                parent=None if chunk.group in sketches.scales.anew else chunk.parent)
-                        for item in lossy_items(replicas)
-                        if item.kind == "weights" and item.key.fqn not in sketches.nonfinite
-                        for chunk in [load_chunk(item, view, {}, gradients, agreement.layout.residual)]
-                        if chunk is not None
-                    ]
-
-                others = together(comm, load_replicas)
-        finally:
-            for view in opened:
-                view.close()
-        mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
-        choice = chooser(sketches, [*mine, *others], self.config, comm, workers)
-        warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), self.config)
-        if warning and self._rank == 0:
-            warnings.warn(warning, stacklevel=2)
-        chunks = [
-            replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
-            for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
-        ]
-        written = {chunk.key for chunk in chunks}
-        return _Quantized(
-            (quantize(chunk, bases, choice.analysis) for chunk in chunks),
-            [item for item in items if item.key not in written], choice,
+    ) -> Quantized:
+        comm = communicator(self._group, agreement.ranks)
+        return quantize_items(
+            items, replicas, agreement, self.config, self._chooser, self._gradients, comm, workers
         )
-
-    def _gradient(self, item: Item) -> torch.Tensor | None:
-        name = unwrapped(item.key.fqn)
-        while name and name not in self._gradients:
-            name = name.partition(".")[2]
-        found = self._gradients.get(name)
-        return found if found is not None and found.numel() == item.key.elements else None
 
 
 _PLAN_CACHING = (

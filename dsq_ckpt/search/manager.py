@@ -8,12 +8,11 @@ and on what a restore gives back (base and refinement), relative to what trainin
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,18 +20,16 @@ from torch import nn
 from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig, SearchConfig
-from dsq_ckpt.groups import group_config
+from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
-from dsq_ckpt.search.space import Point, Space
+from dsq_ckpt.search.space import Point
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.workers import Workers
 
-_PROTECTED_BITS = 16
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
@@ -56,95 +53,6 @@ class _Known:
     degradation: float | None = None
     distortion: float | None = None
     deterministic: bool = False
-
-
-@dataclass
-class _Candidate:
-    """One configuration of the weights, fitted on the sketches."""
-
-    config: DSQConfig
-    analysis: Analysis
-    bits: float
-
-
-@dataclass
-class _Save:
-    """One save under way: its sketches, and what was evaluated so far."""
-
-    sketches: Sketches
-    config: DSQConfig
-    space: Space
-    comm: Communicator
-    model: TrialModel
-    usual: Analysis
-    groups: list[str]
-    candidates: dict[tuple[Point, int], _Candidate] = field(default_factory=dict)
-    fits: dict[str, Analysis] = field(default_factory=dict)
-    degradations: dict[tuple[Point, int], float] = field(default_factory=dict)
-    evaluations: int = 0
-    metric: float = math.nan
-
-    def candidate(self, point: Point, variant: int) -> _Candidate:
-        """The configuration at a point, fitted; groups that other points have in common are fitted once."""
-        key = (point, variant)
-        if key not in self.candidates:
-            values = self.space.values(point, self.space.variants[variant])
-            config = self.config.with_values(**values)
-            fitted = {}
-            for group in self.groups:
-                chosen = group_config(group, config.quantize)
-                name = group + json.dumps(chosen.codebook.model_dump(), sort_keys=True)
-                if name not in self.fits:
-                    self.fits[name] = self.sketches.fit({group: chosen}, self.usual)
-                fitted[group] = self.fits[name].fitted[group]
-            analysis = Analysis({**self.usual.fitted, **fitted}, self.usual.exponents, self.usual.nonfinite)
-            self.candidates[key] = _Candidate(config, analysis, sum(map(_bits, fitted.values())))
-        return self.candidates[key]
-
-    def refined(self, candidate: _Candidate, bits: int) -> Analysis:
-        """The candidate with cells laid out for so many refinement bits: zeros come back as zeros only then."""
-        configs = {
-            group: group_config(group, candidate.config.quantize).model_copy(update={"refinement_bits": bits})
-            for group in self.groups
-        }
-        return self.sketches.fit(configs, candidate.analysis)
-
-    @property
-    def gentlest(self) -> Point:
-        """The point that is furthest from aggressive, and the largest of those."""
-        possible = [point for point in self.space.points() if math.isfinite(self.size(point, 0))]
-        return max(possible, key=lambda point: (sum(point), self.size(point, 0)))
-
-    def always_nearest(self, point: Point) -> bool:
-        """Fit a point anew without rate-distortion choice, by which deltas keep old codes; False if it has none."""
-        candidate = self.candidate(point, 0)
-        if not getattr(candidate.config.quantize.weights.codebook, "rate_distortion", 0.0):
-            return False
-        config = candidate.config.with_values(**{"quantize.weights.codebook.rate_distortion": 0.0})
-        configs = {group: group_config(group, config.quantize) for group in self.groups}
-        analysis = self.sketches.fit(configs, candidate.analysis)
-        fits = [analysis.fitted[group] for group in self.groups]
-        self.candidates[point, 0] = _Candidate(config, analysis, sum(map(_bits, fits)))
-        self.degradations.pop((point, 0), None)
-        return True
-
-    def size(self, point: Point, variant: int) -> float:
-        """Bits of all weights at a point; infinite where the axes contradict each other."""
-        try:
-            return self.candidate(point, variant).bits
-        except ValueError:  # e.g. fewer bins at most than at least
-            return math.inf
-
-    def distortion(self, candidate: _Candidate) -> float:
-        """Relative squared error of the weights' base layers."""
-        fits = [candidate.analysis.fitted[group] for group in self.groups]
-        energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)
-        return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
-
-
-def _bits(fitted: Fitted) -> float:
-    """Size of a group's codes and protected values."""
-    return fitted.bits + _PROTECTED_BITS * int(fitted.counts[:, fitted.codebook.protected].sum())
 
 
 class ConfigManager:
@@ -197,7 +105,7 @@ class ConfigManager:
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
         model = together(comm, lambda: TrialModel(self._model, local, workers).__enter__())
-        save = _Save(sketches, config, space, comm, model, usual, groups)
+        save = SaveSearch(sketches, config, space, comm, model, usual, groups)
         try:
             choice = self._searched(save, record)
         except _EvaluationFailed as failure:
@@ -208,7 +116,7 @@ class ConfigManager:
         assert choice.quality is record
         return choice
 
-    def _searched(self, save: _Save, record: dict[str, Any]) -> Choice:
+    def _searched(self, save: SaveSearch, record: dict[str, Any]) -> Choice:
         search, known = save.config.search, self._known
         save.metric = record["metric"] = self._metrics(save, [None])[0]
         self._check_evaluate(save, record)
@@ -240,7 +148,7 @@ class ConfigManager:
         )
         return Choice(analysis, config, dict.fromkeys(save.groups, bits), record)
 
-    def _base(self, save: _Save, record: dict[str, Any]) -> tuple[Point | None, int]:
+    def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
         """The smallest configuration whose base layer keeps to epsilon."""
         search, known, space = save.config.search, self._known, save.space
         batch = save.comm.size if search.spread else 1
@@ -268,14 +176,14 @@ class ConfigManager:
         return best
 
     @staticmethod
-    def _variants(save: _Save) -> list[int]:
+    def _variants(save: SaveSearch) -> list[int]:
         """Those that differ: without averaged gradients sensitivity is no other metric than magnitude."""
         return [
             number for number, variant in enumerate(save.space.variants)
             if save.sketches.layout.averaged or "sensitivity" not in variant.values.values()
         ]
 
-    def _better_variant(self, save: _Save, point: Point, variant: int) -> int:
+    def _better_variant(self, save: SaveSearch, point: Point, variant: int) -> int:
         """The other variant, if it is clearly better at the last choice (section 5, delta-neighbourhood search)."""
         if len(self._variants(save)) < 2 or not math.isfinite(save.size(point, 1 - variant)):
             return variant
@@ -284,7 +192,7 @@ class ConfigManager:
         clearly = before is not None and save.degradations[point, 1 - variant] < _BETTER_VARIANT * before
         return 1 - variant if clearly else variant
 
-    def _try(self, save: _Save, points: list[Point], variant: int) -> list[bool]:
+    def _try(self, save: SaveSearch, points: list[Point], variant: int) -> list[bool]:
         """Which of the points keep to epsilon; each is evaluated once."""
         new = [point for point in points if (point, variant) not in save.degradations]
         metrics = self._metrics(save, [save.candidate(point, variant).analysis for point in new])
@@ -292,7 +200,7 @@ class ConfigManager:
             save.degradations[point, variant] = degradation(metric, save.metric, save.config.search)
         return [save.degradations[point, variant] <= save.config.search.epsilon for point in points]
 
-    def _refined(self, save: _Save, candidate: _Candidate, record: dict[str, Any]) -> int:
+    def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
         """Bits of the weights' refinement: as few as keep what a restore loses within the bound."""
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
         if search.bound == "relative" or not configured:
@@ -320,7 +228,7 @@ class ConfigManager:
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits
 
-    def _unbounded(self, save: _Save, record: dict[str, Any], why: str) -> Choice:
+    def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> Choice:
         """Nothing satisfies the bound, or it cannot be told: as gently as can be, or exactly, and said so."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known(deterministic=self._known.deterministic, metric=self._known.metric)
@@ -339,7 +247,7 @@ class ConfigManager:
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         return Choice(save.refined(candidate, bits), config, dict.fromkeys(save.groups, bits), record)
 
-    def _check_evaluate(self, save: _Save, record: dict[str, Any]) -> None:
+    def _check_evaluate(self, save: SaveSearch, record: dict[str, Any]) -> None:
         """Once: does the same model get the same metric, and another model another?"""
         if self._known.deterministic:
             return
@@ -364,7 +272,7 @@ class ConfigManager:
                 "evaluate the model that the Compressor was given, with its present weights"
             )
 
-    def _metrics(self, save: _Save, analyses: list[Analysis | None], bits: int = 0) -> list[float]:
+    def _metrics(self, save: SaveSearch, analyses: list[Analysis | None], bits: int = 0) -> list[float]:
         """Metrics of several configurations, all ranks together, or (`spread`) a share on each replica."""
         spread, comm = save.config.search.spread and len(analyses) > 1, save.comm
         mine = [i for i in range(len(analyses)) if not spread or i % comm.size == comm.rank]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,13 +60,7 @@ class TrialModel:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 target.copy_(chunk.tensor)
             self._reshard()
-            for buffer, original in self._buffers:
-                buffer.copy_(original)
-        for module, training in self._training:
-            module.training = training
-        torch.set_rng_state(self._random)
-        if self._random_cuda:
-            torch.cuda.set_rng_state_all(self._random_cuda)
+        self._undo()
 
     def metric(
         self, evaluate: Callable[[], float], analysis: Analysis | None = None, refinement_bits: int = 0
@@ -80,23 +73,21 @@ class TrialModel:
             refinement_bits: decode with a refinement layer of so many bits; 0: the base layer.
         """
         self._store(analysis, refinement_bits)
-        with self._alone():
-            return float(evaluate())
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """What one evaluation does to buffers, flags and random state is not there for the next."""
         try:
-            yield
+            return float(evaluate())
         finally:
-            with torch.no_grad():
-                for buffer, original in self._buffers:
-                    buffer.copy_(original)
-            for module, training in self._training:
-                module.training = training
-            torch.set_rng_state(self._random)
-            if self._random_cuda:
-                torch.cuda.set_rng_state_all(self._random_cuda)
+            self._undo()
+
+    def _undo(self) -> None:
+        """What an evaluation does to buffers, flags and random state is not there for the next."""
+        with torch.no_grad():
+            for buffer, original in self._buffers:
+                buffer.copy_(original)
+        for module, training in self._training:
+            module.training = training
+        torch.set_rng_state(self._random)
+        if self._random_cuda:
+            torch.cuda.set_rng_state_all(self._random_cuda)
 
     def _store(self, analysis: Analysis | None, refinement_bits: int) -> None:
         for chunk, target in zip(self._chunks, self._targets, strict=True):

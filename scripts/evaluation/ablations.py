@@ -118,7 +118,7 @@ _KMEANS = {"fit": "kmeans", "bins": 16, "rate_distortion": 0.05}
 VARIANTS = (
     Variant("dsq", OURS),
     Variant("dsq without rate-distortion", OURS, {WEIGHTS + "rate_distortion": 0.0}),
-    *(Variant(f"dsq, rate-distortion {price}", OURS, {WEIGHTS + "rate_distortion": price}) for price in (0.02, 0.1)),
+    *(Variant(f"dsq, rate-distortion {price}", OURS, {WEIGHTS + "rate_distortion": price}) for price in (0.05, 0.1)),
     Variant("dsq without sensitivity", OURS, {WEIGHTS + "sensitivity": 0.0}),
     *(Variant(f"dsq, sensitivity {power}", OURS, {WEIGHTS + "sensitivity": power}) for power in (0.125, 0.5)),
     Variant(

@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -171,6 +172,20 @@ def _offline(rows: Sequence[Row]) -> list[Panel]:
     ] if usable else []
 
 
+def _online(rows: Sequence[Row]) -> list[Panel]:
+    """For each run: final loss against the ratio of weights, and of everything, that stays on disk."""
+    runs: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row["loss"] is not None:  # else the run diverged
+            runs.setdefault((row["workload"], row["seed"]), []).append(row)
+    return [
+        partial(_final, rows=own, key=key, title=f"{workload}, seed {seed}: {what}")
+        for (workload, seed), own in runs.items()
+        for key, what in (("ratio_weights_kept", "weights"), ("ratio_state_kept", "everything"))
+        if any(row[key] is not None for row in own)
+    ]
+
+
 def _ablations(rows: Sequence[Row]) -> list[Panel]:
     parts: dict[str, list[Row]] = {}
     for row in rows:
@@ -214,6 +229,34 @@ def _trade(axis: Axes, rows: Sequence[Row]) -> None:
     axis.margins(x=0.25, y=0.08)  # room for the names
 
 
+def _final(axis: Axes, rows: Sequence[Row], key: str, title: str) -> None:
+    """Loss at the end of runs that failed, by system; bounds of one system are joined, the loosest first."""
+    from matplotlib.ticker import MaxNLocator
+
+    systems: dict[str, list[Row]] = {}
+    for row in rows:
+        if row[key] is not None:  # else no weights were quantized
+            systems.setdefault(row["name"], []).append(row)
+    for number, (name, own) in enumerate(systems.items()):
+        axis.plot(
+            [row[key] for row in own], [row["loss"] for row in own], marker="o" if number < _COLOURS else "s",
+            linestyle=":", label=name,
+        )
+        for row in own:
+            axis.annotate(
+                row["bound"], (row[key], row["loss"]), fontsize=6, xytext=(3, 3), textcoords="offset points",
+            )
+    without = rows[0]["reference_loss"]
+    axis.axhline(without, color="black", linewidth=0.8, label="no failures")
+    axis.axhline(1.01 * without, color="black", linewidth=0.8, linestyle="--", label="1 % above")
+    axis.set(xscale="log", xlabel="times smaller, kept on disk", ylabel="final loss", title=title)
+    axis.xaxis.set_major_locator(MaxNLocator(6))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.margins(x=0.2, y=0.1)  # room for the bounds
+    axis.legend(fontsize=7)
+
+
 def _bins(axis: Axes, rows: Sequence[Row]) -> None:
     """Levels that each system needs, by bound."""
     systems = list(dict.fromkeys(row["name"] for row in rows))
@@ -239,5 +282,7 @@ def _timings(axis: Axes, rows: Sequence[Row]) -> None:
     axis.invert_yaxis()
 
 
-PANELS: dict[str, Callable[[Sequence[Row]], list[Panel]]] = {"offline": _offline, "ablations": _ablations}
+PANELS: dict[str, Callable[[Sequence[Row]], list[Panel]]] = {
+    "offline": _offline, "ablations": _ablations, "online": _online,
+}
 """By what was measured: from a document's rows to what is drawn of it."""

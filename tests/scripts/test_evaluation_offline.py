@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from evaluate import app
 from evaluation import ablations, create, offline, report, timings
 from evaluation.recording import load_recording, record
@@ -25,13 +24,7 @@ from dsq_ckpt.manifest import Manifest, Sizes
 from dsq_ckpt.search.manager import degradation
 from dsq_ckpt.systems import SYSTEMS
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +159,7 @@ def test_offline_command(recording: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(offline, "system_config", fails)
     results = tmp_path / "offline.json"
     printed = _run(
-        "offline", "gpt-tiny", "--directory", str(recording), "--system", "dsq", "--system", "lc", "--system", "scar",
+        "offline", "gpt-tiny", "--directory", str(recording), "--systems", "dsq,lc,scar",
         "--dsq-epsilon", "0.01", "--json", str(results),
     )
     assert "cannot be made" in printed and "ahead of every other system" in printed
@@ -212,7 +205,7 @@ def test_comparison_is_at_no_greater_mean_and_final_harm() -> None:
 
 def test_refusals(recording: Path, tmp_path: Path) -> None:
     for arguments, message in (
-        (["offline", "gpt-tiny", "--system", "dqs"], "'dqs' is not one of dsq"),
+        (["offline", "gpt-tiny", "--systems", "dqs"], "'dqs' is not one of dsq"),
         (["offline", "gpt", "--directory", str(recording)], "is a recording of gpt-tiny"),
         (["offline", "gpt-tiny", "--directory", str(tmp_path)], "no complete recording"),
         (["ablations", "gpt-tiny", "--part", "bin"], "'bin' is not one of coders"),

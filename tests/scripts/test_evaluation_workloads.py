@@ -18,13 +18,7 @@ from evaluation.recording import GRADIENT_WEIGHT, GradientAverage, default_direc
 from evaluation.workloads import Plan, cache_directory
 from typer.testing import CliRunner
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

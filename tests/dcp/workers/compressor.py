@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import done, whole, world
+from harness import done, fails_everywhere, whole, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -59,6 +59,16 @@ def check(kind: str, system: str, spread: bool, run: Path, rank: int, size: int)
     done(f"{kind} {system} {'spread' if spread else 'together'}")
 
 
+def refused(size: int) -> None:
+    """Ranks that hold parts of one model cannot try different configurations."""
+    model = wrapped("fsdp", size)
+    fails_everywhere(
+        lambda: dsq_ckpt.Compressor(model, config={"search": {"spread": True}}, evaluate=lambda: loss_of(model)),
+        "ConfigError: search.spread is true, but the model is sharded",
+    )
+    done("fsdp dsq spread")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with world() as (rank, size):
@@ -66,3 +76,4 @@ if __name__ == "__main__":
             [("fsdp", "dsq", False), ("ddp", "dsq", False), ("ddp", "dsq", True), ("fsdp", "uniform", False)]
         ):
             check(kind, system, spread, Path(sys.argv[1]) / str(number), rank, size)
+        refused(size)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter, chain, commit
 from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.dcp import quantizing
 from dsq_ckpt.dcp import writer as writer_module
 from dsq_ckpt.manifest import Manifest
 
@@ -164,7 +165,7 @@ def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
         def unreadable(*args: Any, **kwargs: Any) -> Any:
             raise dsq_ckpt.CorruptCheckpoint("the parent cannot be read here")
 
-        with broken(rank == culprit, writer_module, "Parent", unreadable):
+        with broken(rank == culprit, quantizing, "Parent", unreadable):
             fails_everywhere(
                 lambda: dsq_ckpt.save(state_at(2, rank, size), path, parent=earlier.paths[1]),  # noqa: B023
                 "cannot be read here",

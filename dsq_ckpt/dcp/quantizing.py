@@ -1,0 +1,131 @@
+"""From the items of a rank to codes: sketches merged with the other ranks, the choice how to store, quantization."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.chain import Parent, ParentRef
+from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
+from dsq_ckpt.chunk import Chunk, ChunkKey
+from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.session import (
+    Agreement,
+    Coded,
+    Item,
+    check_nonfinite,
+    load_chunk,
+    lossy_items,
+    measured_items,
+    quantize,
+    sketch,
+)
+from dsq_ckpt.workers import Workers
+
+
+@dataclass
+class Quantized:
+    """What a rank writes.
+
+    Attributes:
+        coded: chunks that are quantized as they are asked for, one by one.
+        plain: items that are stored as they are.
+        choice: how all ranks store theirs.
+    """
+
+    coded: Iterator[Coded]
+    plain: list[Item]
+    choice: Choice
+
+
+def quantize_items(
+    items: list[Item], replicas: list[Item], agreement: Agreement, config: DSQConfig, chooser: Chooser,
+    gradients: Mapping[str, torch.Tensor], comm: Communicator, workers: Workers,
+) -> Quantized:
+    """Merge sketches with the other ranks, choose, then quantize lazily, chunk by chunk; collective.
+
+    Args:
+        items: of this rank.
+        replicas: items that lie here but are written by another rank; a search evaluates them too.
+        agreement: of all ranks.
+        config: of the save.
+        chooser: not asked where the agreement says that all is exact.
+        gradients: averaged, of local shards, by parameter name.
+        comm: of the ranks that save.
+        workers: threads.
+
+    Raises:
+        SaveFailed: on all ranks, when any rank failed.
+        NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
+    """
+    opened: list[Parent] = []
+    chooser = all_exact if agreement.exact else chooser
+
+    def parent() -> Parent | None:
+        if agreement.parent is not None and agreement.model is not None:
+            opened.append(Parent(ParentRef(*agreement.parent), agreement.model, workers))
+            return opened[0]
+        return None
+
+    averaged = {
+        item.key: found for item in (*items, *replicas)
+        if item.kind == "weights" and (found := _gradient(item.key, gradients)) is not None
+    }
+    try:
+        sketches, bases = sketch(
+            lossy_items(items), measured_items(items, agreement.layout), agreement, config, comm, workers, parent,
+            averaged,
+        )
+        others: list[Chunk] = []
+        if chooser not in (as_configured, all_exact):  # a failure must reach the ranks that go on to evaluate
+            view, residual = opened[0] if opened else None, agreement.layout.residual
+            others = together(comm, lambda: _weights(replicas, sketches, view, averaged, residual))
+    finally:
+        for view in opened:
+            view.close()
+    mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
+    choice = chooser(sketches, [*mine, *others], config, comm, workers)
+    warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), config)
+    if warning and comm.rank == 0:
+        warnings.warn(warning, stacklevel=2)
+    chunks = [
+        replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
+        for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
+    ]
+    written = {chunk.key for chunk in chunks}
+    return Quantized(
+        (quantize(chunk, bases, choice.analysis) for chunk in chunks),
+        [item for item in items if item.key not in written], choice,
+    )
+
+
+def _weights(
+    replicas: list[Item], sketches: Sketches, view: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor],
+    residual: bool,
+) -> list[Chunk]:
+    """Chunks of weights that another rank writes, scaled as that rank scales them."""
+    scales = sketches.scales
+    return [
+        replace(
+            chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
+            parent=None if chunk.group in scales.anew else chunk.parent,
+        )
+        for item in lossy_items(replicas)
+        if item.kind == "weights" and item.key.fqn not in sketches.nonfinite
+        for chunk in [load_chunk(item, view, {}, gradients, residual)]
+        if chunk is not None
+    ]
+
+
+def _gradient(key: ChunkKey, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    name = unwrapped(key.fqn)
+    while name and name not in gradients:
+        name = name.partition(".")[2]
+    found = gradients.get(name)
+    return found if found is not None and found.numel() == key.elements else None

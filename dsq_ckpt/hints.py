@@ -1,0 +1,121 @@
+"""What somebody may have meant: keys of a configuration that are wrong where they are, patterns that match nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+
+_ANY = "*"
+_CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
+_ELSEWHERE = 0.8  # of keys in other places; one that is right for its place may be less like it
+
+
+class _Place(NamedTuple):
+    """A key of a configuration: its path, where `*` stands for a name of the user's, and the fits that have it."""
+
+    path: tuple[str, ...]
+    fits: tuple[str, ...]
+
+    def near(self, given: Sequence[str]) -> int:
+        """Components that it has in common with a path, from the root on."""
+        shared = 0
+        for own, other in zip(self.path, given, strict=False):
+            if own not in (_ANY, other):
+                break
+            shared += 1
+        return shared
+
+    def named(self, given: Sequence[str]) -> str:
+        """The dotted path, with the names of `given` where they are the user's to choose."""
+        shared = self.near(given)
+        return ".".join(given[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
+
+
+def key_hint(root: type[BaseModel], given: Sequence[str], fit: str | None = None) -> str:
+    """Where an unknown key belongs, or what it may be a slip of.
+
+    Args:
+        root: the configuration's model.
+        given: path of the unknown key.
+        fit: kind of the codebook that it was found in, if it was in one.
+
+    Returns:
+        The end of a message, which begins with a semicolon; empty where nothing comes close.
+    """
+    parent, leaf = tuple(given[:-1]), given[-1]
+    known = list(_places(root, ()))
+    same = [place for place in known if place.path[-1] == leaf]
+    if same:
+        best = max(same, key=lambda place: place.near(given))
+        if len(best.path) == len(given) and best.near(given) == len(given):
+            return f"; codebooks have it with fit: {_either(best.fits)}"
+        if len(best.path) == 1:
+            return f"; '{leaf}' belongs at the top level"
+        return f"; it belongs elsewhere: '{best.named(given)}'"
+    here = [place.path[-1] for place in known if len(place.path) == len(given)
+            and place.near(parent) == len(parent) and (fit is None or not place.fits or fit in place.fits)]
+    if close := get_close_matches(leaf, sorted(set(here)), 1):
+        return f"; did you mean '{close[0]}'?"
+    if close := get_close_matches(leaf, sorted({place.path[-1] for place in known}), 1, _ELSEWHERE):
+        best = max((place for place in known if place.path[-1] == close[0]), key=lambda place: place.near(given))
+        return f"; did you mean '{best.named(given)}'?"
+    return ""
+
+
+def pattern_hint(pattern: str, names: Iterable[str]) -> str:
+    """Names that come close to a shell pattern which matches none of them.
+
+    Returns:
+        The end of a message, which begins with a semicolon; it shows some names where none comes close.
+    """
+    known = sorted(names)
+    if not known:
+        return "; there are no tensors"
+    literal = max(re.split(r"[*?\[\]]+", pattern), key=len).strip(".")
+    width = literal.count(".") + 1
+    holders: dict[str, str] = {}
+    for name in known:
+        parts = name.split(".")
+        for start in range(len(parts) - width + 1):
+            holders.setdefault(".".join(parts[start : start + width]), name)
+    found = [literal] if literal in holders else get_close_matches(literal, holders, 3, _CLOSE)
+    close = list(dict.fromkeys(holders[part] for part in found))
+    if close:
+        return f"; did you mean a pattern for {_either([repr(name) for name in close])}?"
+    return f"; names here are such as {', '.join(repr(name) for name in known[:3])}"
+
+
+def _places(model: type[BaseModel], prefix: tuple[str, ...], fits: tuple[str, ...] = ()) -> Iterator[_Place]:
+    """All keys below a model; what codebooks of several kinds have in common is one of them."""
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        yield _Place(path, fits)
+        members = list(_models(field.annotation))
+        own = _ANY if get_origin(field.annotation) in (dict, tuple) else None
+        inner = path if own is None else (*path, own)
+        if len(members) == 1:
+            yield from _places(members[0], inner)
+            continue
+        by_key: dict[tuple[str, ...], list[str]] = {}
+        for member in members:
+            kinds = get_args(member.model_fields["fit"].annotation)
+            for place in _places(member, inner, kinds):
+                by_key.setdefault(place.path, []).extend(place.fits)
+        yield from (_Place(key, tuple(kinds)) for key, kinds in by_key.items())
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field may hold, directly, in a dict or a tuple, or as a choice."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    else:
+        for part in get_args(annotation):
+            yield from _models(part)
+
+
+def _either(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,167 @@
+"""Nested state dicts: their flat names, what these leave out, and how they are put together again.
+
+DCP names what a state dict holds by the path of keys that leads to it. It makes strings of all keys, also of the
+numbers by which a plain `optimizer.state_dict()` knows its parameters, and dicts without entries leave no trace. A
+`Nesting` has both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+Key = str | int | float | bool | None
+Path = tuple[str | int, ...]
+"""Keys of dicts as strings, and places in lists as integers."""
+Step = tuple[Key, bool]
+"""A key of a dict as it was, or a place in a list; and whether it is the latter."""
+
+
+class Nesting(dict[str, Path]):
+    """DCP's path by flat name, as its planners keep them, with what such paths leave out.
+
+    Attributes:
+        typed: by path of a dict's entry: its key, where that was a finite number, a boolean or None.
+        empty: paths of dicts without entries; None: not known.
+    """
+
+    def __init__(
+        self, paths: Mapping[str, Path], typed: Mapping[Path, Key] | None = None,
+        empty: Collection[Path] | None = None,
+    ) -> None:
+        super().__init__(paths)
+        self.typed = dict(typed or {})
+        self.empty = None if empty is None else list(empty)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path]) -> Nesting:
+        """That of a state dict whose flat names DCP found."""
+        found = list(_dicts((), state))
+        typed = {
+            path: key for path, key, _ in found
+            if type(key) in (int, bool, type(None)) or (type(key) is float and math.isfinite(key))
+        }
+        return cls(paths, typed, [path for path, _, value in found if isinstance(value, Mapping) and not value])
+
+    @classmethod
+    def merged(cls, paths: Mapping[str, Path], parts: Iterable[Nesting]) -> Nesting:
+        """That of all ranks together.
+
+        Args:
+            paths: of all ranks.
+            parts: of each.
+        """
+        typed: dict[Path, Key] = {}
+        empty: dict[Path, None] = {}
+        for part in parts:
+            typed |= part.typed
+            empty |= dict.fromkeys(part.empty or ())
+        return cls(paths, typed, empty)
+
+    @classmethod
+    def from_json(cls, index: Mapping[str, Any]) -> Nesting | None:
+        """That of an index; None where the planner kept no paths.
+
+        Raises:
+            KeyError, IndexError, TypeError: it is not as documented.
+        """
+        if index["planner"] is None:
+            return None
+        empty = index.get("empty_dicts")
+        return cls(
+            {name: tuple(path) for name, path in index["planner"].items()},
+            {tuple(entry[0]): entry[1] for entry in index.get("typed_keys") or ()},
+            None if empty is None else [tuple(path) for path in empty],
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of the index that `from_json` reads."""
+        return {
+            "planner": {name: list(path) for name, path in self.items()},
+            "typed_keys": [[list(path), key] for path, key in self.typed.items()],
+            "empty_dicts": None if self.empty is None else [list(path) for path in self.empty],
+        }
+
+    def steps(self, path: Path) -> list[Step]:
+        """A path with the keys as they were."""
+        found: list[Step] = []
+        for place, part in enumerate(path):
+            found.append((self.typed.get(path[: place + 1], part), type(part) is int))
+        return found
+
+    def nested(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
+        """The nested state dict of flat names and values, in their order; every dict is new.
+
+        Raises:
+            KeyError: a name has no path.
+        """
+        root: dict[Any, Any] = {}
+        for name, value in flat.items():
+            put(root, self.steps(self[name]), value)
+        for path in self.empty or ():
+            put(root, self.steps(path), {}, keep=True)
+        return root
+
+    def below(self, path: Path) -> Nesting | None:
+        """What lies below a path, with paths from there on; None where there is nothing, not even an empty dict."""
+        deep = len(path)
+        found = Nesting(
+            {name: own[deep:] for name, own in self.items() if own[:deep] == path and len(own) > deep},
+            {own[deep:]: key for own, key in self.typed.items() if own[:deep] == path and len(own) > deep},
+            [own[deep:] for own in self.empty or () if own[:deep] == path and len(own) > deep],
+        )
+        return found if found or found.empty or path in (self.empty or ()) else None
+
+
+def put(root: dict[Any, Any], steps: list[Step], value: Any, *, keep: bool = False) -> None:
+    """Set an entry of a nested state dict; dicts and lists on the way are made where they are not there.
+
+    Args:
+        root: the state dict.
+        steps: the way to the entry.
+        value: what to put there.
+        keep: what is there stays.
+    """
+    node: Any = root
+    for (key, _), (_, inner_is_list) in pairwise(steps):
+        node = _entry(node, key, [] if inner_is_list else {})
+    key, in_list = steps[-1]
+    if keep:
+        _entry(node, key, value)
+    else:
+        if in_list and isinstance(node, list):
+            node.extend([None] * (key + 1 - len(node)))  # type: ignore[operator]
+        node[key] = value
+
+
+def empty_dicts(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Dicts without entries, with their paths; the state dict itself is one of them if it has none."""
+    if not state:
+        yield (), state
+    yield from ((path, value) for path, _, value in _dicts((), state) if isinstance(value, Mapping) and not value)
+
+
+def _entry(node: Any, key: Any, otherwise: Any) -> Any:
+    """The entry of a dict or list; `otherwise` is put there if there is none."""
+    if isinstance(node, list):
+        node.extend([None] * (key + 1 - len(node)))
+        if node[key] is None:
+            node[key] = otherwise
+        return node[key]
+    return node.setdefault(key, otherwise)
+
+
+def _dicts(path: Path, node: Any) -> Iterator[tuple[Path, Any, Any]]:
+    """All entries of dicts, also of those in lists, and dicts in lists: path, key (of a dict), value."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            inner = (*path, str(key))
+            yield inner, key, value
+            yield from _dicts(inner, value)
+    elif isinstance(node, list):
+        for place, value in enumerate(node):
+            if isinstance(value, Mapping | list):
+                yield (*path, place), str(place), value
+                yield from _dicts((*path, place), value)

@@ -1,0 +1,122 @@
+"""What one search chooses from: configurations fitted on the sketches of a save, with their exact sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+
+from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.groups import group_config
+from dsq_ckpt.search.space import Point, Space
+from dsq_ckpt.search.trial import TrialModel
+
+_PROTECTED_BITS = 16
+
+
+@dataclass
+class Candidate:
+    """One configuration of the weights, fitted on the sketches; `bits`: exact size of codes and protected values."""
+
+    config: DSQConfig
+    analysis: Analysis
+    bits: float
+
+
+@dataclass
+class SaveSearch:
+    """The search of one save: its sketches, and what was fitted and evaluated so far.
+
+    Attributes:
+        sketches, usual: of all groups, and how they are fitted as configured.
+        config, space: of the save, and what may be varied in it.
+        comm: of the ranks that save.
+        model: entered; it evaluates candidates.
+        groups: of weights, those that are quantized.
+        candidates, degradations: by point and number of the variant.
+        fits: by group and codebook.
+        evaluations: so far, on this rank.
+        metric: of the model as it is; NaN until it was evaluated.
+    """
+
+    sketches: Sketches
+    config: DSQConfig
+    space: Space
+    comm: Communicator
+    model: TrialModel
+    usual: Analysis
+    groups: list[str]
+    candidates: dict[tuple[Point, int], Candidate] = field(default_factory=dict)
+    fits: dict[str, Analysis] = field(default_factory=dict)
+    degradations: dict[tuple[Point, int], float] = field(default_factory=dict)
+    evaluations: int = 0
+    metric: float = math.nan
+
+    def candidate(self, point: Point, variant: int) -> Candidate:
+        """The configuration at a point, fitted; groups that other points have in common are fitted once.
+
+        Raises:
+            ValueError: the point's values contradict each other, or the configuration.
+        """
+        key = (point, variant)
+        if key not in self.candidates:
+            values = self.space.values(point, self.space.variants[variant])
+            config = self.config.with_values(**values)
+            fitted = {}
+            for group in self.groups:
+                chosen = group_config(group, config.quantize)
+                name = group + json.dumps(chosen.codebook.model_dump(), sort_keys=True)
+                if name not in self.fits:
+                    self.fits[name] = self.sketches.fit({group: chosen}, self.usual)
+                fitted[group] = self.fits[name].fitted[group]
+            analysis = Analysis({**self.usual.fitted, **fitted}, self.usual.exponents, self.usual.nonfinite)
+            self.candidates[key] = Candidate(config, analysis, sum(map(_bits, fitted.values())))
+        return self.candidates[key]
+
+    def refined(self, candidate: Candidate, bits: int) -> Analysis:
+        """The candidate with cells laid out for so many refinement bits: zeros come back as zeros only then."""
+        configs = {
+            group: group_config(group, candidate.config.quantize).model_copy(update={"refinement_bits": bits})
+            for group in self.groups
+        }
+        return self.sketches.fit(configs, candidate.analysis)
+
+    @property
+    def gentlest(self) -> Point:
+        """The point that is furthest from aggressive, and the largest of those."""
+        possible = [point for point in self.space.points() if math.isfinite(self.size(point, 0))]
+        return max(possible, key=lambda point: (sum(point), self.size(point, 0)))
+
+    def always_nearest(self, point: Point) -> bool:
+        """Fit a point anew without rate-distortion choice, by which deltas keep old codes; False if it has none."""
+        candidate = self.candidate(point, 0)
+        if not getattr(candidate.config.quantize.weights.codebook, "rate_distortion", 0.0):
+            return False
+        config = candidate.config.with_values(**{"quantize.weights.codebook.rate_distortion": 0.0})
+        configs = {group: group_config(group, config.quantize) for group in self.groups}
+        analysis = self.sketches.fit(configs, candidate.analysis)
+        fits = [analysis.fitted[group] for group in self.groups]
+        self.candidates[point, 0] = Candidate(config, analysis, sum(map(_bits, fits)))
+        self.degradations.pop((point, 0), None)
+        return True
+
+    def size(self, point: Point, variant: int) -> float:
+        """Bits of all weights at a point; infinite where the axes contradict each other."""
+        try:
+            return self.candidate(point, variant).bits
+        except ValueError:  # e.g. fewer bins at most than at least
+            return math.inf
+
+    def distortion(self, candidate: Candidate) -> float:
+        """Relative squared error of the weights' base layers."""
+        fits = [candidate.analysis.fitted[group] for group in self.groups]
+        energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)
+        return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
+
+
+def _bits(fitted: Fitted) -> float:
+    """Size of a group's codes and protected values."""
+    return fitted.bits + _PROTECTED_BITS * int(fitted.counts[:, fitted.codebook.protected].sum())

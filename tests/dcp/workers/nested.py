@@ -1,0 +1,66 @@
+"""Several ranks: nested states whose keys differ between ranks, empty dicts to be filled, what is refused early."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from harness import done, fails_everywhere, fresh, world
+
+import dsq_ckpt
+from dsq_ckpt.export import read
+from tests.training import Net, loss_of
+
+
+def keys(root: Path, rank: int, size: int) -> None:
+    """Numbers among the keys of every rank, whoever coordinates, saved at once and in the background."""
+    def state(step: int) -> dict[str, object]:
+        own = {rank: {"m": torch.full((3,), float(rank + step))}}
+        return {"own": own, f"none{rank}": {}, "all": {7: torch.full((80, 80), 0.5 + step), "step": step}}
+
+    for step, background in enumerate((False, True)):
+        path = root / str(step)
+        if background:
+            dsq_ckpt.async_save(state(step), path).result(timeout=60)
+        else:
+            dsq_ckpt.save(state(step), path)
+        if rank == 0:
+            found = read(path)
+            assert list(found["all"]) == [7, "step"] and found["none0"] == found["none1"] == {}
+            assert {key: float(value["m"][0]) for key, value in found["own"].items()} == {
+                other: float(other + step) for other in range(size)
+            }
+        filled: dict[str, object] = {"own": {}, "all": {}}
+        dsq_ckpt.load(filled, path)
+        assert sorted(filled["own"]) == list(range(size)) and filled["all"]["step"] == step
+        assert all(float(value["m"][0]) == key + step for key, value in filled["own"].items())
+    done("keys")
+
+
+def early(root: Path, rank: int) -> None:
+    """All ranks are told, before any of them evaluates."""
+    fresh()
+    model, calls = Net(), []
+
+    def evaluate() -> float:
+        calls.append(1)
+        return loss_of(model)
+
+    compressor = dsq_ckpt.Compressor(model, torch.optim.AdamW(model.parameters()), evaluate=evaluate)
+    compressor.save(root / "a")
+    calls.clear()
+    for background in (False, True):
+        fails_everywhere(lambda: compressor.save(root / "a", background=background), "overwrite=True")  # noqa: B023
+    assert calls == []
+    fails_everywhere(lambda: compressor.load(dsq_ckpt.latest(root / "none")), "no complete checkpoint")
+    absent = {} if rank else {"other": torch.zeros(3)}  # what one rank alone asks for
+    fails_everywhere(lambda: compressor.load(root / "a", extra={"absent": absent}), "absent")
+    done("early")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with world() as (me, ranks):
+        keys(Path(sys.argv[1]) / "keys", me, ranks)
+        early(Path(sys.argv[1]) / "early", me)

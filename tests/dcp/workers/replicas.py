@@ -1,0 +1,93 @@
+"""DDP: argv = an empty directory. A replica is written by one rank, and not always by the same."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import depth, done, error_of, fresh, world
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import dsq_ckpt
+from dsq_ckpt import DSQStorageWriter
+from dsq_ckpt.api import save_with
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.search.manager import ConfigManager
+from tests.test_tied import Tied
+from tests.training import Net, loss_of, train
+
+
+def owners(path: Path) -> dict[str, int]:
+    """The rank that wrote each weight."""
+    with Checkpoint(path) as checkpoint:
+        found = {key.fqn: ref.file for key, ref in checkpoint.chunks() if key.fqn.startswith("model.")}
+    return {fqn: int(file.removesuffix(".dsq").rpartition("-")[2]) for fqn, file in found.items()}
+
+
+def flip(run: Path, rank: int, size: int, searched: bool) -> None:
+    """Replicas differ a little, as on hardware that does not compute the same twice; each save is of its writers'."""
+    fresh()
+    model = Net()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
+    manager = ConfigManager(model, lambda: loss_of(model))
+    truths: list[dict[str, torch.Tensor]] = []
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(3):
+        train(wrapped, optimizer, 20 * number, 20 * number + 20, rank)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += rank * 0.02 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        state: dict[str, Any] = {} if rank or number % 2 else {"ballast": torch.arange(100_000)}
+        state["model"] = get_model_state_dict(wrapped)
+        path = run / str(number)
+        if searched:
+            writer = DSQStorageWriter(path, model=model, pinned=True, chooser=manager)
+            save_with(writer, state, staged=True)
+        else:
+            dsq_ckpt.save(state, path, model=model, pinned=True)
+        held: list[Any] = [None] * size
+        dist.all_gather_object(held, state["model"])
+        truths.append({fqn: held[one][fqn.removeprefix("model.")] for fqn, one in owners(path).items()})
+        assert depth(path) == number
+        assert not number or owners(path).items() ^ owners(run / str(number - 1)).items(), "no other rank wrote any"
+    for number, truth in enumerate(truths):  # only now: what was loaded is known, and would be coded against
+        for refinement, limit in ((True, 0.2), (False, 0.7)):
+            got = {fqn: torch.zeros_like(value) for fqn, value in truth.items()}
+            dsq_ckpt.load(got, run / str(number), refinement=refinement)
+            errors = {fqn: error_of(value, got[fqn]) for fqn, value in truth.items()}
+            assert max(errors.values()) < limit, (number, refinement, errors)
+    done(f"replicas written by other ranks, {searched=}")
+
+
+def tied(run: Path, rank: int) -> None:
+    """Weights that are tied are stored once, though replicas are dealt to all ranks."""
+    fresh()
+    model = Tied()
+    wrapped = DistributedDataParallel(model)
+    state = {"model": get_model_state_dict(wrapped)}
+    dsq_ckpt.async_save(state, run / "0", model=model).result()
+    manager = ConfigManager(model, lambda: float(model.hidden.weight.square().mean() + model.embed.weight.abs().mean()))
+    save_with(DSQStorageWriter(run / "1", model=model, chooser=manager), state, staged=True)
+    for name in "01":
+        assert Manifest.read(run / name).kinds["weights"].logical == 4 * (128 * 96 + 96 * 96)
+        got = {"model": Tied(1, tied=False).state_dict()}
+        dsq_ckpt.load(got, run / name)
+        assert torch.equal(got["model"]["head.weight"], got["model"]["embed.weight"])
+        errors = {fqn: error_of(value, got["model"][fqn]) for fqn, value in state["model"].items()}
+        assert max(errors.values()) < 0.3, errors
+    done("tied weights")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    with world() as (me, ranks):
+        flip(root / "saved", me, ranks, searched=False)
+        flip(root / "searched", me, ranks, searched=True)
+        tied(root / "tied", me)

@@ -1,0 +1,100 @@
+"""Options that all commands of the evaluation share, and plots of online runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from evaluate import app
+from evaluation import report
+from matplotlib.figure import Figure
+from typer.main import get_command
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "evaluate.py"]
+
+
+def row(name: str, bound: str, loss: float | None, weights: float | None, everything: float, seed: int = 0):
+    return {
+        "workload": "gpt", "seed": seed, "name": name, "bound": bound, "loss": loss, "reference_loss": 2.0,
+        "ratio_weights_kept": weights, "ratio_state_kept": everything,
+    }
+
+
+ROWS = [
+    row("exact", "-", 2.0, None, 1.2), row("dsq", "progress 0.05", 2.01, 100.0, 70.0),
+    row("uniform", "relative 0.05", 2.3, 40.0, 1.9), row("uniform", "relative 0.02", 2.1, 20.0, 1.8),
+    row("kmeans", "relative 0.05", None, 10.0, 1.7),
+]
+
+
+def drawn(rows):
+    """Of each panel its title and its lines: label and points."""
+    found = {}
+    for panel in report.PANELS["online"](rows):
+        axis = Figure().subplots()
+        panel(axis)
+        lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axis.get_lines()}
+        found[axis.get_title()] = lines, [text.get_text() for text in axis.texts]
+    return found
+
+
+def test_final_loss_against_the_ratio_kept_by_system() -> None:
+    found = drawn(ROWS)
+    assert list(found) == ["gpt, seed 0: weights", "gpt, seed 0: everything"]
+    lines, bounds = found["gpt, seed 0: weights"]
+    assert lines["dsq"] == [(100.0, 2.01)] and lines["uniform"] == [(40.0, 2.3), (20.0, 2.1)]
+    assert "exact" not in lines and "kmeans" not in lines  # nothing was quantized; the run diverged
+    assert bounds == ["progress 0.05", "relative 0.05", "relative 0.02"]
+    assert lines["no failures"][0][1] == 2.0 and lines["1 % above"][0][1] == pytest.approx(2.02)
+    lines, _ = found["gpt, seed 0: everything"]
+    assert lines["exact"] == [(1.2, 2.0)]
+
+
+def test_runs_have_panels_of_their_own() -> None:
+    """Losses of other seeds, and of other workloads, do not compare."""
+    assert len(drawn([*ROWS, row("dsq", "progress 0.05", 2.2, 90.0, 60.0, seed=1)])) == 4
+    assert list(drawn(ROWS[:1])) == ["gpt, seed 0: everything"]
+    assert drawn(ROWS[-1:]) == {}
+
+
+def test_report_of_online_results(tmp_path) -> None:
+    for file in sorted((ROOT / "benchmarks" / "results").glob("online-*.json")):
+        result = CliRunner().invoke(app, ["report", str(file), "--directory", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / f"{file.stem}.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "none.json").write_text(json.dumps({"measured": "online", "rows": ROWS[-1:]}))
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
+    assert result.exit_code == 2 and "nothing that can be drawn" in " ".join(result.output.split())
+
+
+def options() -> dict[str, dict[str, str]]:
+    """By command: its options, and whether each takes one value or several."""
+    commands = get_command(app).commands
+    return {
+        name: {flag: "several" if parameter.multiple else "one" for parameter in command.params
+               for flag in parameter.opts if flag.startswith("--")}
+        for name, command in commands.items()
+    }
+
+
+def test_systems_are_named_in_one_way() -> None:
+    found = options()
+    for name in ("offline", "online", "rework"):
+        assert found[name]["--systems"] == "one"
+    assert not any("--system" in flags for flags in found.values())
+    for name in ("offline", "online", "rework"):
+        required = ["--json", "x.json"] if name == "offline" else []
+        result = CliRunner().invoke(app, [name, "gpt-tiny", "--systems", "dsq,qsd", *required])
+        assert result.exit_code == 2 and "'qsd' is not one of" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_documented_commands_exist(path) -> None:
+    found = options()
+    for command, rest in re.findall(r"python scripts/evaluate\.py (\w+)([^\n#`]*)", path.read_text()):
+        assert command in found, command
+        assert set(re.findall(r"--[\w-]+", rest)) <= set(found[command]), (command, rest)

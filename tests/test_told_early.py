@@ -1,0 +1,149 @@
+"""What is wrong is said before the work is done, and slips that change nothing visible are said at all."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import CheckpointExists, ConfigError, SaveFailed
+from dsq_ckpt.groups import unmatched
+from dsq_ckpt.hints import pattern_hint
+from dsq_ckpt.manifest import Manifest
+from tests.commands import error
+from tests.states import same
+from tests.training import Net, loss_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def watched(model):
+    """An evaluation, and how often it was asked for."""
+    calls = []
+
+    def evaluate():
+        calls.append(1)
+        return loss_of(model)
+
+    return evaluate, calls
+
+
+# Targets
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_existing_checkpoint_is_noticed_before_the_search(tmp_path, background):
+    model = Net()
+    evaluate, calls = watched(model)
+    compressor = dsq_ckpt.Compressor(model, None, evaluate=evaluate)
+    compressor.save(tmp_path / "a")
+    calls.clear()
+    with pytest.raises(CheckpointExists, match=r"holds a complete checkpoint; .*overwrite=True"):
+        compressor.save(tmp_path / "a", background=background)
+    assert calls == []
+    compressor.save(tmp_path / "b")
+    assert calls and Manifest.read(tmp_path / "b").previous_name == "a"
+    future = compressor.save(tmp_path / "a", overwrite=True, background=background)
+    assert future is None or future.result()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "file"])
+def test_compress_looks_at_its_target_first(tmp_path, kind):
+    model, out = Net(), tmp_path / "out"
+    evaluate, calls = watched(model)
+    if kind == "file":
+        out.write_text("a file")
+    else:
+        dsq_ckpt.compress(model, out)
+    expected = {"file": (SaveFailed, "is not a directory"), "checkpoint": (CheckpointExists, "overwrite=True")}[kind]
+    with pytest.raises(expected[0], match=expected[1]):
+        dsq_ckpt.compress(model, out, evaluate=evaluate, max_degradation=0.1)
+    with pytest.raises(expected[0], match=expected[1]):
+        dsq_ckpt.Compressor(model, evaluate=evaluate).save(out)
+    assert calls == []
+
+
+def test_a_checkpoint_that_appears_meanwhile_fails_in_the_background(tmp_path, monkeypatch):
+    def late(*_, **__):
+        raise CheckpointExists("another save was faster")
+
+    monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", late)
+    future = dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "a")
+    with pytest.raises(CheckpointExists, match="another save was faster"):
+        future.result()
+
+
+# Systems of differences
+
+
+@pytest.mark.parametrize("system", ["lc", "topn", "scar"])
+def test_a_system_of_differences_has_none_in_a_checkpoint_by_itself(tmp_path, system):
+    torch.save({"weight": torch.randn(80, 80)}, tmp_path / "in.pt")
+    says = f"system '{system}' with delta.against 'values' compresses differences to a parent"
+    assert says in error("compress", tmp_path / "in.pt", tmp_path / "out", "--system", system)
+    with pytest.raises(ConfigError, match=says):
+        dsq_ckpt.compress(tmp_path / "in.pt", tmp_path / "out", config={"system": system})
+    model = Net()
+    with pytest.raises(ConfigError, match=says):
+        dsq_ckpt.compress(model, tmp_path / "out", config={"system": system}, evaluate=lambda: 1.0, max_degradation=0.1)
+    assert not (tmp_path / "out").exists()
+
+
+# Rules
+
+
+def rules(*patterns):
+    return {"quantize": {"rules": [{"pattern": pattern, "group": "exact"} for pattern in patterns]}}
+
+
+def test_a_rule_that_matches_nothing_is_said_once(tmp_path):
+    state = {"layers": [{"router.weight": torch.randn(80, 80)}, {"mlp.weight": torch.randn(80, 80)}]}
+    config = rules("*.ruter.*", "*.mlp.*")
+    with pytest.warns(UserWarning) as told:
+        dsq_ckpt.save(state, tmp_path / "run" / "0", config=config)
+    texts = [str(one.message) for one in told if "rules" in str(one.message)]
+    assert texts == [
+        "quantize.rules: the pattern '*.ruter.*' matches no tensor; did you mean a pattern for "
+        "'layers.0.router.weight'?"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dsq_ckpt.save(state, tmp_path / "run" / "1", config=config)
+        dsq_ckpt.save(state, tmp_path / "right" / "0", config=rules("*.router.*", "layers.1.*"))
+    back = {"layers": [{"router.weight": torch.zeros(80, 80)}, {"mlp.weight": torch.zeros(80, 80)}]}
+    dsq_ckpt.load(back, tmp_path / "run" / "1")
+    assert same(back["layers"][1]["mlp.weight"], state["layers"][1]["mlp.weight"])
+    assert not same(back["layers"][0]["router.weight"], state["layers"][0]["router.weight"])
+    with pytest.warns(UserWarning, match=r"'\*\.ruter\.\*' matches no tensor"):  # another run is told, too
+        dsq_ckpt.async_save(state, tmp_path / "other" / "0", config=config).result()
+
+
+def test_a_rule_for_one_of_two_tied_tensors_matches(tmp_path):
+    weight = torch.randn(80, 80)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for number, save in enumerate((dsq_ckpt.save, lambda *a, **k: dsq_ckpt.async_save(*a, **k).result())):
+            save({"a": weight, "b": weight, "n": 3}, tmp_path / f"{number}" / "a", config=rules("a", "b"))
+
+
+@pytest.mark.parametrize("pattern, says", [
+    ("*.atention.*", "did you mean a pattern for 'model.h.0.attention.weight'?"),
+    ("attention.weight", "did you mean a pattern for 'model.h.0.attention.weight'?"),  # a part of the name alone
+    ("model.h.?.atention.weight", "did you mean a pattern for 'model.h.0.attention.weight'"),
+    ("nothing like it", "names here are such as 'model.embed.weight', 'model.h.0.attention.weight'"),
+])
+def test_close_names(pattern, says):
+    names = ["model.h.1.attention.weight", "model.h.0.attention.weight", "model.embed.weight"]
+    assert says in pattern_hint(pattern, names)
+    assert pattern_hint(pattern, []) == "; there are no tensors"
+
+
+def test_which_rules_match_nothing():
+    config = dsq_ckpt.DSQConfig.create(rules("a.*", "b", "*"))
+    assert unmatched(config.quantize.rules, ["b", "a"]) == ["a.*"]
