@@ -207,6 +207,23 @@ def test_zeros_stay_zeros_whatever_bits_the_search_chose(tmp_path, bits, floor):
     assert compressor.quality["refinement_bits"] != bits
 
 
+def test_a_restore_that_improves_the_metric_is_no_better_than_one_that_harms_it(tmp_path):
+    """Weights that come back rounded may score better, and have lost what the last steps did all the same."""
+    model, optimizer = trained()
+    exact = model.hidden.weight.detach().clone()
+
+    def better_when_coarser() -> float:
+        return 10.0 - float((model.hidden.weight - exact).norm() / exact.norm())
+
+    config = {"quantize": {"weights": {"refinement_bits": 1}}, "search": {"floor": 2e-3}}
+    compressor = dsq_ckpt.Compressor(model, optimizer, config, better_when_coarser)
+    compressor.save(tmp_path / "a")
+    assert compressor.quality["restore_loses"] <= compressor.quality["restore_may_lose"]
+    state = {"model": model.state_dict()}
+    dsq_ckpt.load(state, tmp_path / "a")
+    assert (state["model"]["hidden.weight"] - exact).norm() <= 0.021 * exact.norm()
+
+
 def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
     writer = dsq_ckpt.DSQStorageWriter(
         tmp_path / "a", chooser=lambda *args: replace(as_configured(*args), quality={"metric": 1.0})

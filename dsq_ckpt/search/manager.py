@@ -201,7 +201,7 @@ class ConfigManager:
         return [save.degradations[point, variant] <= save.config.search.epsilon for point in points]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
-        """Bits of the weights' refinement: as few as keep what a restore loses within the bound."""
+        """Bits of the weights' refinement: as few as keep what a restore changes the metric by within the bound."""
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
         if search.bound == "relative" or not configured:
             return configured
@@ -214,7 +214,9 @@ class ConfigManager:
             bits -= 1
         while True:
             metric = self._metrics(save, [save.refined(candidate, bits)], bits)[0]
-            lost = max(0.0, degradation(metric, save.metric, search)) * abs(save.metric)
+            # Also where the metric improves: rounding averages out the noise of late steps, and with it what they
+            # learned; such a restore looks good and the run ends worse.
+            lost = abs(degradation(metric, save.metric, search)) * abs(save.metric)
             if lost <= allowed or bits == _MOST_BITS:
                 break
             bits += 1
@@ -222,8 +224,8 @@ class ConfigManager:
         if lost > allowed:
             record["satisfied"] = False
             warnings.warn(
-                f"a restore from this checkpoint costs {lost:.3g} of the metric, more than the {allowed:.3g} that its "
-                f"bound allows, with {bits} refinement bits; it is stored so", stacklevel=2,
+                f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} that "
+                f"its bound allows, with {bits} refinement bits; it is stored so", stacklevel=2,
             )
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits

@@ -108,7 +108,7 @@ def test_measured_loss_of_a_restore_is_what_the_search_measured(recording: Path)
     made = replay(recording, config, steps=(30, 40))
     for point in made.measured:
         assert point.quality is not None
-        assert max(0.0, point.refined_loss - point.loss) == pytest.approx(point.quality["restore_loses"], abs=1e-9)
+        assert abs(point.refined_loss - point.loss) == pytest.approx(point.quality["restore_loses"], abs=1e-9)
         assert point.refined_loss != point.base_loss
     assert max(map(abs, made.refined_degradations())) < max(map(abs, made.degradations()))
 
