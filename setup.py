@@ -23,6 +23,9 @@ if (ROOT / "configs").is_dir():
     package_dir["dsq_ckpt.configs"] = "configs"
     package_data["dsq_ckpt.configs"] = ["**/*.json", "**/*.yaml"]
 
+# What torch's own wheels for GPUs ask for too; there is none for other systems.
+triton = 'triton; platform_system == "Linux"'
+
 version = re.search(r'__version__ = "(.+)"', (ROOT / "dsq_ckpt" / "version.py").read_text(encoding="utf-8"))
 assert version, "dsq_ckpt/version.py has no __version__"
 readme = ROOT / "README.md"
@@ -55,6 +58,7 @@ setup(
     extras_require={
         "safetensors": ["safetensors"],  # for dsq_ckpt.compress of such files
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
+        "gpu": [triton],  # where torch does not bring it along
         "dev": [
             "matplotlib",
             "pytest",
@@ -64,6 +68,7 @@ setup(
             "ddsketch",
             "kmeans1d",
             "safetensors",
+            triton,
             "ruff",
             "mypy",
             "types-PyYAML",

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from dsq_ckpt.analysis import ParentModel
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey, Codes, Floats32
@@ -48,10 +50,12 @@ class Memory:
     Attributes:
         codes: what it codes against where `delta.against` is "codes": 1 byte per element.
         values: what it takes differences to where that is "values", the base layer's: float32, flat.
+        resident: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
     """
 
     codes: dict[ChunkKey, Codes] = field(default_factory=dict)
     values: dict[ChunkKey, Floats32] = field(default_factory=dict)
+    resident: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -250,6 +254,10 @@ class Parent:
         if codes is None:
             codes = self.checkpoint.codes(ref, self._workers)
         return Base(ref, self.checkpoint.requires(ref.file)), codes
+
+    def resident(self, key: ChunkKey) -> torch.Tensor | None:
+        """The codes that `codes` tells of in device memory; they are then no longer held here, so that they can go."""
+        return self._memory.resident.pop(key, None)
 
     def values(self, key: ChunkKey) -> tuple[Base, Floats32] | None:
         """What a chunk decodes to, flat, or None where it must start anew (other sharding, or no numbers)."""

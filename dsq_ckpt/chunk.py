@@ -13,6 +13,7 @@ import torch
 from dsq_ckpt import kernels
 from dsq_ckpt.codebook.base import Codebook
 from dsq_ckpt.codebook.fit import Fitted
+from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.keys import KeyWindow
 from dsq_ckpt.workers import Workers
 
@@ -53,6 +54,8 @@ class Chunk:
     """Averaged gradient, of the tensor's shape, on the CPU; where elements are weighed by sensitivity."""
     onto: Floats32 | None = None
     """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
+    resident: torch.Tensor | None = None
+    """The previous codes in device memory, where the last save left them there."""
 
     def flat(self) -> torch.Tensor:
         """The tensor in one dimension, row-major; a view where its layout allows."""
@@ -92,6 +95,9 @@ class CodeSource(Protocol):
 
     def block(self, where: slice) -> BlockData:
         """Make `codes[where]` valid and return what lies beside them."""
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """The same, for an asynchronous save: training may change the tensor it was made from."""
 
 
 class QuantizingChunk:
@@ -135,7 +141,7 @@ class QuantizingChunk:
             inv_width = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
             symbols = np.empty_like(codes)
             kernels.refine(
-                values, codes, inverse, _padded(book.cell_low), _padded(inv_width), self.refinement_bits,
+                values, codes, inverse, padded(book.cell_low), padded(inv_width), self.refinement_bits,
                 book.domain == "log", symbols,
             )
             packed = kernels.pack(symbols, self.refinement_bits).tobytes()
@@ -146,6 +152,10 @@ class QuantizingChunk:
             self._dequantizer.block(codes, kept, None, out)
             add(self._onto[where], out, out)
         return BlockData(protected, packed)
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """All blocks, quantized."""
+        return CodedChunk.of(self, workers)
 
 
 @dataclass
@@ -173,6 +183,10 @@ class CodedChunk:
 
     def block(self, where: slice) -> BlockData:
         return self.data[where.start]
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """This."""
+        return self
 
 
 def block_values(flat: torch.Tensor) -> Floats32:
@@ -235,8 +249,8 @@ class Dequantizer:
             reach, self._scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
         self._beyond = bool(reach >= _LARGEST)
         self._levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
-        self._low, self._width = _padded(low), _padded(width)
-        self._sign = _padded(np.where(levels < 0, -1.0, 1.0))
+        self._low, self._width = padded(low), padded(width)
+        self._sign = padded(np.where(levels < 0, -1.0, 1.0))
 
     def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: Floats32) -> None:
         """Values of a block.
@@ -263,6 +277,33 @@ class Dequantizer:
         if self._beyond:
             np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
 
+    def on_device(self, codes: torch.Tensor, protected: torch.Tensor, refinement: torch.Tensor | None) -> torch.Tensor:
+        """The same on the device of the codes, by its kernels.
+
+        Args:
+            codes, refinement: uint8[n].
+            protected: float32[m].
+
+        Returns:
+            float32[n].
+        """
+        book, out = self._book, torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        backend = backend_for(codes.device)
+        levels, low, width, sign = self.tables(codes.device)
+        if refinement is None:
+            backend.dequantize(codes, levels, self._scale, book.protected, protected, out)
+        else:
+            backend.dequantize_refined(
+                codes, refinement, self._bits, low, width, sign, levels, self._scale, book.protected, protected,
+                book.domain == "log", out,
+            )
+        backend.check()
+        return out.nan_to_num_() if self._beyond else out
+
+    def tables(self, device: torch.device) -> list[torch.Tensor]:
+        """What kernels look up, on a device: levels, and lower edges, widths and signs of cells."""
+        return [torch.from_numpy(part).to(device) for part in (self._levels, self._low, self._width, self._sign)]
+
 
 def protected_bf16(bits: Bits) -> npt.NDArray[np.uint16]:
     """Protected values as the base layer stores them: nearest bf16, but never rounded up to infinity."""
@@ -278,7 +319,8 @@ def add(values: Floats32, residual: Floats32, out: Floats32) -> None:
     np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)
 
 
-def _padded(per_code: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def padded(per_code: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What kernels take for every code: float64[256]."""
     full = np.zeros(256)
     full[: len(per_code)] = per_code
     return full

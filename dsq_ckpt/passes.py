@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt import kernels
+from dsq_ckpt import device, kernels
 from dsq_ckpt.chunk import Chunk, block_values, coded_values, sketch_block
 from dsq_ckpt.codebook import Codebook
+from dsq_ckpt.device.passes import add_joint as add_joint_on_device
+from dsq_ckpt.device.passes import full_sketches
 from dsq_ckpt.keys import FULL, KEYS_PER_OCTAVE, KeyWindow
 from dsq_ckpt.workers import Workers
 
@@ -29,15 +31,21 @@ class Sparse(NamedTuple):
 
 def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
     """Full sketches of all chunks, in pieces."""
-    pieces = [piece for share in _shares(chunks, workers) for piece in share]
-    return list(workers.map(partial(_sparse, workers=workers), pieces))
+    near = [chunk for chunk in chunks if device.serves(chunk)]
+    pieces = [piece for share in _shares([c for c in chunks if not device.serves(c)], workers) for piece in share]
+    made = [Sparse(chunk, *_occupied(counts)) for chunk, counts in zip(near, full_sketches(near), strict=True)]
+    return made + list(workers.map(partial(_sparse, workers=workers), pieces))
 
 
 def _sparse(chunk: Chunk, workers: Workers) -> Sparse:
     counts = np.zeros((1, FULL.size), np.int64)
     _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
-    bins = np.flatnonzero(counts[0])
-    return Sparse(chunk, bins, counts[0, bins])
+    return Sparse(chunk, *_occupied(counts[0]))
+
+
+def _occupied(counts: Counts) -> tuple[Counts, Counts]:
+    bins = np.flatnonzero(counts)
+    return bins, counts[bins]
 
 
 def add_joint(chunks: Sequence[Chunk], joint: dict[str, Counts], books: dict[str, Codebook], workers: Workers) -> None:
@@ -46,8 +54,10 @@ def add_joint(chunks: Sequence[Chunk], joint: dict[str, Counts], books: dict[str
         mine = [chunk for chunk in chunks if chunk.group == group]
         if not mine:
             continue
-        work = partial(_joint_share, window=books[group].window, like=array, workers=workers)
-        for counts in workers.map(work, _shares(mine, workers)):
+        window = books[group].window
+        add_joint_on_device([chunk for chunk in mine if device.serves(chunk)], window, array)
+        work = partial(_joint_share, window=window, like=array, workers=workers)
+        for counts in workers.map(work, _shares([c for c in mine if not device.serves(c)], workers)):
             array += counts
 
 
@@ -97,7 +107,11 @@ def add_shifted(sparse: Sparse, exponent: float, counts: Counts, workers: Worker
     whole = exponent == int(exponent)
     # Subnormals that become normal: their sketch does not tell how.
     if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
-        _sketch_chunk(replace(sparse.chunk, parent=None, exponent=exponent), FULL, counts, workers)
+        scaled = replace(sparse.chunk, parent=None, exponent=exponent)
+        if device.serves(scaled):
+            add_joint_on_device([scaled], FULL, counts)
+        else:
+            _sketch_chunk(scaled, FULL, counts, workers)
     else:
         np.add.at(counts[0], _shifted(sparse.bins, int(exponent)), sparse.counts)
 

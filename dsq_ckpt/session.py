@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt import chain
+from dsq_ckpt import chain, device
 from dsq_ckpt.analysis import MEASURED, Analysis, Layout, ParentModel, Sketches, measure
 from dsq_ckpt.chain import Base, Memory, Parent, ParentRef
 from dsq_ckpt.checkpoint import Checkpoint
@@ -23,6 +23,8 @@ from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig, Lattice, TensorConfig
 from dsq_ckpt.container import FileInfo, sync_directory
+from dsq_ckpt.device.coding import DeviceChunk, TablesOf
+from dsq_ckpt.device.passes import parent_on_device
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.manifest import Sizes
 from dsq_ckpt.shard import Piece, ShardWriter, Written
@@ -208,7 +210,8 @@ def load_chunk(
         if previous is None:
             return chunk
         bases[item.key] = previous[0]
-        return replace(chunk, parent=previous[1])
+        chunk = replace(chunk, parent=previous[1], resident=view.resident(item.key) if view else None)
+        return replace(chunk, resident=parent_on_device(chunk)) if device.serves(chunk) else chunk
     known = view.values(item.key) if view else None
     if known is not None:
         difference = replace(chunk, onto=known[1])
@@ -227,9 +230,14 @@ def exact_values(plain: Iterable[Item], layout: Layout) -> dict[ChunkKey, Floats
     return {item.key: flat_values(item.load()).copy() for item in wanted}
 
 
-def quantize(chunk: Chunk, bases: dict[ChunkKey, Base], analysis: Analysis) -> Coded:
-    """The chunk's codes, made as they are written, and what they are coded against."""
-    source = QuantizingChunk(chunk, analysis.fitted[chunk.group])
+def quantize(chunk: Chunk, bases: dict[ChunkKey, Base], analysis: Analysis, tables: TablesOf) -> Coded:
+    """The chunk's codes, made as they are written, or on its device, and what they are coded against."""
+    fitted = analysis.fitted[chunk.group]
+    source: CodeSource
+    if device.serves(chunk) and fitted.turn is None:
+        source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
+    else:
+        source = QuantizingChunk(chunk, fitted)
     coded = source.parent is not None or chunk.onto is not None
     return Coded(source, bases.get(chunk.key) if coded else None)
 
@@ -240,6 +248,8 @@ def remember(memory: Memory, chunk: CodeSource) -> None:
         memory.codes[chunk.key] = chunk.codes
     else:
         memory.values[chunk.key] = chunk.values
+    if isinstance(chunk, DeviceChunk) and chunk.resident is not None:
+        memory.resident[chunk.key] = chunk.resident
 
 
 def write_rank(

@@ -14,6 +14,7 @@ from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
 from dsq_ckpt.chunk import Chunk, ChunkKey
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.device.coding import TablesOf
 from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.session import (
     Agreement,
@@ -99,8 +100,9 @@ def quantize_items(
         for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
     ]
     written = {chunk.key for chunk in chunks}
+    tables = TablesOf()
     return Quantized(
-        (quantize(chunk, bases, choice.analysis) for chunk in chunks),
+        (quantize(chunk, bases, choice.analysis, tables) for chunk in chunks),
         [item for item in items if item.key not in written], choice,
     )
 

@@ -23,7 +23,7 @@ from torch.futures import Future
 from dsq_ckpt import chain
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
-from dsq_ckpt.chunk import ChunkKey, CodedChunk
+from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.commit import commit
 from dsq_ckpt.config import DSQConfig
@@ -271,7 +271,7 @@ class DSQStorageWriter(StorageWriter):
                 payloads: dict[ChunkKey, Payload] = {}
                 memory = chain.Memory()
                 for piece in found.coded:
-                    payloads[piece.chunk.key] = Coded(CodedChunk.of(piece.chunk, workers), piece.base)
+                    payloads[piece.chunk.key] = Coded(piece.chunk.staged(workers), piece.base)
                     remember(memory, piece.chunk)
                 exact = {item.key: item.load().detach().to("cpu", copy=True) for item in found.plain}
                 memory.values |= exact_values(found.plain, agreement.layout)

@@ -103,7 +103,7 @@ def _classes(values, prune_below, protect_from, out):  # type: ignore[no-untyped
         out[i] = np.uint8(pruned) | np.uint8(np.uint8(protected) << np.uint8(1))
 
 
-def _fp32_at_or_above(threshold: float) -> np.float32:
+def fp32_at_or_above(threshold: float) -> np.float32:
     """The smallest fp32 number (or infinity) at or above ``threshold``: fp32 values compare with both alike."""
     with np.errstate(over="ignore"):
         rounded = np.float32(threshold)
@@ -129,6 +129,6 @@ def classes(importance: F32, prune_below: float, protect_from: float) -> U8:
         raise ValueError(f"thresholds {prune_below} and {protect_from} are not numbers")
     out = np.empty(importance.size, np.uint8)
     # Nothing is at or above NaN, not even infinity.
-    upper = np.float32(np.nan) if protect_from == math.inf else _fp32_at_or_above(protect_from)
-    _classes(importance, _fp32_at_or_above(prune_below), upper, out)
+    upper = np.float32(np.nan) if protect_from == math.inf else fp32_at_or_above(protect_from)
+    _classes(importance, fp32_at_or_above(prune_below), upper, out)
     return out

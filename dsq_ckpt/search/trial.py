@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsq_ckpt import kernels
+from dsq_ckpt import device, kernels
 from dsq_ckpt.analysis import Analysis
 from dsq_ckpt.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
 from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.device.coding import TablesOf, decode
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.workers import Workers
 
@@ -46,6 +47,7 @@ class TrialModel:
         chunks = own  # an average of weights, say, is saved beside them, and does not show in the metric
         self._targets = [chunk.tensor for chunk in chunks]
         self._chunks = list(chunks)
+        self._tables = TablesOf()
 
     def __enter__(self) -> TrialModel:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
@@ -107,6 +109,9 @@ class TrialModel:
 
     def _decoded(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
         """The chunk as it would be read back, float32 in the range of its dtype."""
+        if device.serves(chunk) and fitted.turn is None:
+            values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
+            return _within(values, chunk.tensor.dtype)
         source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
         out = np.empty(chunk.key.elements, np.float32)
@@ -126,11 +131,15 @@ class TrialModel:
 
         for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
             pass
-        values = torch.from_numpy(out).view(chunk.tensor.shape)
-        if chunk.tensor.dtype in (torch.float32, torch.float64):
-            return values
-        limit = torch.finfo(chunk.tensor.dtype).max
-        return values.clamp(-limit, limit)
+        return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
+
+
+def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that stay finite in a dtype."""
+    if dtype in (torch.float32, torch.float64):
+        return values
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit)
 
 
 def _storage(tensor: torch.Tensor) -> int:

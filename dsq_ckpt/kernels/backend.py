@@ -1,0 +1,109 @@
+"""What kernels do for callers with torch tensors, on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Refinement(NamedTuple):
+    """What ``quantize`` needs to refine in the same pass, as ``refine`` takes it."""
+
+    low: Tensor
+    """float64, lower edge of each cell."""
+    inv_width: Tensor
+    """float64, one over the width of each cell."""
+    bits: int
+    log_domain: bool
+    out: Tensor
+    """uint8[n], filled with symbols."""
+
+
+class Backend(Protocol):
+    """The kernels on flat contiguous tensors of one device, tables included.
+
+    Names, arguments and results, bit for bit, are those of ``dsq_ckpt.kernels.reference``, with these differences:
+
+    * ``x``, ``weight`` and ``new`` may be float32, bfloat16 or float16, which are taken for the fp32 number they are;
+      values that are decoded go into any of them, the nearest number.
+    * Shapes, dtypes and numbers that are not as they should be raise ``ValueError`` at once.  Codes, symbols and
+      positions past the end of a table never lead outside it, but a GPU tells of them only when ``check`` is called.
+    """
+
+    name: str
+
+    def check(self) -> None:
+        """Wait for the device; raise ``ValueError`` if since the last call something was past the end of a table."""
+
+    def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
+        """Add the elements of ``x`` to ``counts``, int64[size]."""
+
+    def joint_sketch(
+        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, counts: Tensor
+    ) -> None:
+        """Add the pairs (parent code, bin) to ``counts``, int64[rows, size]."""
+
+    def quantize(
+        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, table: Tensor,
+        codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
+    ) -> Tensor | None:
+        """``codes[i] = table[parent code, bin]``, and symbols in the same pass where asked for.
+
+        With ``protected_code`` its counts may come along, for ``gather_protected``.
+        """
+
+    def gather_protected(
+        self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False
+    ) -> Tensor:
+        """fp32 bits, uint32[m], of the elements with ``protected_code``, in order; waits for their number.
+
+        With ``bf16`` uint16[m]: the nearest bf16, never rounded up to infinity.  ``tally`` is what ``quantize``
+        returned for these very codes.
+        """
+
+    def refine(
+        self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
+        out: Tensor,
+    ) -> None:
+        """The element's place inside its cell, uint8[n]."""
+
+    def dequantize(
+        self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
+    ) -> Tensor:
+        """``out = levels[code] * scale``; how many codes were protected is returned as int64[], on the device."""
+
+    def dequantize_refined(
+        self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
+        scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
+    ) -> Tensor:
+        """As ``dequantize``, in the middle of the part of the cell that the symbol names."""
+
+    def pack(self, symbols: Tensor, bits: int) -> Tensor:
+        """Symbols below ``2**bits`` as a stream of bits, uint8[ceil(n * bits / 8)]."""
+
+    def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
+        """The inverse of ``pack``."""
+
+    def migrated(self, codes: Tensor, parent: Tensor, most: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Positions, int32[m], and codes, uint8[m], where codes differ; None for more than ``most``.
+
+        Positions are int64 for more than 2**31 codes.  Waits for their number.
+        """
+
+    def settle(self, parent: Tensor, positions: Tensor, moved: Tensor, out: Tensor) -> None:
+        """The inverse of ``migrated``."""
+
+    def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
+        """``average = weight * new + (1 - weight) * average``, as ``dsq_ckpt.offload.blend`` rounds it."""
+
+    def sketch_sensitivity(
+        self, parameter: Tensor, average: Tensor, counts: Tensor, new: Tensor | None = None, weight: float = 0.0
+    ) -> None:
+        """Add ``|parameter * average|`` to ``counts``, int64[FULL.size]; ``new`` is blended into ``average`` first."""
+
+    def importance(self, weight: Tensor, average: Tensor) -> Tensor:
+        """``|weight * average|``, float32[n]."""
+
+    def classes(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
+        """Class of each element, uint8[n]."""

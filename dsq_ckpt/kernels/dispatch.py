@@ -1,0 +1,39 @@
+"""Which kernels run on the tensors of a device: Numba on the CPU, Triton on a GPU.
+
+Nothing here imports Triton before there is a CUDA device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from dsq_ckpt.kernels import host
+from dsq_ckpt.kernels.backend import Backend
+
+
+def backend_for(device: torch.device | str) -> Backend:
+    """The kernels for tensors of a device.
+
+    Raises:
+        ModuleNotFoundError: a CUDA device without Triton.
+        ValueError: another device than CPU or CUDA.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return host.numba()
+    if device.type == "cuda":
+        try:
+            module = import_module("dsq_ckpt.triton_kernels.backend")
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ModuleNotFoundError(
+                f"tensors on {device} are quantized there by Triton, which is not installed: "
+                "pip install 'dsq_ckpt[gpu]', or move the tensors to the CPU",
+                name="triton",
+            ) from error
+        backend: Backend = module.TritonBackend(device)
+        return backend
+    raise ValueError(f"there are no kernels for tensors on {device}, only for CPU and CUDA: move them to the CPU first")

@@ -1,0 +1,183 @@
+"""The kernels on CPU tensors: NumPy's views of them, given to Numba or to the reference.
+
+bfloat16 and float16 become fp32 first, exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dsq_ckpt import kernels
+from dsq_ckpt.kernels import migrated as moving
+from dsq_ckpt.kernels import reference
+from dsq_ckpt.kernels.backend import Refinement
+from dsq_ckpt.keys import FULL
+
+Array = npt.NDArray[Any]
+_HALVES = (torch.bfloat16, torch.float16)
+"""What is taken for the fp32 number it is."""
+
+
+class HostBackend:
+    """See ``backend.Backend``.
+
+    Args:
+        name: "numba" or "reference".
+        operations: the module with the operations that there are two of.
+    """
+
+    def __init__(self, name: str, operations: Any) -> None:
+        self.name = name
+        self._do = operations
+
+    def check(self) -> None:
+        """Nothing to do: operations raise at once."""
+
+    def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
+        """See ``reference.sketch``."""
+        self._do.sketch(_floats(x), lo, hi, inv_scale, _array(counts))
+
+    def joint_sketch(
+        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, counts: Tensor
+    ) -> None:
+        """See ``reference.joint_sketch``."""
+        self._do.joint_sketch(_floats(x), _or_none(parent), row, lo, hi, inv_scale, _array(counts))
+
+    def quantize(
+        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, table: Tensor,
+        codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
+    ) -> None:
+        """See ``reference.quantize`` and ``reference.refine``.  Protected codes are not counted here."""
+        values = _floats(x)
+        self._do.quantize(values, _or_none(parent), row, lo, hi, inv_scale, _array(table), _array(codes))
+        if refinement is not None:
+            low, inv_width, bits, log_domain, out = refinement
+            self._do.refine(
+                values, _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
+            )
+
+    def gather_protected(
+        self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False
+    ) -> Tensor:
+        """See ``reference.gather_protected``."""
+        bits = self._do.gather_protected(_floats(x), _array(codes), protected_code)
+        if not bf16:
+            return torch.from_numpy(bits)
+        halves = self._do.to_bf16(bits)
+        return torch.from_numpy(np.where((halves & 0x7FFF) == 0x7F80, halves - 1, halves).astype(np.uint16))
+
+    def refine(
+        self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
+        out: Tensor,
+    ) -> None:
+        """See ``reference.refine``."""
+        self._do.refine(
+            _floats(x), _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
+        )
+
+    def dequantize(
+        self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
+    ) -> Tensor:
+        """See ``reference.dequantize``."""
+        values = _decoded(out)
+        used = self._do.dequantize(
+            _array(codes), _array(levels), scale, protected_code, _array(protected), _array(values)
+        )
+        return _finished(values, out, used)
+
+    def dequantize_refined(
+        self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
+        scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
+    ) -> Tensor:
+        """See ``reference.dequantize_refined``."""
+        values = _decoded(out)
+        used = self._do.dequantize_refined(
+            _array(codes), _array(refinement), bits, _array(low), _array(width), _array(sign), _array(levels), scale,
+            protected_code, _array(protected), log_domain, _array(values),
+        )
+        return _finished(values, out, used)
+
+    def pack(self, symbols: Tensor, bits: int) -> Tensor:
+        """See ``reference.pack``."""
+        return torch.from_numpy(self._do.pack(_array(symbols), bits))
+
+    def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
+        """See ``reference.unpack``."""
+        self._do.unpack(_array(packed), bits, _array(out))
+
+    def migrated(self, codes: Tensor, parent: Tensor, most: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """See ``kernels.migrated.migrated``."""
+        found = moving.migrated(_array(codes), _array(parent), most)
+        return None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
+
+    def settle(self, parent: Tensor, positions: Tensor, moved: Tensor, out: Tensor) -> None:
+        """See ``kernels.migrated.settle``."""
+        moving.settle(_array(parent), _array(positions), _array(moved), _array(out))
+
+    def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
+        """``average = weight * new + (1 - weight) * average``, in place."""
+        if average.dtype != torch.float32 or new.dtype not in (torch.float32, *_HALVES) or average.shape != new.shape:
+            raise ValueError(
+                f"expected a float32 average and new values of its shape, got {average.dtype}{list(average.shape)} and "
+                f"{new.dtype}{list(new.shape)}"
+            )
+        average.mul_(1.0 - weight).add_(new.float(), alpha=weight)
+
+    def sketch_sensitivity(
+        self, parameter: Tensor, average: Tensor, counts: Tensor, new: Tensor | None = None, weight: float = 0.0
+    ) -> None:
+        """The sketch of ``importance`` over the full window."""
+        if new is not None:
+            self.blend(average, new, weight)
+        self._do.sketch(kernels.importance(_floats(parameter), _array(average)), FULL.lo, FULL.hi, 1.0, _array(counts))
+
+    def importance(self, weight: Tensor, average: Tensor) -> Tensor:
+        """See ``kernels.importance``."""
+        return torch.from_numpy(kernels.importance(_floats(weight), _array(average)))
+
+    def classes(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
+        """See ``kernels.classes``."""
+        return torch.from_numpy(kernels.classes(_array(importance), prune_below, protect_from))
+
+
+def numba() -> HostBackend:
+    """What the CPU uses."""
+    return HostBackend("numba", kernels)
+
+
+def numpy() -> HostBackend:
+    """What all others are compared to."""
+    return HostBackend("reference", reference)
+
+
+def _array(tensor: Tensor) -> Array:
+    if tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
+        raise ValueError(f"expected a CPU tensor that NumPy can read, got {tensor.dtype} on {tensor.device}")
+    array: Array = tensor.detach().numpy()
+    return array
+
+
+def _or_none(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else _array(tensor)
+
+
+def _floats(tensor: Tensor) -> Array:
+    if tensor.dtype == torch.float16:
+        return _array(tensor).astype(np.float32)  # torch loses the sign of some NaN
+    return _array(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+
+
+def _decoded(out: Tensor) -> Tensor:
+    """Where fp32 values go: `out`, or for other floats a tensor that is rounded into it."""
+    return torch.empty(out.shape, dtype=torch.float32) if out.dtype in _HALVES else out
+
+
+def _finished(values: Tensor, out: Tensor, used: int) -> Tensor:
+    if values is not out:
+        out.copy_(values)
+    return torch.tensor(used)

@@ -1,0 +1,54 @@
+"""Elements whose code has changed since the previous checkpoint, and the way back, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.kernels.checks import check_array
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.integer]
+
+
+def migrated(codes: U8, parent: U8, most: int | None = None) -> tuple[Positions, U8] | None:
+    """The elements whose code is not the previous one, in order.
+
+    Args:
+        codes, parent: uint8[n].
+        most: None is returned if there are more than this.
+
+    Returns:
+        Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
+
+    Raises:
+        ValueError: another dtype, or lengths that differ.
+    """
+    check_array("codes", codes, np.uint8, (codes.size,))
+    check_array("parent", parent, np.uint8, codes.shape)
+    where = np.flatnonzero(codes != parent)
+    if most is not None and where.size > most:
+        return None
+    return where.astype(np.int64 if codes.size > 1 << 31 else np.int32), codes[where]
+
+
+def settle(parent: U8, positions: Positions, moved: U8, out: U8) -> None:
+    """The inverse of ``migrated``: ``out`` is ``parent``, but for ``moved`` at ``positions``.
+
+    Args:
+        parent, out: uint8[n]; may be the same.
+        positions: int32[m] or int64[m], each once.
+        moved: uint8[m].
+
+    Raises:
+        ValueError: another dtype, lengths that differ, or a position past the end.
+    """
+    check_array("parent", parent, np.uint8, (parent.size,))
+    check_array("out", out, np.uint8, parent.shape)
+    check_array("positions", positions, np.int64 if positions.dtype == np.int64 else np.int32, (moved.size,))
+    check_array("moved", moved, np.uint8, (moved.size,))
+    if positions.size and not (positions.min() >= 0 and positions.max() < out.size):
+        raise ValueError(f"positions: found {positions.min()} to {positions.max()}, expected 0 to {out.size - 1}")
+    out[:] = parent
+    out[positions] = moved

@@ -1,0 +1,274 @@
+"""How fast the GPU's part of a save is: kernels against a copy in device memory, the stall against a copy to the host.
+
+    python scripts/bench_gpu.py --json benchmarks/results/gpu-NAME.json
+
+Times are medians by CUDA events. Every kernel goes round several buffers, together larger than the cache, and writes
+into outputs that were overwritten before; its bandwidth counts the bytes that it must move, no others. Ceilings are
+measured in the same run. Without a GPU `--device cpu` runs every line on interpreted kernels; its times mean nothing,
+and the JSON says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import dsq_ckpt
+from dsq_ckpt import device
+from dsq_ckpt.chunk import Dequantizer, padded, scale_of
+from dsq_ckpt.codebook import Fitted, fit_group
+from dsq_ckpt.config import Lattice
+from dsq_ckpt.kernels.backend import Backend, Refinement
+from dsq_ckpt.kernels.dispatch import backend_for
+from dsq_ckpt.keys import FULL
+from dsq_ckpt.version import __version__
+
+AIMS = {  # name: (aim, whether more is better)
+    "sketch, fp32": (0.6, True),
+    "joint sketch, fp32": (0.6, True),
+    "quantize, joint table, fp32": (0.5, True),
+    "dequantize, fp32": (0.6, True),
+    "stall / copy to pinned memory": (0.15, False),
+    "stall / copy to pinned memory, 4 refinement bits": (0.3, False),
+    "extra device memory, bytes per element": (1.25, False),
+}
+BUFFERS = 4
+STEP = Lattice(step=0.5)
+
+
+class Clock:
+    """Times of queued work in seconds, by events on a GPU."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._cuda = where.type == "cuda"
+
+    def time(self, work: Callable[[], object]) -> float:
+        """From when the device is idle to when all that `work` queued is done."""
+        if not self._cuda:
+            started = time.perf_counter()
+            work()
+            return time.perf_counter() - started
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def main(
+    parameters: int = typer.Option(1_000_000_000, help="Elements of the shard whose save is timed."),
+    elements: int = typer.Option(256_000_000, help="Elements of each buffer that kernels are timed on."),
+    repeats: int = typer.Option(20, help="Of every kernel; medians are kept."),
+    saves: int = typer.Option(5, help="Timed saves, after a keyframe and a delta."),
+    name: str = typer.Option("cuda", "--device", help="Where to run."),
+    json_path: Path | None = typer.Option(None, "--json", help="Write the figures there."),
+) -> None:
+    """Measure, print a table, write JSON."""
+    where = torch.device(name)
+    if where.type != "cuda":
+        device.DEVICES.add(where.type)
+    rows: dict[str, dict[str, float]] = {}
+    measure_kernels(where, elements, repeats, rows)
+    for bits in (0, 4):
+        measure_saves(where, parameters, bits, saves, rows)
+    result = {
+        "measured": "gpu" if where.type == "cuda" else "nothing: a trial run on the CPU",
+        "command": f"python scripts/bench_gpu.py --parameters {parameters} --elements {elements} --repeats {repeats}",
+        "machine": {
+            "device": torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor(),
+            "system": platform.platform(),
+        },
+        "versions": {"dsq_ckpt": __version__, "torch": torch.__version__, "triton": _triton_version()},
+        "date": time.strftime("%Y-%m-%d"), "rows": rows,
+    }
+    table = Table(title=f"{result['machine']['device']}: {result['measured']}")  # type: ignore[index]
+    table.add_column("figure")
+    for column in ("median", "min", "max", "aim"):
+        table.add_column(column, justify="right")
+    for key, row in rows.items():
+        aim = "" if key not in AIMS else f"{'≥' if AIMS[key][1] else '≤'} {AIMS[key][0]:g}"
+        table.add_row(key, *(f"{row[part]:.3g}" for part in ("median", "min", "max")), aim)
+    Console(width=120).print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure_kernels(where: torch.device, n: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    """Share of the copy bandwidth that each kernel reaches."""
+    clock, backend = Clock(where), _backend(where)
+    generator = torch.Generator(where).manual_seed(0)
+    before = [torch.randn(n, generator=generator, device=where) * 0.02 for _ in range(BUFFERS)]
+    after = [x + torch.randn(n, generator=generator, device=where) * 0.002 for x in before]
+    floats = [torch.empty_like(x) for x in before]
+    bytes_ = [[torch.empty(n, dtype=torch.uint8, device=where) for _ in range(BUFFERS)] for _ in range(3)]
+    previous, codes, symbols = bytes_
+    first = _fitted(backend, before[0], None, None)
+    for x, out in zip(before, previous, strict=True):
+        _quantize(backend, first, x, None, out)
+    second = _fitted(backend, after[0], previous[0], first)
+    for x, old, out, symbol in zip(after, previous, codes, symbols, strict=True):
+        _quantize(backend, second, x, old, out, symbol)
+    window, book = second.window, second.codebook
+    table = torch.from_numpy(second.table).to(where)
+    counts = torch.zeros(FULL.size, dtype=torch.int64, device=where)
+    joint = torch.zeros(second.table.shape, dtype=torch.int64, device=where)
+    halves = [x.bfloat16() for x in after]
+    kept = torch.empty(0, dtype=torch.float32, device=where)
+
+    def place(i: int) -> Refinement:
+        return _refinement(second, symbols[i])
+
+    levels, low, width, sign = Dequantizer(book, 0.0, 4).tables(where)
+    symbol_mask = [symbol.remainder_(16) for symbol in symbols]
+    last = second.table.shape[0] - 1
+    work: dict[str, tuple[float, Callable[[int], object]]] = {  # bytes per element that must move, what to run
+        "copy": (8, lambda i: floats[i].copy_(after[i])),
+        "sketch, fp32": (4, lambda i: backend.sketch(after[i], FULL.lo, FULL.hi, 1.0, counts)),
+        "sketch, bf16": (2, lambda i: backend.sketch(halves[i], FULL.lo, FULL.hi, 1.0, counts)),
+        "joint sketch, fp32": (5, lambda i: backend.joint_sketch(
+            after[i], previous[i], last, window.lo, window.hi, 1.0, joint)),
+        "quantize, one row, fp32": (5, lambda i: backend.quantize(
+            after[i], None, last, window.lo, window.hi, 1.0, table, codes[i])),
+        "quantize, joint table, fp32": (6, lambda i: backend.quantize(
+            after[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i])),
+        "quantize, joint table, bf16": (4, lambda i: backend.quantize(
+            halves[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i])),
+        "quantize and refine, joint table, fp32": (7, lambda i: backend.quantize(
+            after[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i], place(i))),
+        "dequantize, fp32": (5, lambda i: backend.dequantize(codes[i], levels, 1.0, -1, kept, floats[i])),
+        "dequantize, 4 refinement bits, fp32": (6, lambda i: backend.dequantize_refined(
+            codes[i], symbol_mask[i], 4, low, width, sign, levels, 1.0, -1, kept, False, floats[i])),
+        "pack, 4 bits": (1.5, lambda i: backend.pack(symbol_mask[i], 4)),
+        "migrated": (2, lambda i: backend.migrated(codes[i], previous[i], n // 8)),
+    }
+    rounds = itertools.cycle(range(BUFFERS))
+    bandwidth: dict[str, list[float]] = {}
+    for key, (size, run) in work.items():
+        run(next(rounds))  # compiled now
+        seconds = []
+        for _ in range(repeats):
+            at = next(rounds)
+            floats[at].fill_(float("nan"))
+            if key.startswith("quantize"):
+                codes[at].fill_(255)
+            seconds.append(clock.time(partial(run, at)))
+        if key.startswith("quantize"):  # poisoned outputs must be gone before others read them
+            for i in range(BUFFERS):
+                backend.quantize(after[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i])
+        bandwidth[key] = [size * n / second / 1e9 for second in seconds]
+    backend.check()
+    ceiling = statistics.median(bandwidth["copy"])
+    rows["device copy, GB/s read and written"] = _summary(bandwidth.pop("copy"))
+    for key, found in bandwidth.items():
+        rows[key] = _summary([value / ceiling for value in found])
+        rows[f"{key}, GB/s"] = _summary(found)
+
+
+def measure_saves(
+    where: torch.device, parameters: int, bits: int, saves: int, rows: dict[str, dict[str, float]]
+) -> None:
+    """Stall of the training thread, and device memory, of asynchronous saves in the steady state."""
+    clock, cuda = Clock(where), where.type == "cuda"
+    suffix = f", {bits} refinement bits" if bits else ""
+    sizes = [parameters // 8] * 8
+    generator = torch.Generator(where).manual_seed(1)
+    state = {f"layer{i}.weight": torch.randn(size // 64, 64, generator=generator, device=where) * 0.02
+             for i, size in enumerate(sizes)}
+    host = [torch.empty(x.shape, pin_memory=cuda) for x in state.values()]
+
+    def plain(targets: list[torch.Tensor]) -> None:
+        for x, target in zip(state.values(), targets, strict=True):
+            target.copy_(x, non_blocking=True)
+
+    plain(host)
+    copies = [clock.time(partial(plain, host)) for _ in range(saves)]
+    del host
+    config = dsq_ckpt.DSQConfig.create({"quantize": {"weights": {"refinement_bits": bits}}})
+    stalls, background, extra = [], [], []
+    with tempfile.TemporaryDirectory() as run:
+        dsq_ckpt.forget()
+        base = torch.cuda.memory_allocated(where) if cuda else 0
+        for number in range(saves + 2):
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(where)
+            pending: list[Any] = []
+            path = Path(run) / f"step-{number:06d}"
+            stall = clock.time(lambda: pending.append(dsq_ckpt.async_save(state, path, config=config)))  # noqa: B023
+            started = time.perf_counter()
+            pending[0].result()
+            if number >= 2:
+                stalls.append(stall)
+                background.append(time.perf_counter() - started)
+                extra.append((torch.cuda.max_memory_allocated(where) - base) / parameters if cuda else 0.0)
+            for x in state.values():  # a step of training
+                x.add_(torch.randn(x.shape, generator=generator, device=where), alpha=0.001)
+    ceiling = statistics.median(copies)
+    rows[f"copy to pinned memory, s{suffix}"] = _summary(copies)
+    rows[f"stall, s{suffix}"] = _summary(stalls)
+    rows[f"background, s{suffix}"] = _summary(background)
+    rows[f"stall / copy to pinned memory{suffix}"] = _summary([stall / ceiling for stall in stalls])
+    rows[f"extra device memory, bytes per element{suffix}"] = _summary(extra)
+
+
+def _backend(where: torch.device) -> Backend:
+    if where.type == "cuda":
+        return backend_for(where)
+    interpreted: Backend = import_module("dsq_ckpt.triton_kernels.backend").TritonBackend(where)
+    return interpreted
+
+
+def _fitted(backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, before: Fitted | None) -> Fitted:
+    window = FULL if before is None else before.codebook.window
+    rows = 1 if before is None else before.codebook.symbols + 1
+    counts = torch.zeros((rows, window.size), dtype=torch.int64, device=x.device)
+    backend.joint_sketch(x, parent, rows - 1, window.lo, window.hi, 1.0 / scale_of(0.0), counts)
+    return fit_group(counts.cpu().numpy(), window, STEP, None if before is None else before.codebook, 4)
+
+
+def _refinement(fitted: Fitted, symbols: torch.Tensor) -> Refinement:
+    width = fitted.codebook.cell_high - fitted.codebook.cell_low
+    inverse = [1.0 / one if one > 0 else 0.0 for one in width]
+    where = symbols.device
+    return Refinement(
+        torch.from_numpy(padded(fitted.codebook.cell_low)).to(where),
+        torch.tensor(inverse + [0.0] * (256 - len(inverse)), dtype=torch.float64, device=where), 4, False, symbols,
+    )
+
+
+def _quantize(
+    backend: Backend, fitted: Fitted, x: torch.Tensor, parent: torch.Tensor | None, codes: torch.Tensor,
+    symbols: torch.Tensor | None = None,
+) -> None:
+    table = torch.from_numpy(fitted.table).to(x.device)
+    refinement = None if symbols is None else _refinement(fitted, symbols)
+    backend.quantize(
+        x, parent, table.shape[0] - 1, fitted.window.lo, fitted.window.hi, 1.0, table, codes, refinement
+    )
+
+
+def _summary(found: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def _triton_version() -> str:
+    return str(import_module("triton").__version__)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,205 @@
+"""Chunks that are quantized where they lie: whatever the kernels, what is stored is what the host would store."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import device
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.chunk import Chunk, ChunkKey, QuantizingChunk
+from dsq_ckpt.codebook import fit_group
+from dsq_ckpt.config import KMeans, Lattice
+from dsq_ckpt.device import coding, transfer
+from dsq_ckpt.device.coding import DeviceChunk, TablesOf, decode
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.keys import FULL
+from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.workers import Workers
+from tests.states import differences, loaded, mixed_state, moved, tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HOST: set[str] = set()
+SMALL = 8192
+
+
+@pytest.fixture(params=["numba", "triton"])
+def here(request, monkeypatch):
+    """Tensors of the CPU are worked on as if it were a device, by these kernels, and brought over in small pieces."""
+    if request.param == "triton":
+        interpreted = pytest.importorskip("dsq_ckpt.triton_kernels.backend").TritonBackend
+        for module in (coding, device.passes, dsq_ckpt.chunk):
+            monkeypatch.setattr(module, "backend_for", interpreted)
+    monkeypatch.setattr(device, "DEVICES", {"cpu"})
+    monkeypatch.setattr(coding, "_PIECE", SMALL)
+    monkeypatch.setattr(transfer, "SLOT", 1000)
+    monkeypatch.setattr(transfer, "_transfers", {})
+
+
+def codes_of(path: Path) -> dict[str, bytes]:
+    """The codes of every quantized tensor."""
+    with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
+        found = {}
+        for fqn, entry in checkpoint.index["tensors"].items():
+            ref = checkpoint.find(fqn, tuple(entry["chunks"][0][0]))
+            if checkpoint.record(ref)["type"] == "coded":
+                found[fqn] = checkpoint.codes(ref, workers).tobytes()
+        return found
+
+
+def chain_of(run: Path, states: list[dict[str, Any]], save: Any) -> list[Path]:
+    dsq_ckpt.forget()
+    paths = [run / str(number) for number in range(len(states))]
+    for state, path in zip(states, paths, strict=True):
+        save(state, path, config={"refinement": {"keep_last": len(states)}})
+    return paths
+
+
+def states() -> list[dict[str, Any]]:
+    first = mixed_state()
+    second = moved(first, 1)
+    third = moved(second, 2, scale=1e-5)  # few codes change: these travel one by one
+    return [first, second, third, copy.deepcopy(third)]
+
+
+def staged(state: dict[str, Any], path: Path, **options: Any) -> None:
+    """An asynchronous save whose state is gone as soon as the call returns."""
+    state = copy.deepcopy(state)
+    response = dsq_ckpt.async_save(state, path, **options)
+    for value in tensors(state).values():
+        value.zero_()
+    response.result()
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
+def test_a_chain_is_what_the_host_makes(here, tmp_path, monkeypatch, save):
+    near = chain_of(tmp_path / "device", states(), save)
+    back = [loaded(path, states()[0]) for path in near]
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    far = chain_of(tmp_path / "host", states(), dsq_ckpt.save)
+    for mine, theirs, values in zip(near, far, back, strict=True):
+        assert codes_of(mine) == codes_of(theirs)
+        assert differences(values, loaded(theirs, states()[0])) == []
+
+
+def test_a_loaded_checkpoint_is_gone_on_from(here, tmp_path, monkeypatch):
+    """Codes that are no longer on the device are brought there."""
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "device" / "0")
+    dsq_ckpt.forget()
+    loaded(tmp_path / "device" / "0", first)
+    dsq_ckpt.save(second, tmp_path / "device" / "1")
+    assert not dsq_ckpt.describe(tmp_path / "device" / "1")["keyframe"]
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    _, path = chain_of(tmp_path / "host", [first, second], dsq_ckpt.save)
+    assert codes_of(tmp_path / "device" / "1") == codes_of(path)
+
+
+def test_a_failed_save_leaves_the_run_usable(here, tmp_path, monkeypatch):
+    first, second, third, _ = states()
+    dsq_ckpt.save(first, tmp_path / "0")
+
+    def broken(*_: object) -> None:
+        raise OSError("the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.Transfer, "fetch", broken)
+        with pytest.raises(SaveFailed, match="the link is down"):
+            dsq_ckpt.save(second, tmp_path / "1")
+    dsq_ckpt.save(third, tmp_path / "2")
+    assert dsq_ckpt.describe(tmp_path / "2")["depth"] == 1
+    near = loaded(tmp_path / "2", first)
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    _, path = chain_of(tmp_path / "host", [first, third], dsq_ckpt.save)
+    assert differences(near, loaded(path, first)) == []
+
+
+def test_codes_past_a_table_fail_the_save(here, tmp_path):
+    """Previous codes that do not belong to the parent's codebook must not be used."""
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "0")
+    [run] = dsq_ckpt.chain._runs.values()
+    name = next(key for key in run.committed.memory.resident if key.fqn == "lossy.linear.weight")
+    run.committed.memory.resident[name][5] = 255
+    with pytest.raises(SaveFailed, match="parent"):
+        dsq_ckpt.save(second, tmp_path / "1")
+
+
+def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0.25) -> Chunk:
+    return Chunk(ChunkKey("w", (0,) * x.dim(), tuple(x.shape)), x, "weights/linear", bits, exponent, parent)
+
+
+def fitted_on(chunk: Chunk, codebook: Any) -> Any:
+    counts = np.zeros((1, FULL.size), np.int64)
+    device.passes.add_joint([chunk], FULL, counts)
+    return fit_group(counts, FULL, codebook, None, chunk.refinement_bits)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 3, 4])
+@pytest.mark.parametrize(
+    "codebook", [Lattice(step=0.7), KMeans(bins=4, domain="log", protect=0.01), KMeans(bins=200, prune=0.2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(3, 61, 53, generator=generator) * 0.1).to(dtype)
+    if isinstance(codebook, KMeans) and codebook.domain == "log":
+        x = x.abs()
+    chunk = chunk_of(x, bits)
+    fitted = fitted_on(chunk, codebook)
+    near = DeviceChunk(chunk, TablesOf().of(fitted, x.device))
+    far = QuantizingChunk(chunk, fitted)
+    with Workers(1, 1024) as workers:
+        for where in workers.blocks(x.numel()):
+            mine, theirs = near.block(where), far.block(where)
+            assert np.array_equal(mine.protected, theirs.protected) and mine.refinement == theirs.refinement
+            assert np.array_equal(near.codes[where], far.codes[where])
+        model = torch.nn.Module()
+        model.register_buffer("w", x)
+        trial = TrialModel(model, [chunk], workers)
+        decoded = decode(chunk, TablesOf().of(fitted, x.device), bits).view(x.shape)
+        device.DEVICES.clear()
+        assert torch.equal(decoded, trial._decoded(chunk, fitted, bits))
+
+
+def test_a_staged_chunk_travels_to_another_process(here):
+    chunk = chunk_of(torch.randn(64, 80), 4)
+    made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    copied = pickle.loads(pickle.dumps(made))
+    assert copied.resident is None and np.array_equal(copied.codes, made.codes)
+    assert copied.block(slice(0, 5120)).refinement == made.block(slice(0, 5120)).refinement
+
+
+def test_what_waits_for_the_trip_is_bounded(monkeypatch):
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 100)
+    lane = transfer.Transfer(torch.device("cpu"))
+    go, order = threading.Event(), []
+    lane.reserve(80)
+    lane.submit(80, lambda: go.wait(10))
+    second = threading.Thread(target=lambda: (lane.reserve(30), order.append("reserved")))
+    second.start()
+    second.join(0.2)
+    assert order == [] and second.is_alive()
+    go.set()
+    second.join(10)
+    assert order == ["reserved"]
+    lane.submit(30, lambda: None).result()
+    lane.reserve(1000)  # alone, a chunk may be larger
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5000])
+def test_fetched_bytes_are_the_tensor_s(monkeypatch, size):
+    monkeypatch.setattr(transfer, "SLOT", 1000)
+    source = torch.from_numpy(np.frombuffer(os.urandom(4 * size), np.int32).copy())
+    lane = transfer.Transfer(torch.device("cpu"))
+    lane.reserve(1)
+    assert lane.submit(1, lambda: lane.fetch(source)).result().tobytes() == source.numpy().tobytes()

@@ -1,0 +1,57 @@
+"""The passes over the data on a GPU, before a byte crosses to the host.
+
+Each operation has the name, the argument order and, bit for bit, the result that it has in ``dsq_ckpt.kernels``, on
+flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or float16.  Importing this needs Triton;
+``dsq_ckpt.kernels.dispatch`` does so when the first CUDA tensor comes along.
+
+==================  =======================================================================
+``sketch``          histograms of keys, alone or with previous codes
+``quantize``        codes, and in the same pass refinement symbols
+``protected``       protected values in order, gathered and put back
+``dequantize``      codes, refinement symbols and protected values to values
+``pack``            streams of 1 to 8 bits per symbol
+``migrated``        only the codes that have changed, and the way back
+``sensitivity``     averages of gradients, and the sketch of sensitivities in the same pass
+``importance``      sensitivity of each element, and its class
+==================  =======================================================================
+
+There are no kernels for uniform, exponent-bucket, k-means or other codebooks: each of them is a table from keys to
+codes, and ``quantize`` is one lookup per element whatever the table holds.
+
+Kernels can also be interpreted on CPU tensors (TRITON_INTERPRET=1 before Triton is imported): slow, for tests.
+"""
+
+from dsq_ckpt.kernels.backend import Refinement
+from dsq_ckpt.kernels.importance import PROTECT, PRUNE
+
+from .checks import Faults
+from .dequantize import dequantize, dequantize_refined
+from .importance import classes, importance
+from .migrated import migrated, settle
+from .pack import pack, unpack
+from .protected import gather_protected
+from .quantize import quantize, refine
+from .sensitivity import blend, sketch_sensitivity
+from .sketch import joint_sketch, sketch
+
+__all__ = [
+    "PROTECT",
+    "PRUNE",
+    "Faults",
+    "Refinement",
+    "blend",
+    "classes",
+    "dequantize",
+    "dequantize_refined",
+    "gather_protected",
+    "importance",
+    "joint_sketch",
+    "migrated",
+    "pack",
+    "quantize",
+    "refine",
+    "settle",
+    "sketch",
+    "sketch_sensitivity",
+    "unpack",
+]

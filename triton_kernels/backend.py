@@ -1,0 +1,47 @@
+"""The kernels of this package as ``dsq_ckpt.kernels.dispatch.Backend``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from . import sensitivity as _sensitivity
+from .checks import Faults
+from .dequantize import dequantize, dequantize_refined
+from .importance import classes, importance
+from .migrated import migrated, settle
+from .pack import pack, unpack
+from .protected import gather_protected
+from .quantize import quantize, refine
+from .sketch import joint_sketch, sketch
+
+
+class TritonBackend:
+    """Operations queue their work on the current stream; values past the end of a table show in ``check``.
+
+    Args:
+        device: of all tensors; a CUDA device, or the CPU where kernels are interpreted.
+    """
+
+    name = "triton"
+
+    classes = staticmethod(classes)
+    gather_protected = staticmethod(gather_protected)
+    importance = staticmethod(importance)
+    migrated = staticmethod(migrated)
+    sketch = staticmethod(sketch)
+    unpack = staticmethod(unpack)
+    blend = staticmethod(_sensitivity.blend)
+    sketch_sensitivity = staticmethod(_sensitivity.sketch_sensitivity)
+
+    def __init__(self, device: torch.device) -> None:
+        faults = Faults(device)
+        self.check = faults.check
+        self.dequantize = partial(dequantize, faults=faults)
+        self.dequantize_refined = partial(dequantize_refined, faults=faults)
+        self.joint_sketch = partial(joint_sketch, faults=faults)
+        self.pack = partial(pack, faults=faults)
+        self.quantize = partial(quantize, faults=faults)
+        self.refine = partial(refine, faults=faults)
+        self.settle = partial(settle, faults=faults)

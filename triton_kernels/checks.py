@@ -1,0 +1,128 @@
+"""What the kernels demand of their arguments, and how they tell of codes that lie past a table.
+
+Shapes and dtypes are checked before a launch and cost nothing.  Codes are on the device: a kernel takes one that is
+past the end of a table for the last entry, so that it never reads or writes outside, and marks it in ``Faults``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dsq_ckpt.kernels.checks import scale_factor
+
+from .launch import INTERPRETED
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be quantized."""
+
+
+class Faults:
+    """Arguments in which kernels met values past the end of a table, marked on the device until someone asks.
+
+    Operations take one as ``faults``.  Without it they look for themselves before they return, which waits for the
+    device; with it they do not, and what they wrote holds where ``check`` raises nothing.
+
+    Args:
+        device: of the tensors.
+    """
+
+    NAMES = ("parent", "codes", "refinement", "symbols", "positions")
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks = torch.zeros(len(self.NAMES), dtype=torch.int32, device=device)
+
+    def of(self, name: str) -> torch.Tensor:
+        """Where a kernel marks the argument of this name: int32[1]."""
+        at = self.NAMES.index(name)
+        return self.marks[at : at + 1]
+
+    def check(self) -> None:
+        """Wait for the current stream, and forget the marks.
+
+        Raises:
+            ValueError: an argument of an operation since the last ``check`` held a value past the end of a table.
+        """
+        marks = self.marks.tolist()
+        self.marks.zero_()
+        found = [name for name, mark in zip(self.NAMES, marks, strict=True) if mark]
+        if found:
+            raise ValueError(f"{', '.join(found)}: found values past the end of their table")
+
+
+@contextmanager
+def faults_of(given: Faults | None, device: torch.device) -> Iterator[Faults]:
+    """Where an operation marks faults: what the caller gave, or its own that are checked when it is done."""
+    faults = given or Faults(device)
+    yield faults
+    if given is None:
+        faults.check()
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int, ...] | None = None,
+    like: torch.Tensor | None = None,
+) -> None:
+    """Demand a contiguous tensor that kernels can reach, of a dtype and, if given, a shape and another's device.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.device.type != ("cpu" if INTERPRETED else "cuda"):
+        wanted = "CPU tensors, being interpreted" if INTERPRETED else "CUDA tensors"
+        raise ValueError(f"{name}: is on {tensor.device}, but these kernels take {wanted}")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name}: is on {tensor.device}, expected {like.device}")
+    if tensor.dtype not in dtypes or not tensor.is_contiguous() or (shape is not None and tensor.shape != shape):
+        wanted = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
+        found = f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"{name}: expected contiguous {wanted}{'' if shape is None else list(shape)}, got {found}")
+
+
+def check_flat(name: str, tensor: torch.Tensor, dtype: torch.dtype | tuple[torch.dtype, ...]) -> None:
+    """As ``check_tensor``, of one dimension and any length."""
+    check_tensor(name, tensor, dtype, (tensor.numel(),))
+
+
+def check_entries(name: str, entries: int) -> None:
+    """Demand a table that is not empty: a code past its end is taken for the last one.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    if not entries:
+        raise ValueError(f"{name}: expected at least one entry")
+
+
+def check_rows(
+    name: str, table: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, parent: torch.Tensor | None, row: int,
+    size: int,
+) -> None:
+    """Demand a table of rows of ``size`` bins, that has ``row``, and a previous code for every element.
+
+    Raises:
+        ValueError: another shape or dtype, or ``row`` names a row it lacks.  Codes are up to the kernel.
+    """
+    check_tensor(name, table, dtype, like=x)
+    if table.ndim != 2 or table.shape[1] != size:
+        raise ValueError(f"{name}: expected shape (rows, {size}), got {tuple(table.shape)}")
+    check_entries(name, table.shape[0])
+    if parent is not None:
+        check_tensor("parent", parent, torch.uint8, (x.numel(),), like=x)
+    elif not 0 <= row < table.shape[0]:
+        raise ValueError(f"row {row} is outside {name}, which has {table.shape[0]} rows")
+
+
+def fp32(inv_scale: float) -> float:
+    """``inv_scale`` in the precision it is applied in.
+
+    Raises:
+        ValueError: it is not a positive finite fp32 number.
+    """
+    return float(scale_factor(inv_scale))

@@ -1,0 +1,60 @@
+"""Elements that satisfy a condition, in their order: what ``protected`` and ``migrated`` have in common.
+
+First every tile counts its own, then a running sum says where each tile's begin, then each tile writes them there.
+Nothing depends on which program comes first.  Tiles without any, most of them, are not read again.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch, parts, tile_count, tiles_of
+
+
+def tally_like(codes: torch.Tensor) -> torch.Tensor:
+    """Room for one count per tile, int32, on the device of ``codes``."""
+    return torch.empty(tile_count(codes.numel()), dtype=torch.int32, device=codes.device)
+
+
+def starts_of(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each tile's elements begin, int64[tiles], and how many there are in all, int64[]."""
+    ends = tally.cumsum(0, dtype=torch.int64)
+    total = ends[-1] if len(ends) else tally.sum(dtype=torch.int64)
+    return ends - tally, total
+
+
+def count_chosen(codes: torch.Tensor, parent: torch.Tensor | None, wanted: int) -> torch.Tensor:
+    """How many of each tile's ``codes``, uint8[n], are ``wanted``, or with ``parent`` unlike its: int32[tiles]."""
+    tally = tally_like(codes)
+    for part in parts(codes.numel()):
+        other = None if parent is None else parent[part.where]
+        launch(_count_chosen, (part.tiles,), codes[part.where], other, wanted, part.n, tiles_of(tally, part))
+    return tally
+
+
+@triton.jit
+def chosen_of(codes, parent, wanted, at, n):
+    """Which elements of a tile are chosen: with codes that are ``wanted``, or unlike those of ``parent``."""
+    inside = at < n
+    code = tl.load(codes + at, mask=inside, other=0)
+    if parent is None:
+        return inside & (code.to(tl.int32) == wanted)
+    else:
+        return inside & (code != tl.load(parent + at, mask=inside, other=0))
+
+
+@triton.jit
+def slots_of(chosen, starts, tile):
+    """Where the chosen elements of a tile go."""
+    return tl.load(starts + tile) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+
+
+@triton.jit(do_not_specialize=["wanted"])
+def _count_chosen(codes, parent, wanted, n, tally, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    chosen = chosen_of(codes, parent, wanted, tile * TILE + tl.arange(0, TILE), n)
+    tl.store(tally + tile, tl.sum(chosen.to(tl.int32), 0))

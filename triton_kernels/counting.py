@@ -1,0 +1,110 @@
+"""Counting into bins: every program has counts of its own, which are summed when all have finished.
+
+Counts of a program are a histogram in shared memory, started anew for each tile and added up in registers: one atomic
+in global memory per element would be many times slower, and worst where most elements are in a few bins.  Bins that
+are too many for one histogram are split among several programs that read the same tiles at about the same time, all
+but the first from the L2 cache.  Only for tables too large even for that there are atomics in global memory.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launch
+
+LARGEST = 1 << 15
+"""Bins of one histogram at most: 128 KiB."""
+SPLITS = 2
+"""Histograms side by side at most."""
+_BALLOTS = 1 << 9  # likewise LARGEST, where Triton makes histograms of ballots, whose cost grows with the bins
+_LEAST = 1 << 8  # a bin for each thread of a tile
+_COPIED = 1 << 23  # bins in global memory, of all copies together: 32 MiB, which the L2 cache holds
+
+
+class Plan(NamedTuple):
+    """Who counts what."""
+
+    bins: int
+    """Of one histogram, a power of two; 0: there are none, only atomics."""
+    splits: int
+    """Histograms side by side, or 1."""
+    tile: int
+    programs: int
+    """At most, without splits."""
+    copies: int
+    """Counts that programs without histograms share; with histograms each program has its own."""
+
+
+def plan_for(bins: int, device: torch.device) -> Plan:
+    """How to count into so many bins on a device."""
+    room = launch.room_of(device)
+    largest, most = (LARGEST, SPLITS) if _shared_atomics() else (_BALLOTS, 1)
+    held = min(max(triton.next_power_of_2(bins), _LEAST), largest, 1 << (room.shared // 4 - 1).bit_length() - 1)
+    splits = triton.cdiv(bins, held)
+    if splits > most:
+        return Plan(0, 1, launch.TILE, 8 * room.processors, max(1, _COPIED // bins))
+    # A histogram is cleared and read once per tile: that should be worth the while.
+    tile = launch.TILE if launch.INTERPRETED else max(launch.TILE, min(held, 1 << 14))
+    resident = max(1, min(4, room.shared // (4 * held)))
+    programs = max(1, room.processors * resident // splits)
+    return Plan(held, splits, tile, programs, programs)
+
+
+def _shared_atomics() -> bool:
+    """Whether histograms are made by atomics in shared memory."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8)
+
+
+def count(
+    kernel: Any, plan: Plan, n: int, arguments: Callable[[launch.Part], tuple[Any, ...]], counts: torch.Tensor
+) -> None:
+    """Run a counting kernel on all parts of n elements and add what it counted.
+
+    Args:
+        kernel: its arguments are those of a part, its elements, the counts of all programs, how many such counts there
+            are and the length of each, and the constants ``BINS`` and ``TILE``.
+        plan: for the bins of ``counts``.
+        arguments: of a part, a tensor first.
+        counts: int64, contiguous.
+    """
+    bins = counts.numel()
+    for part in launch.parts(n):
+        programs = min(plan.programs, triton.cdiv(part.n, plan.tile))
+        copies, width = min(plan.copies, programs), plan.splits * plan.bins or bins
+        own = torch.zeros((copies, width), dtype=torch.int32, device=counts.device)
+        grid = programs, plan.splits
+        launch.launch(kernel, grid, *arguments(part), part.n, own, copies, width, tile=plan.tile, BINS=plan.bins)
+        counts.view(-1).add_(own[:, :bins].sum(0, dtype=torch.int64))
+
+
+@triton.jit
+def empty(BINS: tl.constexpr):
+    """The histogram of nothing; a single bin if there are none."""
+    return tl.zeros([BINS if BINS else 1], tl.int32)
+
+
+@triton.jit
+def add(held, where, inside, own, copies, width, BINS: tl.constexpr):
+    """Count a tile's bins: into the histogram ``held``, which is returned, or in global memory."""
+    if BINS:
+        where -= tl.program_id(1) * BINS
+        return held + tl.histogram(where, BINS, mask=inside & (where >= 0) & (where < BINS))
+    else:
+        mine = own + (tl.program_id(0) % copies) * width
+        tl.atomic_add(mine + where, 1, mask=inside, sem="relaxed")
+        return held
+
+
+@triton.jit
+def keep(held, own, width, BINS: tl.constexpr):
+    """Store the histogram where the sum will find it."""
+    if BINS:
+        mine = own + tl.program_id(0) * width + tl.program_id(1) * BINS
+        tl.store(mine + tl.arange(0, BINS), held)

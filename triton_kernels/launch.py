@@ -1,0 +1,111 @@
+"""How tensors are cut into launches and tiles, and how many programs share the work.
+
+Offsets inside a kernel are 32 bits wide: longer tensors are worked on in pieces.  A piece is a multiple of 16
+elements, so that the compiler sees masks that are uniform over 16 elements and loads 16 bytes at once; what is left,
+fewer than 16 elements, is a launch of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether kernels are interpreted on the CPU (TRITON_INTERPRET=1 when triton was imported)."""
+TILE = 1 << 14 if INTERPRETED else 1 << 12
+"""Elements that one program works on together; each operation of the interpreter has a fixed cost."""
+PIECE = 1 << 30
+"""Elements of one launch at most.  A multiple of ``ALIGNED``; with it a 32-bit count of elements cannot overflow."""
+ALIGNED = 16
+_PER_THREAD = 16  # elements of a tile per thread: 64 bytes of fp32, four loads
+
+
+class Part(NamedTuple):
+    """What one launch works on."""
+
+    where: slice
+    """Of the flat tensors."""
+    first: int
+    """How many tiles the launches before it have."""
+    tiles: int
+
+    @property
+    def n(self) -> int:
+        """Elements."""
+        return int(self.where.stop - self.where.start)
+
+
+def parts(n: int, most: int | None = None) -> list[Part]:
+    """The launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
+    most = most or PIECE
+    whole = n - n % ALIGNED
+    slices = [slice(start, min(start + most, whole)) for start in range(0, whole, most)]
+    if whole < n:
+        slices.append(slice(whole, n))
+    found, first = [], 0
+    for where in slices:
+        tiles = triton.cdiv(where.stop - where.start, TILE)
+        found.append(Part(where, first, tiles))
+        first += tiles
+    return found
+
+
+def tile_count(n: int) -> int:
+    """Tiles of all launches for ``n`` elements."""
+    return sum(part.tiles for part in parts(n))
+
+
+def of(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
+    """What a launch sees of a flat tensor that has one entry per element, or of none."""
+    return None if tensor is None else tensor[part.where]
+
+
+def tiles_of(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
+    """What a launch sees of a tensor that has one entry per tile, or of none."""
+    return None if tensor is None else tensor[part.first : part.first + part.tiles]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, tile: int = 0, **constants: Any) -> None:
+    """Queue a kernel on the current stream of the device of its first argument.
+
+    Multiplications and additions are not fused: results are those of the CPU, bit for bit.
+
+    Args:
+        grid: programs, up to three axes.
+        args: of the kernel, the first one a tensor.
+        tile: its constant ``TILE``; ``launch.TILE`` if not given.
+        constants: its other compile-time constants.
+    """
+    tile = tile or TILE
+    warps = min(max(tile // (32 * _PER_THREAD), 1), 32)
+    with _current(args[0].device):
+        kernel[grid](*args, TILE=tile, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else _one_at_a_time
+
+
+_one_at_a_time = threading.RLock()  # the interpreter patches Triton's modules while a kernel runs
+
+
+class Room(NamedTuple):
+    """What a device has to offer to persistent programs."""
+
+    processors: int
+    shared: int
+    """Bytes of shared memory that one program may have."""
+
+
+def room_of(device: torch.device) -> Room:
+    """Of a CUDA device, as its driver tells; the interpreter pretends to be a small one."""
+    if device.type != "cuda":
+        return Room(2, 1 << 17)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Room(properties.multi_processor_count, shared)
+

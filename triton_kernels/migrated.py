@@ -1,0 +1,97 @@
+"""Elements whose code has changed since the previous checkpoint: a short trip to the host where they are few."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .checks import Faults, check_flat, check_tensor, faults_of
+from .compact import chosen_of, count_chosen, slots_of, starts_of
+from .launch import launch, parts, tiles_of
+from .marks import mark_if
+
+
+def migrated(
+    codes: torch.Tensor, parent: torch.Tensor, most: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The elements whose code is not the previous one, in order.  Waits for the device once, for their number.
+
+    They take five bytes each where all codes take one, or less when packed: ``most`` is where they no longer pay.
+
+    Args:
+        codes, parent: uint8[n].
+        most: None is returned if there are more than this.
+
+    Returns:
+        Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
+
+    Raises:
+        ValueError: a shape, dtype or device is another.
+    """
+    check_flat("codes", codes, torch.uint8)
+    check_tensor("parent", parent, torch.uint8, (codes.numel(),), like=codes)
+    tally = count_chosen(codes, parent, 0)
+    starts, total = starts_of(tally)
+    m = int(total)
+    if most is not None and m > most:
+        return None
+    wide = codes.numel() > 1 << 31
+    positions = torch.empty(m, dtype=torch.int64 if wide else torch.int32, device=codes.device)
+    moved = torch.empty(m, dtype=torch.uint8, device=codes.device)
+    for part in parts(codes.numel()) if m else ():
+        launch(
+            _migrate, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
+            tiles_of(tally, part), tiles_of(starts, part), positions, moved,
+        )
+    return positions, moved
+
+
+def settle(
+    parent: torch.Tensor, positions: torch.Tensor, moved: torch.Tensor, out: torch.Tensor, faults: Faults | None = None
+) -> None:
+    """The inverse of ``migrated``: ``out`` is ``parent``, but for ``moved`` at ``positions``.
+
+    Args:
+        parent, out: uint8[n]; may be the same.
+        positions: int32[m] or int64[m], each once.
+        moved: uint8[m].
+        faults: where positions past the end are marked.
+
+    Raises:
+        ValueError: a shape, dtype or device is another; without ``faults`` also a position past the end.
+    """
+    check_flat("parent", parent, torch.uint8)
+    check_tensor("out", out, torch.uint8, parent.shape, like=parent)
+    check_tensor("positions", positions, (torch.int32, torch.int64), (moved.numel(),), like=parent)
+    check_tensor("moved", moved, torch.uint8, (moved.numel(),), like=parent)
+    out.copy_(parent)
+    with faults_of(faults, parent.device) as marks:
+        for part in parts(moved.numel()):
+            launch(
+                _settle, (part.tiles,), positions[part.where], moved[part.where], part.n, out, out.numel(),
+                marks.of("positions"),
+            )
+
+
+@triton.jit(do_not_specialize=["first"])
+def _migrate(codes, parent, n, first, tally, starts, positions, moved, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    if tl.load(tally + tile) > 0:
+        at = tile * TILE + tl.arange(0, TILE)
+        chosen = chosen_of(codes, parent, 0, at, n)
+        slot = slots_of(chosen, starts, tile)
+        tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=chosen)
+        tl.store(moved + slot, tl.load(codes + at, mask=chosen, other=0), mask=chosen)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _settle(positions, moved, n, out, size, fault, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < n
+    place = tl.load(positions + at, mask=inside, other=0)
+    known = (place >= 0) & (place < size)
+    mark_if(tl.max((inside & (known == 0)).to(tl.int32), 0) > 0, fault)
+    tl.store(out + place, tl.load(moved + at, mask=inside, other=0), mask=inside & known)

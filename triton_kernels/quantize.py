@@ -1,0 +1,156 @@
+"""From elements to codes, and in the same pass their place in the cells of the codes."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsq_ckpt.kernels.backend import Refinement
+from dsq_ckpt.kernels.checks import check_bits
+from dsq_ckpt.keys import KeyWindow
+
+from .checks import FLOATS, Faults, check_entries, check_flat, check_rows, check_tensor, faults_of, fp32
+from .compact import tally_like
+from .keys import MAGNITUDE, bin_of, fp32_bits, is_negative, scaled
+from .launch import launch, of, parts, tiles_of
+from .marks import checked
+
+
+def quantize(
+    x: torch.Tensor, parent: torch.Tensor | None, row: int, lo: int, hi: int, inv_scale: float, table: torch.Tensor,
+    codes: torch.Tensor, refinement: Refinement | None = None, protected_code: int = -1, faults: Faults | None = None,
+) -> torch.Tensor | None:
+    """``codes[i] = table[parent code, bin]``.
+
+    Args:
+        x: float32[n], bfloat16[n] or float16[n].
+        parent: previous codes, uint8[n]; None: all elements use ``row``.
+        row: see there.
+        lo, hi: the window of magnitude keys.
+        inv_scale: multiplies ``x`` in fp32 before its key is taken.
+        table: uint8[rows, size].
+        codes: uint8[n], filled.
+        refinement: what to fill with refinement symbols, as ``refine`` does.
+        protected_code: what to count for ``gather_protected``; -1: nothing.
+        faults: where codes past the end of a table are marked.
+
+    Returns:
+        With ``protected_code``, how many elements of each tile have it: int32, for ``gather_protected`` of these codes
+        as long as nobody changes them.  Else None.
+
+    Raises:
+        ValueError: a shape, dtype or device is another, a number is out of range, or the row is none of the table's;
+            without ``faults`` also a previous code past its last row, or a code past the cells.
+    """
+    window, n = KeyWindow(lo, hi), x.numel()
+    check_flat("x", x, FLOATS)
+    check_rows("table", table, torch.uint8, x, parent, row, window.size)
+    check_tensor("codes", codes, torch.uint8, (n,), like=x)
+    factor = fp32(inv_scale)
+    low, inv_width, bits, log_domain, out = refinement or (None, None, 0, False, None)
+    if refinement is not None:
+        _check_cells(x, *refinement)
+    tally = tally_like(codes) if 0 <= protected_code < 256 else None
+    rows = table if parent is not None else table[row]
+    cells = 256 if low is None or inv_width is None else min(low.numel(), inv_width.numel())
+    with faults_of(faults, x.device) as marks:
+        for part in parts(n):
+            launch(
+                _quantize, (part.tiles,), x[part.where], of(parent, part), part.n, lo, hi, factor, rows, table.shape[0],
+                codes[part.where], low, inv_width, cells, of(out, part), protected_code, tiles_of(tally, part),
+                marks.of("parent"), marks.of("codes"), BITS=bits, LOG=log_domain,
+            )
+    return tally
+
+
+def refine(
+    x: torch.Tensor, codes: torch.Tensor, inv_scale: float, low: torch.Tensor, inv_width: torch.Tensor, bits: int,
+    log_domain: bool, out: torch.Tensor, faults: Faults | None = None,
+) -> None:
+    """The element's place inside its cell, in ``bits`` bits: ``dsq_ckpt.kernels.reference.refine`` has the formula.
+
+    Args:
+        x: float32[n], bfloat16[n] or float16[n].
+        codes: uint8[n].
+        inv_scale: multiplies ``x`` in fp32.
+        low: lower edge of each cell, float64, one per code.
+        inv_width: one over the width of each cell, float64; 0: the cell is not refined.
+        bits: 1..8.
+        log_domain: whether places are those of magnitude bits.
+        out: uint8[n], filled.
+        faults: where codes past the cells are marked.
+
+    Raises:
+        ValueError: a shape, dtype or device is another, or a number is out of range; without ``faults`` also a code.
+    """
+    check_flat("x", x, FLOATS)
+    check_tensor("codes", codes, torch.uint8, (x.numel(),), like=x)
+    _check_cells(x, low, inv_width, bits, log_domain, out)
+    factor, cells = fp32(inv_scale), min(low.numel(), inv_width.numel())
+    with faults_of(faults, x.device) as marks:
+        for part in parts(x.numel()):
+            launch(
+                _refine, (part.tiles,), x[part.where], codes[part.where], part.n, factor, low, inv_width, cells,
+                out[part.where], marks.of("codes"), BITS=bits, LOG=log_domain,
+            )
+
+
+def _check_cells(
+    x: torch.Tensor, low: torch.Tensor, inv_width: torch.Tensor, bits: int, log_domain: bool, out: torch.Tensor
+) -> None:
+    check_bits(bits)
+    check_tensor("low", low, torch.float64, (low.numel(),), like=x)
+    check_tensor("inv_width", inv_width, torch.float64, (inv_width.numel(),), like=x)
+    check_entries("low and inv_width", min(low.numel(), inv_width.numel()))
+    check_tensor("out", out, torch.uint8, (x.numel(),), like=x)
+
+
+@triton.jit
+def place(value, code, low, inv_width, BITS: tl.constexpr, LOG: tl.constexpr):
+    """The symbol of a scaled element, uint8: ``clip(floor((u - low) * (inv_width * 2**BITS)), 0, 2**BITS - 1)``."""
+    # In the bits domain in units of 2**-23.
+    u = (fp32_bits(value) & MAGNITUDE).to(tl.float64) * 1.1920928955078125e-07 if LOG else value.to(tl.float64)
+    t = (u - tl.load(low + code)) * (tl.load(inv_width + code) * (1 << BITS))
+    t = tl.where(t > 0, t, 0.0)  # NaN too
+    top = (1 << BITS) - 1
+    return tl.where(t < top, t, top).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["lo", "hi", "rows", "cells", "protected_code"])
+def _quantize(
+    x, parent, n, lo, hi, factor, table, rows, codes, low, inv_width, cells, symbols, protected_code, tally,
+    parent_fault, code_fault, BITS: tl.constexpr, LOG: tl.constexpr, TILE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    at = tile * TILE + tl.arange(0, TILE)
+    inside = at < n
+    raw = tl.load(x + at, mask=inside, other=0)
+    value = scaled(raw, factor)
+    entry = bin_of(fp32_bits(value) & MAGNITUDE, is_negative(raw), lo, hi)
+    if parent is not None:
+        before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
+        entry += checked(before, rows, parent_fault) * (2 * (hi - lo + 3))
+    code = tl.load(table + entry)
+    tl.store(codes + at, code, mask=inside)
+    wide = code.to(tl.int32)
+    if BITS:
+        cell = checked(tl.where(inside, wide, 0), cells, code_fault)
+        symbol = place(value, cell, low, inv_width, BITS, LOG)
+        tl.store(symbols + at, symbol, mask=inside)
+    if tally is not None:
+        tl.store(tally + tile, tl.sum((inside & (wide == protected_code)).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["cells"])
+def _refine(
+    x, codes, n, factor, low, inv_width, cells, symbols, fault, BITS: tl.constexpr, LOG: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < n
+    value = scaled(tl.load(x + at, mask=inside, other=0), factor)
+    code = checked(tl.load(codes + at, mask=inside, other=0).to(tl.int32), cells, fault)
+    tl.store(symbols + at, place(value, code, low, inv_width, BITS, LOG), mask=inside)

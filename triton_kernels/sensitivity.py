@@ -1,0 +1,108 @@
+"""The moving average of gradients, and the sketch of the sensitivities that follow from it."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from dsq_ckpt.keys import FULL
+
+from . import counting
+from .checks import FLOATS, check_flat, check_tensor
+from .counting import add, empty, keep
+from .keys import MAGNITUDE, as_fp32, bin_of, fp32_bits
+from .launch import launch, of, parts
+
+_HALF = FULL.n
+
+
+def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
+    """``average = weight * new + (1 - weight) * average``, in place, rounded as ``dsq_ckpt.offload.blend`` does.
+
+    That is torch's ``average.mul_(1 - weight).add_(new, alpha=weight)``: of the products, the second is not rounded
+    before they are added (a fused multiply-add, on GPUs and on CPUs that have one).
+
+    Args:
+        average: float32[n].
+        new: float32[n], bfloat16[n] or float16[n].
+        weight: in [0, 1].
+
+    Raises:
+        ValueError: a shape, dtype or device is another.
+    """
+    _check(average, new)
+    for part in parts(average.numel()):
+        launch(_blend, (part.tiles,), average[part.where], new[part.where], part.n, *_weights(weight))
+
+
+def sketch_sensitivity(
+    parameter: torch.Tensor, average: torch.Tensor, counts: torch.Tensor, new: torch.Tensor | None = None,
+    weight: float = 0.0,
+) -> None:
+    """Add the sensitivities ``|parameter * average|`` to ``counts``, in one pass with ``blend`` where ``new`` is given.
+
+    Args:
+        parameter: float32[n], bfloat16[n] or float16[n].
+        average: float32[n]; what is counted is with ``new`` blended in.
+        counts: int64[FULL.size], added to in place.
+        new, weight: as in ``blend``.
+
+    Raises:
+        ValueError: a shape, dtype or device is another.
+    """
+    check_flat("parameter", parameter, FLOATS)
+    check_tensor("average", average, torch.float32, (parameter.numel(),), like=parameter)
+    check_tensor("counts", counts, torch.int64, (FULL.size,), like=parameter)
+    if new is not None:
+        _check(average, new)
+    positive = counts[:_HALF]
+    counting.count(
+        _sensitivity, counting.plan_for(_HALF, average.device), average.numel(),
+        lambda part: (average[part.where], of(new, part), *_weights(weight), parameter[part.where], FULL.lo, FULL.hi),
+        positive,
+    )
+
+
+def _check(average: torch.Tensor, new: torch.Tensor) -> None:
+    check_flat("average", average, torch.float32)
+    check_tensor("new", new, FLOATS, (average.numel(),), like=average)
+
+
+def _weights(weight: float) -> tuple[float, float]:
+    """Of the new and of the old, in fp32."""
+    return float(np.float32(weight)), float(np.float32(1.0 - weight))
+
+
+@triton.jit
+def _blended(old, new, weight, rest):
+    return tl.fma(as_fp32(new), tl.full(old.shape, weight, tl.float32), old * tl.full(old.shape, rest, tl.float32))
+
+
+@triton.jit
+def _blend(average, new, n, weight, rest, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < n
+    old = tl.load(average + at, mask=inside, other=0)
+    tl.store(average + at, _blended(old, tl.load(new + at, mask=inside, other=0), weight, rest), mask=inside)
+
+
+@triton.jit(do_not_specialize=["copies", "width"])
+def _sensitivity(
+    average, new, weight, rest, parameter, lo, hi, n, own, copies, width, BINS: tl.constexpr, TILE: tl.constexpr
+):
+    held = empty(BINS)
+    for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
+        at = start + tl.arange(0, TILE)
+        inside = at < n
+        mean = tl.load(average + at, mask=inside, other=0)
+        if new is not None:
+            mean = _blended(mean, tl.load(new + at, mask=inside, other=0), weight, rest)
+            tl.store(average + at, mean, mask=inside)
+        product = as_fp32(tl.load(parameter + at, mask=inside, other=0)) * mean
+        where = bin_of(fp32_bits(product) & MAGNITUDE, False, lo, hi)
+        held = add(held, where, inside, own, copies, width, BINS)
+    keep(held, own, width, BINS)

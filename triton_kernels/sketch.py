@@ -1,0 +1,88 @@
+"""Sketches: how many elements fall into each bin of a key window, alone or together with their previous code."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsq_ckpt.keys import KeyWindow
+
+from . import counting
+from .checks import FLOATS, Faults, check_flat, check_rows, check_tensor, faults_of, fp32
+from .counting import add, empty, keep
+from .keys import bin_of_element
+from .launch import of
+from .marks import checked
+
+
+def sketch(x: torch.Tensor, lo: int, hi: int, inv_scale: float, counts: torch.Tensor) -> None:
+    """Add the elements of ``x`` to ``counts``.
+
+    Args:
+        x: float32[n], bfloat16[n] or float16[n].
+        lo, hi: the window of magnitude keys.
+        inv_scale: multiplies ``x`` in fp32 before its key is taken.
+        counts: int64[size] of the window, added to in place.
+
+    Raises:
+        ValueError: a shape, dtype or device is another, or the window or ``inv_scale`` is out of range.
+    """
+    window = KeyWindow(lo, hi)
+    check_flat("x", x, FLOATS)
+    check_tensor("counts", counts, torch.int64, (window.size,), like=x)
+    _count(x, None, 0, window, inv_scale, counts.view(1, -1), None)
+
+
+def joint_sketch(
+    x: torch.Tensor, parent: torch.Tensor | None, row: int, lo: int, hi: int, inv_scale: float, counts: torch.Tensor,
+    faults: Faults | None = None,
+) -> None:
+    """Add the pairs (parent code, bin) to ``counts``.
+
+    Args:
+        x: float32[n], bfloat16[n] or float16[n].
+        parent: previous codes, uint8[n]; None: all elements are of ``row``.
+        row: see there.
+        lo, hi, inv_scale: as in ``sketch``.
+        counts: int64[rows, size], added to in place.
+        faults: where previous codes past the last row are marked.
+
+    Raises:
+        ValueError: as ``sketch`` does, or the row is none of the table's; without ``faults`` also a previous code.
+    """
+    window = KeyWindow(lo, hi)
+    check_flat("x", x, FLOATS)
+    check_rows("counts", counts, torch.int64, x, parent, row, window.size)
+    if parent is None:
+        _count(x, None, 0, window, inv_scale, counts[row : row + 1], None)
+        return
+    with faults_of(faults, x.device) as marks:
+        _count(x, parent, row, window, inv_scale, counts, marks.of("parent"))
+
+
+def _count(
+    x: torch.Tensor, parent: torch.Tensor | None, row: int, window: KeyWindow, inv_scale: float, counts: torch.Tensor,
+    fault: torch.Tensor | None,
+) -> None:
+    factor, rows = fp32(inv_scale), counts.shape[0]
+    counting.count(
+        _sketch, counting.plan_for(counts.numel(), x.device), x.numel(),
+        lambda part: (x[part.where], of(parent, part), rows, window.lo, window.hi, factor, fault), counts,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "lo", "hi", "copies", "width"])
+def _sketch(x, parent, rows, lo, hi, factor, fault, n, own, copies, width, BINS: tl.constexpr, TILE: tl.constexpr):
+    held = empty(BINS)
+    for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
+        at = start + tl.arange(0, TILE)
+        inside = at < n
+        where = bin_of_element(tl.load(x + at, mask=inside, other=0), factor, lo, hi)
+        if parent is not None:
+            before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
+            where += checked(before, rows, fault) * (2 * (hi - lo + 3))
+        held = add(held, where, inside, own, copies, width, BINS)
+    keep(held, own, width, BINS)
