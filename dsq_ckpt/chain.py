@@ -111,6 +111,14 @@ def forget(path: Path | None = None) -> None:
         _runs.pop(run_of(path), None)
 
 
+def release_resident(path: Path) -> None:
+    """Free codes in device memory that the run of `path` left there: its next checkpoint is a keyframe."""
+    run = _runs.get(run_of(path), _Run())
+    for known in (run.committed, run.pending):
+        if known is not None:
+            known.memory.resident.clear()
+
+
 @contextmanager
 def apart(path: Path) -> Iterator[None]:
     """What is known of the run that `path` belongs to is not used in here, and is the same afterwards."""

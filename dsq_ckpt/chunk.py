@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,6 +57,8 @@ class Chunk:
     """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
     resident: torch.Tensor | None = None
     """The previous codes in device memory, where the last save left them there."""
+    on_device: bool = True
+    """Whether it may be worked on in device memory, if that is where it lies."""
 
     def flat(self) -> torch.Tensor:
         """The tensor in one dimension, row-major; a view where its layout allows."""
@@ -109,6 +112,7 @@ class QuantizingChunk:
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
         self.parent = chunk.parent if fitted.uses_parent else None
         self._flat = chunk.flat()
+        settle_streams([self._flat])
         self._fitted = fitted
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
@@ -187,6 +191,12 @@ class CodedChunk:
     def staged(self, workers: Workers) -> CodeSource:
         """This."""
         return self
+
+
+def settle_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what the current streams have queued, so that other threads may read these tensors on theirs."""
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def block_values(flat: torch.Tensor) -> Floats32:

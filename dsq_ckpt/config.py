@@ -267,6 +267,7 @@ class StorageConfig(_Strict):
     fsync: bool = Field(True, description="flush every file and directory to the device before the commit")
     zstd_level: int = Field(3, ge=1, le=19, description="for tensors stored exactly")
     block_elements: int = Field(1 << 20, ge=1 << 10, le=1 << 26, description="elements coded per block")
+    on_device: bool = Field(True, description="quantize CUDA tensors on their GPU; false: copy them to the host first")
 
     def thread_count(self) -> int:
         """Worker threads of this rank."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dsq_ckpt import device, kernels
-from dsq_ckpt.chunk import Chunk, block_values, coded_values, sketch_block
+from dsq_ckpt.chunk import Chunk, block_values, coded_values, settle_streams, sketch_block
 from dsq_ckpt.codebook import Codebook
 from dsq_ckpt.device.passes import add_joint as add_joint_on_device
 from dsq_ckpt.device.passes import full_sketches
@@ -31,9 +33,13 @@ class Sparse(NamedTuple):
 
 def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
     """Full sketches of all chunks, in pieces."""
-    near = [chunk for chunk in chunks if device.serves(chunk)]
-    pieces = [piece for share in _shares([c for c in chunks if not device.serves(c)], workers) for piece in share]
-    made = [Sparse(chunk, *_occupied(counts)) for chunk, counts in zip(near, full_sketches(near), strict=True)]
+    near, far = _by_place(chunks)
+    try:
+        made = [Sparse(chunk, *_occupied(counts)) for chunk, counts in zip(near, full_sketches(near), strict=True)]
+    except torch.OutOfMemoryError:
+        made, far = [], list(chunks)
+    settle_streams(chunk.tensor for chunk in far)
+    pieces = [piece for share in _shares(far, workers) for piece in share]
     return made + list(workers.map(partial(_sparse, workers=workers), pieces))
 
 
@@ -41,6 +47,12 @@ def _sparse(chunk: Chunk, workers: Workers) -> Sparse:
     counts = np.zeros((1, FULL.size), np.int64)
     _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
     return Sparse(chunk, *_occupied(counts[0]))
+
+
+def _by_place(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    """Chunks that are worked on in device memory, and those that are not."""
+    near = [chunk for chunk in chunks if device.serves(chunk)]
+    return near, [chunk for chunk in chunks if not device.serves(chunk)]
 
 
 def _occupied(counts: Counts) -> tuple[Counts, Counts]:
@@ -55,9 +67,14 @@ def add_joint(chunks: Sequence[Chunk], joint: dict[str, Counts], books: dict[str
         if not mine:
             continue
         window = books[group].window
-        add_joint_on_device([chunk for chunk in mine if device.serves(chunk)], window, array)
+        near, far = _by_place(mine)
+        try:
+            add_joint_on_device(near, window, array)
+        except torch.OutOfMemoryError:
+            far = mine
+        settle_streams(chunk.tensor for chunk in far)
         work = partial(_joint_share, window=window, like=array, workers=workers)
-        for counts in workers.map(work, _shares([c for c in mine if not device.serves(c)], workers)):
+        for counts in workers.map(work, _shares(far, workers)):
             array += counts
 
 
@@ -109,9 +126,10 @@ def add_shifted(sparse: Sparse, exponent: float, counts: Counts, workers: Worker
     if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
         scaled = replace(sparse.chunk, parent=None, exponent=exponent)
         if device.serves(scaled):
-            add_joint_on_device([scaled], FULL, counts)
-        else:
-            _sketch_chunk(scaled, FULL, counts, workers)
+            with suppress(torch.OutOfMemoryError):
+                add_joint_on_device([scaled], FULL, counts)
+                return
+        _sketch_chunk(scaled, FULL, counts, workers)
     else:
         np.add.at(counts[0], _shifted(sparse.bins, int(exponent)), sparse.counts)
 

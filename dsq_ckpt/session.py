@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Item:
     group: str
     config: TensorConfig | None
     load: Callable[[], torch.Tensor]
+    on_device: bool = True
 
 
 @dataclass
@@ -184,7 +186,7 @@ def sketch(
         residual = agreement.layout.residual
         loaded = (load_chunk(item, view, bases, gradients or {}, residual) for item in items)
         chunks = [chunk for chunk in loaded if chunk is not None]
-        return chunks + [Chunk(item.key, item.load(), MEASURED, 0) for item in measured]
+        return chunks + [Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device) for item in measured]
 
     sketches = measure(
         load_chunks, agreement.layout, agreement.model, config.quantize.outlier_octaves, comm, workers,
@@ -203,7 +205,8 @@ def load_chunk(
     """
     assert item.config is not None
     chunk = Chunk(
-        item.key, item.load(), item.group, item.config.refinement_bits, gradient=gradients.get(item.key)
+        item.key, item.load(), item.group, item.config.refinement_bits, gradient=gradients.get(item.key),
+        on_device=item.on_device,
     )
     if not residual:
         previous = view.codes(item.key, item.group) if view else None
@@ -211,7 +214,10 @@ def load_chunk(
             return chunk
         bases[item.key] = previous[0]
         chunk = replace(chunk, parent=previous[1], resident=view.resident(item.key) if view else None)
-        return replace(chunk, resident=parent_on_device(chunk)) if device.serves(chunk) else chunk
+        if device.serves(chunk):
+            with suppress(torch.OutOfMemoryError):
+                return replace(chunk, resident=parent_on_device(chunk))
+        return replace(chunk, on_device=False, resident=None)
     known = view.values(item.key) if view else None
     if known is not None:
         difference = replace(chunk, onto=known[1])
@@ -233,22 +239,22 @@ def exact_values(plain: Iterable[Item], layout: Layout) -> dict[ChunkKey, Floats
 def quantize(chunk: Chunk, bases: dict[ChunkKey, Base], analysis: Analysis, tables: TablesOf) -> Coded:
     """The chunk's codes, made as they are written, or on its device, and what they are coded against."""
     fitted = analysis.fitted[chunk.group]
-    source: CodeSource
+    source: CodeSource | None = None
     if device.serves(chunk) and fitted.turn is None:
-        source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
-    else:
-        source = QuantizingChunk(chunk, fitted)
+        with suppress(torch.OutOfMemoryError):
+            source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
+    source = source or QuantizingChunk(chunk, fitted)
     coded = source.parent is not None or chunk.onto is not None
     return Coded(source, bases.get(chunk.key) if coded else None)
 
 
-def remember(memory: Memory, chunk: CodeSource) -> None:
+def remember(memory: Memory, chunk: CodeSource, config: DSQConfig) -> None:
     """Keep what the next save needs of a chunk; valid once all its blocks were asked for."""
     if chunk.values is None:
         memory.codes[chunk.key] = chunk.codes
     else:
         memory.values[chunk.key] = chunk.values
-    if isinstance(chunk, DeviceChunk) and chunk.resident is not None:
+    if isinstance(chunk, DeviceChunk) and chunk.resident is not None and config.delta.enabled:
         memory.resident[chunk.key] = chunk.resident
 
 
@@ -271,7 +277,7 @@ def write_rank(
         def pieces() -> Iterator[Piece]:
             for chunk, base in ((piece.chunk, piece.base) for piece in coded):
                 keys.append(chunk.key)
-                remember(memory, chunk)
+                remember(memory, chunk, config)
                 if base is None:
                     yield Piece(chunk, dtypes[chunk.key], None, frozenset())
                 elif base.residual:

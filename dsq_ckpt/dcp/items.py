@@ -73,7 +73,9 @@ def items_of(
         dtype = data.properties.dtype
         chosen = assign(item.index.fqn, data.size, dtype, config.quantize, types)
         load: Callable[[], Any] = partial(planner.resolve_data, item)
-        items.append(Item(key_of(item), dtype, chosen.kind, chosen.group, chosen.config, load))
+        items.append(Item(
+            key_of(item), dtype, chosen.kind, chosen.group, chosen.config, load, config.storage.on_device
+        ))
     return items
 
 

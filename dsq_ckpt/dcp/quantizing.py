@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from dsq_ckpt import chain
 from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.chain import Parent, ParentRef
 from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
@@ -67,6 +70,8 @@ def quantize_items(
     """
     opened: list[Parent] = []
     chooser = all_exact if agreement.exact else chooser
+    if agreement.parent is None and agreement.previous is not None:
+        chain.release_resident(Path(agreement.previous.path))
 
     def parent() -> Parent | None:
         if agreement.parent is not None and agreement.model is not None:
@@ -95,14 +100,20 @@ def quantize_items(
     warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), config)
     if warning and comm.rank == 0:
         warnings.warn(warning, stacklevel=2)
-    chunks = [
+    chunks = deque(
         replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
         for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
-    ]
+    )
     written = {chunk.key for chunk in chunks}
     tables = TablesOf()
+
+    def coded() -> Iterator[Coded]:
+        """No chunk is held longer than it takes to quantize it: with it go the previous codes in device memory."""
+        while chunks:
+            yield quantize(chunks.popleft(), bases, choice.analysis, tables)
+
     return Quantized(
-        (quantize(chunk, bases, choice.analysis, tables) for chunk in chunks),
+        coded(),
         [item for item in items if item.key not in written], choice,
     )
 

@@ -272,7 +272,7 @@ class DSQStorageWriter(StorageWriter):
                 memory = chain.Memory()
                 for piece in found.coded:
                     payloads[piece.chunk.key] = Coded(piece.chunk.staged(workers), piece.base)
-                    remember(memory, piece.chunk)
+                    remember(memory, piece.chunk, self.config)
                 exact = {item.key: item.load().detach().to("cpu", copy=True) for item in found.plain}
                 memory.values |= exact_values(found.plain, agreement.layout)
             whole = {**payloads, **exact}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from dsq_ckpt.chunk import Bits, BlockData, Chunk, Codes, CodeSource, Dequantize
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.device.passes import parent_on_device
 from dsq_ckpt.device.transfer import Transfer, transfer_from
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.migrated import settle
@@ -24,10 +26,11 @@ _MOVED = 5 * 8  # bits that an element takes which travels by itself: its positi
 
 
 class _Arrived(NamedTuple):
-    """What came to the host."""
+    """What came to the host: of the codes those that changed, or all of them, packed."""
 
+    moved: tuple[npt.NDArray[Any], Codes] | None
+    packed: Codes
     protected: Bits
-    positions: npt.NDArray[np.int64]
     refinement: bytes
 
 
@@ -97,62 +100,73 @@ class DeviceChunk:
         self.parent: Codes | None = chunk.parent if fitted.uses_parent else None
         self.values: Floats32 | None = None
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
+        self._before, self._width, self._protected = chunk.parent, tables.width, fitted.codebook.protected
         device, x = chunk.tensor.device, chunk.flat()
         backend, transfer = backend_for(device), transfer_from(device)
         known = None if chunk.parent is None else parent_on_device(chunk)
-        size = x.numel() * (1 + bool(self.refinement_bits))
+        size = (x.numel() * self.refinement_bits + 7) // 8
         transfer.reserve(size)
         try:
             codes, symbols, tally = tables.quantize(
                 backend, x, known if self.parent is not None else None, self.exponent, self.refinement_bits
             )
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
-            protected = backend.gather_protected(x, codes, fitted.codebook.protected, tally)
+            protected = backend.gather_protected(x, codes, self._protected, tally)
+            # Here and not in the background, so that the previous codes can go at once.
+            moved = None if known is None else backend.migrated(codes, known, codes.numel() * self._width // _MOVED)
         except BaseException:
-            transfer.submit(size, lambda: None)
+            transfer.release(size)
             raise
         self.resident: torch.Tensor | None = codes
-        code, before = fitted.codebook.protected, chunk.parent  # not the chunk: its tensor may be freed
 
         def bring() -> _Arrived:
-            backend.check()
-            self._bring_codes(backend, transfer, codes, known, before, tables.width)
+            found: tuple[npt.NDArray[Any], Codes] | None = None
+            all_codes = np.empty(0, np.uint8)
+            if moved is None:
+                all_codes = self._fetch_packed(backend, transfer, codes)
+            else:
+                kind = np.int64 if moved[0].dtype == torch.int64 else np.int32
+                found = transfer.fetch(moved[0]).view(kind), transfer.fetch(moved[1])
             refinement = b"" if packed is None else transfer.fetch(packed).tobytes()
             kept = transfer.fetch(protected).view(np.uint32)
-            where = np.flatnonzero(self.codes == code) if len(kept) else np.empty(0, np.int64)
-            if len(where) != len(kept):
-                raise RuntimeError(f"'{self.key.fqn}': {len(where)} codes are protected, {len(kept)} values arrived")
-            return _Arrived(kept, where, refinement)
+            backend.check()
+            return _Arrived(found, all_codes, kept, refinement)
 
-        self._arrival: Future[_Arrived] | _Arrived = transfer.submit(size, bring)
+        self._lock = threading.Lock()
+        self._positions: npt.NDArray[np.int64] | None = None
+        self._arrival: Future[_Arrived] | _Arrived | Exception = transfer.submit(size, bring)
 
-    def _bring_codes(
-        self, backend: Backend, transfer: Transfer, codes: torch.Tensor, known: torch.Tensor | None,
-        before: Codes | None, width: int,
-    ) -> None:
-        """Fill `self.codes`: by those that changed where these are few, else packed."""
-        if known is not None and before is not None:
-            found = backend.migrated(codes, known, codes.numel() * width // _MOVED)
-            if found is not None:
-                positions, moved = found
-                kind = np.int64 if positions.dtype == torch.int64 else np.int32
-                settle(before, transfer.fetch(positions).view(kind), transfer.fetch(moved), self.codes)
-                return
-        for start in range(0, codes.numel(), _PIECE):
-            where = slice(start, min(start + _PIECE, codes.numel()))
-            if width == 8:
-                self.codes[where] = transfer.fetch(codes[where])
-            else:
-                kernels.unpack(transfer.fetch(backend.pack(codes[where], width)), width, self.codes[where])
+    def _fetch_packed(self, backend: Backend, transfer: Transfer, codes: torch.Tensor) -> Codes:
+        if self._width == 8:
+            return transfer.fetch(codes)
+        pieces = (codes[start : start + _PIECE] for start in range(0, codes.numel(), _PIECE))
+        return np.concatenate([transfer.fetch(backend.pack(piece, self._width)) for piece in pieces])
 
-    def _arrived(self) -> _Arrived:
-        arrival = self._arrival
-        return arrival.result() if isinstance(arrival, Future) else arrival
+    def _arrived(self) -> tuple[_Arrived, npt.NDArray[np.int64]]:
+        """What came, with `codes` filled by the first to ask, and where the protected elements are."""
+        with self._lock:
+            arrived = self._arrival.result() if isinstance(self._arrival, Future) else self._arrival
+            if isinstance(arrived, Exception):
+                raise arrived
+            if self._positions is None:
+                if arrived.moved is not None and self._before is not None:
+                    settle(self._before, *arrived.moved, self.codes)
+                elif self._width == 8:
+                    self.codes[:] = arrived.packed
+                else:
+                    kernels.unpack(arrived.packed, self._width, self.codes)
+                count = len(arrived.protected)
+                where = np.flatnonzero(self.codes == self._protected) if count else np.empty(0, np.int64)
+                if len(where) != count:
+                    raise SaveFailed(f"'{self.key.fqn}': {len(where)} codes are protected, {count} values arrived")
+                self._arrival, self._positions = arrived._replace(moved=None, packed=self.codes[:0]), where
+            assert isinstance(self._arrival, _Arrived)
+            return self._arrival, self._positions
 
     def block(self, where: slice) -> BlockData:
         """What lies beside `codes[where]`, once all has arrived; `where` begins at a multiple of 8 elements."""
-        arrived = self._arrived()
-        first, last = np.searchsorted(arrived.positions, [where.start, where.stop])
+        arrived, positions = self._arrived()
+        first, last = np.searchsorted(positions, [where.start, where.stop])
         bits = self.refinement_bits
         packed = arrived.refinement[where.start * bits // 8 : (where.stop * bits + 7) // 8]
         return BlockData(arrived.protected[first:last], packed)
@@ -162,8 +176,16 @@ class DeviceChunk:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: without what is on the device."""
-        return self.__dict__ | {"_arrival": self._arrived(), "resident": None}
+        """For another process: without what is on the device. What failed fails where other ranks learn of it."""
+        arrival: _Arrived | Exception
+        try:
+            arrival, _ = self._arrived()
+        except Exception as error:
+            arrival = SaveFailed(f"'{self.key.fqn}' did not arrive on the host: {type(error).__name__}: {error}")
+        return {**self.__dict__, "_arrival": arrival, "_lock": None, "_before": None, "resident": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
 
 def decode(chunk: Chunk, tables: Tables, bits: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +24,23 @@ def parent_on_device(chunk: Chunk) -> torch.Tensor:
     return torch.from_numpy(chunk.parent).to(chunk.tensor.device)
 
 
-def full_sketches(chunks: Sequence[Chunk]) -> list[Counts]:
-    """Counts of every chunk in the full window, unscaled: int64[FULL.size] each."""
-    found: list[Counts] = []
+def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
+    """Counts of every chunk in the full window, unscaled: int64[FULL.size] each, in order."""
     for start in range(0, len(chunks), _TOGETHER):
         some = chunks[start : start + _TOGETHER]
         counts = [torch.zeros(FULL.size, dtype=torch.int64, device=chunk.tensor.device) for chunk in some]
         for chunk, mine in zip(some, counts, strict=True):
             backend_for(chunk.tensor.device).sketch(chunk.flat(), FULL.lo, FULL.hi, 1.0, mine)
-        found += [mine.cpu().numpy() for mine in counts]  # all are queued before the first is waited for
-    return found
+        yield from (mine.cpu().numpy() for mine in counts)  # all are queued before the first is waited for
 
 
 def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> None:
-    """Add chunks of one group to its joint counts, int64[rows, window.size]; without parent, to the last row."""
+    """Add chunks of one group to its joint counts, int64[rows, window.size]; without parent, to the last row.
+
+    Raises:
+        torch.OutOfMemoryError: nothing was added.
+    """
+    found = np.zeros_like(counts)
     for device in {chunk.tensor.device for chunk in chunks}:
         backend, mine = backend_for(device), torch.zeros(counts.shape, dtype=torch.int64, device=device)
         for chunk in chunks:
@@ -48,4 +51,5 @@ def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> Non
                     mine,
                 )
         backend.check()
-        counts += mine.cpu().numpy()
+        found += mine.cpu().numpy()
+    counts += found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 SLOT = 32 << 20
 """Bytes of each of the two pinned buffers."""
 IN_FLIGHT = 256 << 20
-"""Bytes that may wait on the device for the trip, beside the codes that stay there; a larger chunk goes alone."""
+"""Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
 
 
 class Transfer:
@@ -59,11 +60,20 @@ class Transfer:
                 with self._side(ready):
                     return work()
             finally:
-                with self._room:
-                    self._waiting -= size
-                    self._room.notify_all()
+                self.release(size)
 
-        return self._thread.submit(run)
+        try:
+            return self._thread.submit(run)
+        except RuntimeError:  # the interpreter is exiting, and starts no threads any more: do it here
+            done: Future[_T] = Future()
+            done.set_result(run())
+            return done
+
+    def release(self, size: int) -> None:
+        """Give reserved bytes back."""
+        with self._room:
+            self._waiting -= size
+            self._room.notify_all()
 
     def fetch(self, source: torch.Tensor) -> Bytes:
         """The bytes of a contiguous tensor, copied through the pinned buffers; only inside submitted work."""
@@ -72,7 +82,7 @@ class Transfer:
             return target
         raw = source.view(-1).view(torch.uint8)
         if not self._slots:
-            self._slots = [torch.empty(SLOT, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
+            self._slots = [self._buffer() for _ in range(2)]
         under_way: list[tuple[Callable[[], None], torch.Tensor, slice]] = []
         for number, start in enumerate(range(0, raw.numel(), SLOT)):
             where = slice(start, min(start + SLOT, raw.numel()))
@@ -84,6 +94,13 @@ class Transfer:
         for one in under_way:
             _empty(*one, target)
         return target
+
+    def _buffer(self) -> torch.Tensor:
+        try:
+            return torch.empty(SLOT, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
+        except RuntimeError as error:  # memory may be locked up to a limit
+            warnings.warn(f"copies from {self._device} will be slow, without pinned memory: {error}", stacklevel=2)
+            return torch.empty(SLOT, dtype=torch.uint8, device="cpu")
 
     def _ready(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None

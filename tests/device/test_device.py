@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ def here(request, monkeypatch):
     """Tensors of the CPU are worked on as if it were a device, by these kernels, and brought over in small pieces."""
     if request.param == "triton":
         interpreted = pytest.importorskip("dsq_ckpt.triton_kernels.backend").TritonBackend
+        if torch.cuda.is_available():
+            pytest.skip("kernels are compiled here, and take CUDA tensors: see test_cuda.py")
         for module in (coding, device.passes, dsq_ckpt.chunk):
             monkeypatch.setattr(module, "backend_for", interpreted)
     monkeypatch.setattr(device, "DEVICES", {"cpu"})
     monkeypatch.setattr(coding, "_PIECE", SMALL)
     monkeypatch.setattr(transfer, "SLOT", 1000)
     monkeypatch.setattr(transfer, "_transfers", {})
+    monkeypatch.setattr(device, "_usable", {})
 
 
 def codes_of(path: Path) -> dict[str, bytes]:
@@ -134,6 +138,66 @@ def test_codes_past_a_table_fail_the_save(here, tmp_path):
         dsq_ckpt.save(second, tmp_path / "1")
 
 
+def test_a_device_without_kernels_is_served_by_the_host(here, tmp_path, monkeypatch):
+    def missing(_: object) -> None:
+        raise ModuleNotFoundError("no triton")
+
+    monkeypatch.setattr(device, "backend_for", missing)
+    with pytest.warns(UserWarning, match="quantized on the host, which is slower: ModuleNotFoundError: no triton"):
+        dsq_ckpt.save(mixed_state(), tmp_path / "0")
+    assert codes_of(tmp_path / "0")
+
+
+def _full(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("full")
+
+
+@pytest.mark.parametrize("place", [
+    "dsq_ckpt.session.DeviceChunk.__init__", "dsq_ckpt.session.parent_on_device", "dsq_ckpt.passes.full_sketches",
+    "dsq_ckpt.passes.add_joint_on_device",
+])
+def test_a_device_without_memory_is_served_by_the_host(here, tmp_path, monkeypatch, place):
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "device" / "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, _full)
+        dsq_ckpt.save(second, tmp_path / "device" / "1")
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    far = chain_of(tmp_path / "host", [first, second], dsq_ckpt.save)
+    for number, path in enumerate(far):
+        assert codes_of(tmp_path / "device" / str(number)) == codes_of(path)
+
+
+def test_it_can_be_turned_off(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(DeviceChunk, "__init__", _full)
+    dsq_ckpt.save(mixed_state(), tmp_path / "0", config={"storage": {"on_device": False}})
+    assert codes_of(tmp_path / "0")
+
+
+def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypatch):
+    """And all of them where a keyframe comes next."""
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "0")
+    [run] = dsq_ckpt.chain._runs.values()
+    before = [weakref.ref(codes) for codes in run.committed.memory.resident.values()]
+    alive = []
+
+    class Watched(DeviceChunk):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.append(sum(codes() is not None for codes in before))
+
+    monkeypatch.setattr("dsq_ckpt.session.DeviceChunk", Watched)
+    dsq_ckpt.save(second, tmp_path / "1")
+    assert len(alive) == len(before) > 3
+    assert alive == sorted(alive, reverse=True) and alive[-1] <= 2
+    dsq_ckpt.save(second, tmp_path / "2", parent=None)
+    [run] = dsq_ckpt.chain._runs.values()
+    assert len(run.committed.memory.resident) == len(before)
+    dsq_ckpt.save(second, tmp_path / "3", config={"delta": {"enabled": False}})
+    assert not run.committed.memory.resident
+
+
 def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0.25) -> Chunk:
     return Chunk(ChunkKey("w", (0,) * x.dim(), tuple(x.shape)), x, "weights/linear", bits, exponent, parent)
 
@@ -194,6 +258,26 @@ def test_what_waits_for_the_trip_is_bounded(monkeypatch):
     assert order == ["reserved"]
     lane.submit(30, lambda: None).result()
     lane.reserve(1000)  # alone, a chunk may be larger
+
+
+def test_a_transfer_at_the_interpreter_s_end_is_made_at_once():
+    lane = transfer.Transfer(torch.device("cpu"))
+    lane._thread.shutdown()
+    lane.reserve(transfer.IN_FLIGHT)
+    assert lane.submit(transfer.IN_FLIGHT, lambda: 5).result() == 5
+    lane.reserve(transfer.IN_FLIGHT)  # they were given back
+
+
+def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("the link is down")
+
+    monkeypatch.setattr(transfer.Transfer, "fetch", broken)
+    chunk = chunk_of(torch.randn(64, 80), 4)
+    made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    copied = pickle.loads(pickle.dumps(made))
+    with pytest.raises(SaveFailed, match="'w' did not arrive on the host: OSError: the link is down"):
+        copied.block(slice(0, 8))
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5000])
