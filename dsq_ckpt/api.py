@@ -22,12 +22,12 @@ from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fill_empty
+from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import Manifest, existing_path
-from dsq_ckpt.nesting import empty_dicts
+from dsq_ckpt.nesting import Path, empty_dicts
 
 logger = logging.getLogger(__name__)
 
@@ -235,39 +235,58 @@ def load(
     """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
 
     An empty dict in it, or itself if it is empty, is filled with all that is stored below it, as whole tensors on the
-    CPU. The other arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
+    CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
+    which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
+    arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
 
     Raises:
         CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
-        DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict.
+        DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict, or more than
+            plain data.
     """
     _background.wait()
     reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
 
-    def prepare() -> list[MutableMapping[Any, Any]]:
-        """Before DCP, which would log a page about a wrong path."""
+    def prepare() -> tuple[list[Path], list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]]:
+        """Before DCP, which would log a page about a wrong path; the state dict is left as it is."""
         directory = existing_path(path)
         Manifest.read(directory)
-        if next(empty_dicts(state_dict), None) is None:
-            return []
+        empty = [own for own, _ in empty_dicts(state_dict)]
+        if not empty:
+            return [], []
         with Checkpoint(directory) as checkpoint:
-            return fill_empty(state_dict, checkpoint)
+            return empty, fillings(state_dict, checkpoint)
 
-    filled = together(comm, prepare)
+    empty, to_fill = together(comm, prepare)
     try:
-        with _plain_errors(LoadFailed), _alone(no_dist):
+        for target, placeholders in to_fill:
+            target.update(placeholders)
+        with _plain_errors(LoadFailed), _alone(no_dist), _sortable(state_dict) as sortable:
             dcp.load(
-                state_dict, storage_reader=reader, planner=NestedLoadPlanner(), process_group=process_group,
+                sortable, storage_reader=reader, planner=NestedLoadPlanner(empty), process_group=process_group,
                 no_dist=no_dist,
             )
     except BaseException as error:
-        for placeholders in filled:
-            placeholders.clear()
+        for target, _ in to_fill:
+            target.clear()
         if isinstance(error, DSQError) and reader.unreadable is not None:
             raise reader.unreadable from error
         raise
+
+
+@contextmanager
+def _sortable(state_dict: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """A state dict with strings as keys, by which DCP sorts and names; what is set in it is set in the original."""
+    if all(isinstance(key, str) for key in state_dict):
+        yield state_dict
+        return
+    by_name = {str(key): value for key, value in state_dict.items()}
+    if len(by_name) < len(state_dict):
+        raise LoadFailed(f"two keys at the top level have the same name, among {list(by_name)}; load one of them alone")
+    yield by_name
+    state_dict.update({key: by_name[str(key)] for key in state_dict})
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:

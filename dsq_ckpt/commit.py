@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 import warnings
@@ -26,6 +27,7 @@ from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.version import __version__
 
+logger = logging.getLogger(__name__)
 _told: set[tuple[Path, str]] = set()  # patterns that were warned of, by run
 
 
@@ -45,7 +47,6 @@ def commit(
         SaveFailed: something planned was not written; the checkpoint stays invisible.
     """
     analysis, config = choice.analysis, choice.config
-    _warn_of_rules(directory, config, tensors)
     written: dict[ChunkKey | str, Written] = {}
     for result in results:
         written.update(result.written)
@@ -122,17 +123,23 @@ def commit(
     manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
     for path in replaced:
         path.unlink(missing_ok=True)
+    _warn_of_rules(directory, config, tensors)
     return manifest
 
 
 def _warn_of_rules(directory: Path, config: DSQConfig, names: Collection[str]) -> None:
-    """Say, once for a run, which rules match nothing: what a slip leaves out is stored lossily."""
+    """Say, once for a run, which rules match nothing: what a slip leaves out is stored lossily.
+
+    The checkpoint is complete by then, so where warnings are errors this one is logged.
+    """
     for pattern in unmatched(config.quantize.rules, names):
         if (chain.run_of(directory), pattern) not in _told:
             _told.add((chain.run_of(directory), pattern))
-            warnings.warn(
-                f"quantize.rules: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}", stacklevel=2
-            )
+            text = f"quantize.rules: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}"
+            try:
+                warnings.warn(text, stacklevel=2)
+            except UserWarning:
+                logger.warning(text)
 
 
 def _size(path: Path) -> int:

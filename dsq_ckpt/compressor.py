@@ -163,7 +163,7 @@ class Compressor:
         Args:
             path: a complete checkpoint.
             extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
-                empty dict is filled with all that was saved in its place.
+                empty dict is filled with all that was saved in its place, if that is plain data.
 
         Returns:
             The filled `extra`.

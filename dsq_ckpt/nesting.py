@@ -8,14 +8,13 @@ numbers by which a plain `optimizer.state_dict()` knows its parameters, and dict
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-Key = str | int | float | bool | None
 Path = tuple[str | int, ...]
 """Keys of dicts as strings, and places in lists as integers."""
-Step = tuple[Key, bool]
+Step = tuple[Hashable, bool]
 """A key of a dict as it was, or a place in a list; and whether it is the latter."""
 
 
@@ -23,12 +22,13 @@ class Nesting(dict[str, Path]):
     """DCP's path by flat name, as its planners keep them, with what such paths leave out.
 
     Attributes:
-        typed: by path of a dict's entry: its key, where that was a finite number, a boolean or None.
+        typed: by path of a dict's entry: its key, where that was a finite number, a boolean or None; or all that are no
+            strings (`of`).
         empty: paths of dicts without entries; None: not known.
     """
 
     def __init__(
-        self, paths: Mapping[str, Path], typed: Mapping[Path, Key] | None = None,
+        self, paths: Mapping[str, Path], typed: Mapping[Path, Hashable] | None = None,
         empty: Collection[Path] | None = None,
     ) -> None:
         super().__init__(paths)
@@ -36,12 +36,13 @@ class Nesting(dict[str, Path]):
         self.empty = None if empty is None else list(empty)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path]) -> Nesting:
-        """That of a state dict whose flat names DCP found."""
+    def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path], *, all_keys: bool = False) -> Nesting:
+        """That of a state dict whose flat names DCP found; with `all_keys` also of keys that an index cannot hold."""
         found = list(_dicts((), state))
         typed = {
             path: key for path, key, _ in found
-            if type(key) in (int, bool, type(None)) or (type(key) is float and math.isfinite(key))
+            if (all_keys and type(key) is not str)
+            or type(key) in (int, bool, type(None)) or (type(key) is float and math.isfinite(key))
         }
         return cls(paths, typed, [path for path, _, value in found if isinstance(value, Mapping) and not value])
 
@@ -53,7 +54,7 @@ class Nesting(dict[str, Path]):
             paths: of all ranks.
             parts: of each.
         """
-        typed: dict[Path, Key] = {}
+        typed: dict[Path, Hashable] = {}
         empty: dict[Path, None] = {}
         for part in parts:
             typed |= part.typed

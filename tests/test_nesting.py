@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt import CheckpointNotFound, DSQConfig, LoadFailed
+from dsq_ckpt import CheckpointNotFound, CorruptCheckpoint, DSQConfig, LoadFailed
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.dcp.nested import NestedSavePlanner
 from dsq_ckpt.export import export_dcp, export_torch, read
 from dsq_ckpt.nesting import Nesting
 from tests.commands import printed
 from tests.fixtures import make_format_v1 as v1
+from tests.format.rewriting import edit_index
 from tests.states import differences, same
 from tests.training import Net, loss_of, train
 
@@ -23,6 +27,16 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 EXACT = DSQConfig.preset("exact")
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
 
 
 def plain(kind=torch.optim.AdamW, **options):
@@ -189,6 +203,94 @@ def test_a_failed_load_leaves_no_placeholders(tmp_path):
     assert target["model"] == {}
     dsq_ckpt.load(target := {"empty": {}}, tmp_path / "a")  # as it was saved
     assert target == {"empty": {}}
+
+
+@pytest.mark.parametrize("target", [
+    {"a": {}, "zzz": {}}, {"zzz": {}, "a": {}}, {"b": {"c": {}}, "zzz": {}}, {"a": {}, "b": {"c": {}, "d": {}}},
+])
+def test_a_refused_load_leaves_empty_dicts_empty(tmp_path, target):
+    dsq_ckpt.save({"a": {"w": torch.ones(3)}, "b": {"c": {"w": torch.ones(2)}}}, tmp_path / "a")
+    before = copy.deepcopy(target)
+    with pytest.raises(LoadFailed, match="is an empty dict"):
+        dsq_ckpt.load(target, tmp_path / "a")
+    assert target == before
+
+
+@pytest.mark.parametrize("target", [{}, {"x": {}}, {"x": {"y": {}}}, {"l": [{}]}])
+def test_nothing_runs_below_an_empty_dict(tmp_path, target):
+    payload = Payload(tmp_path / "ran")
+    state = {"x": {"y": {"evil": payload}, "n": [1, "two"]}, "l": [{"evil": payload}]}
+    dsq_ckpt.save(state, tmp_path / "a")
+    before = copy.deepcopy(target)
+    says = r"object '(x\.y|l\.0)\.evil' is more than plain data.*name it in the state dict"
+    with pytest.raises(LoadFailed, match=says):
+        dsq_ckpt.load(target, tmp_path / "a")
+    assert target == before and not (tmp_path / "ran").exists()
+
+
+def test_what_is_named_is_unpickled(tmp_path):
+    """As DCP does it, also beside dicts that are filled."""
+    state = {"x": {"where": Path("there"), "n": 3}, "y": {"plain": [1, 2], 4: torch.ones(2)}}
+    dsq_ckpt.save(state, tmp_path / "a")
+    dsq_ckpt.load(target := {"x": {"where": None}, "y": {}}, tmp_path / "a")
+    assert target["x"] == {"where": Path("there")} and differences(target["y"], state["y"]) == []
+    with pytest.raises(LoadFailed, match=r"'x\.where' is more than plain data"):
+        dsq_ckpt.load({"x": {}}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("stored, planner", [
+    ({"y": Payload}, {"z": ["x", "y"]}), (Payload, None),
+], ids=["another path", "no paths"])
+def test_an_index_cannot_name_what_is_below_an_empty_dict(tmp_path, stored, planner):
+    """Whatever it says of paths, and though DCP looks for dicts that were stored as one object."""
+    payload = Payload(tmp_path / "ran")
+    dsq_ckpt.save({"x": payload if stored is Payload else {"y": payload}}, tmp_path / "a")
+    edit_index(tmp_path / "a", lambda index: index.update(planner=planner))
+    with pytest.raises(LoadFailed, match="more than plain data"):
+        dsq_ckpt.load({"x": {}}, tmp_path / "a")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_any_key_of_the_own_dict_is_found(tmp_path):
+    keys = [(1, 2), np.int64(7), frozenset({3}), float("inf"), b"bytes"]
+    state = {"k": {key: number for number, key in enumerate(keys, 1)}, "t": {(0, 1): {np.int64(3): torch.ones(3)}}}
+    dsq_ckpt.save(state, tmp_path / "a")
+    blank = {"k": dict.fromkeys(keys, 0), "t": {(0, 1): {np.int64(3): torch.zeros(3)}}}
+    dsq_ckpt.load(blank, tmp_path / "a")
+    assert blank["k"] == state["k"] and list(blank["k"]) == keys
+    assert differences(blank["t"], state["t"]) == []
+
+
+def test_keys_at_the_top_that_cannot_be_sorted(tmp_path):
+    state = {"w": torch.ones(3), 5: "five", None: {2: torch.ones(2)}, (1, "a"): 4}
+    dsq_ckpt.save(state, tmp_path / "a")
+    target = {"w": torch.zeros(3), 5: "", None: {2: torch.zeros(2)}, (1, "a"): 0}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert differences(target, state) == [] and list(target) == list(state) and target[(1, "a")] == 4
+    dsq_ckpt.load(found := {}, tmp_path / "a")
+    assert set(found) == {"w", 5, None, "(1, 'a')"} and found[5] == "five" and same(found[None][2], torch.ones(2))
+    assert same(found["w"], torch.ones(3))
+    with pytest.raises(LoadFailed, match="none of it"):
+        dsq_ckpt.load({5: "", "none of it": 0}, tmp_path / "a")
+    with pytest.raises(LoadFailed, match="same name"):
+        dsq_ckpt.load({5: "", "5": ""}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("change", [
+    lambda index: index.update(planner=[]), lambda index: index["empty_dicts"].append(["m", "w", "x"]),
+    lambda index: index.update(planner={"m.w": 5}),
+], ids=["a list", "below a tensor", "no path"])
+def test_a_malformed_nesting(tmp_path, change):
+    dsq_ckpt.save({"m": {"w": torch.ones(3)}}, tmp_path / "a")
+    edit_index(tmp_path / "a", change)
+    for target in ({}, {"m": {}}):
+        before = copy.deepcopy(target)
+        with pytest.raises((CorruptCheckpoint, LoadFailed)) as told:
+            dsq_ckpt.load(target, tmp_path / "a")
+        assert target == before
+        assert isinstance(told.value, CorruptCheckpoint) or "is an empty dict" in str(told.value)
+    with pytest.raises(CorruptCheckpoint, match="not as documented"):
+        dsq_ckpt.load({}, tmp_path / "a")
 
 
 def test_no_checkpoint_to_load(tmp_path):

@@ -110,11 +110,11 @@ def test_a_rule_that_matches_nothing_is_said_once(tmp_path):
         "quantize.rules: the pattern '*.ruter.*' matches no tensor; did you mean a pattern for "
         "'layers.0.router.weight'?"
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         dsq_ckpt.save(state, tmp_path / "run" / "1", config=config)
         dsq_ckpt.save(state, tmp_path / "right" / "0", config=rules("*.router.*", "layers.1.*"))
+    assert not [one for one in told if "rules" in str(one.message)]
     back = {"layers": [{"router.weight": torch.zeros(80, 80)}, {"mlp.weight": torch.zeros(80, 80)}]}
     dsq_ckpt.load(back, tmp_path / "run" / "1")
     assert same(back["layers"][1]["mlp.weight"], state["layers"][1]["mlp.weight"])
@@ -125,11 +125,44 @@ def test_a_rule_that_matches_nothing_is_said_once(tmp_path):
 
 def test_a_rule_for_one_of_two_tied_tensors_matches(tmp_path):
     weight = torch.randn(80, 80)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         for number, save in enumerate((dsq_ckpt.save, lambda *a, **k: dsq_ckpt.async_save(*a, **k).result())):
             save({"a": weight, "b": weight, "n": 3}, tmp_path / f"{number}" / "a", config=rules("a", "b"))
+    assert not [one for one in told if "rules" in str(one.message)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rule_that_matches_nothing_never_stops_a_save(tmp_path, caplog, background):
+    """Also where warnings are errors: it is logged then, and what comes after the manifest is done."""
+    state, path = {"w": torch.randn(80, 80)}, tmp_path / "run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for step in range(2):
+            if background:
+                dsq_ckpt.async_save(state, path / str(step), config=rules("nowhere.*")).result()
+            else:
+                dsq_ckpt.save(state, path / str(step), config=rules("nowhere.*"))
+    assert sum("'nowhere.*' matches no tensor" in text for text in caplog.messages) == 1
+    assert Manifest.read(path / "1").previous_name == "0" and Manifest.read(path / "0").refinement == "dropped"
+
+
+def test_a_save_that_fails_says_nothing_of_its_rules(tmp_path, monkeypatch):
+    """It would not be said again when the save succeeds."""
+    state, config = {"w": torch.randn(80, 80)}, rules("nowhere.*")
+
+    def full(*_, **__):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr("dsq_ckpt.commit.write_index", full)
+        with pytest.raises(SaveFailed, match="no space"):
+            dsq_ckpt.save(state, tmp_path / "run" / "0", config=config)
+    assert not [one for one in told if "rules" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"'nowhere\.\*' matches no tensor"):
+        dsq_ckpt.save(state, tmp_path / "run" / "0", config=config)
 
 
 @pytest.mark.parametrize("pattern, says", [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import MutableMapping
+import pickle
+from collections.abc import Iterable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,16 @@ class NestedSavePlanner(DefaultSavePlanner):
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which finds objects below keys that are no strings, too."""
+    """DCP's planner, which finds objects below keys that are no strings, too.
+
+    Args:
+        filled: paths of the dicts that were empty. What is stored there was not asked for by name, so it is unpickled
+            only as far as it is plain data; other objects are unpickled as DCP does it.
+    """
+
+    def __init__(self, filled: Iterable[Path] = ()) -> None:
+        super().__init__()
+        self._filled = list(filled)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -45,44 +55,61 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         flat, _ = flatten_state_dict(state_dict)
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self._nesting = Nesting.of(state_dict, self.mappings)
+        self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
+        empty = {*self._filled, *(path for path, _ in empty_dicts(state_dict))}
+        self._empty = empty
+        self._above = {path[:deep] for path in empty for deep in range(len(path))}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        steps = self._nesting.steps(self.mappings[read_item.dest_index.fqn])
-        put(self.original_state_dict, steps, torch.load(value, weights_only=False))
+        path = self.mappings[read_item.dest_index.fqn]
+        # Above as well: DCP may take a dict for one object, as versions before 2.4 did.
+        plain = path in self._above or any(path[:deep] in self._empty for deep in range(len(path) + 1))
+        try:
+            found = torch.load(value, weights_only=plain)
+        except pickle.UnpicklingError as error:
+            if not plain:
+                raise
+            raise LoadFailed(
+                f"object '{read_item.dest_index.fqn}' is more than plain data; unpickling it can run code, so it is "
+                "not loaded into an empty dict. If you trust this checkpoint, name it in the state dict: in place of "
+                "the empty dict put one with a placeholder for each entry that you want, None for this one; DCP then "
+                "unpickles what is named"
+            ) from error
+        put(self.original_state_dict, self._nesting.steps(path), found)
 
 
-def fill_empty(state_dict: dict[str, Any], checkpoint: Checkpoint) -> list[MutableMapping[Any, Any]]:
-    """Put placeholders for all that a checkpoint holds below them into the empty dicts of a state dict.
+def fillings(
+    state_dict: dict[str, Any], checkpoint: Checkpoint
+) -> list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]:
+    """Placeholders for all that a checkpoint holds below the empty dicts of a state dict; nothing is changed.
 
     Args:
         state_dict: to be loaded; tensors are made on the CPU.
         checkpoint: to load it from.
 
     Returns:
-        The dicts that are no longer empty.
+        The dicts that are to be filled, each with its new entries.
 
     Raises:
         LoadFailed: the checkpoint has nothing there, and no empty dict either.
         CorruptCheckpoint: its index is not as documented.
     """
-    filled: list[MutableMapping[Any, Any]] = []
+    found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
     with malformed(checkpoint):
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
-            return filled
-        for path, target in list(empty_dicts(state_dict)):
+            return found_all
+        for path, target in empty_dicts(state_dict):
             found = nesting.below(path)
             if found is None and path and nesting.empty is not None:
                 raise LoadFailed(_nothing_below(path, nesting, checkpoint))
             if found is None or not isinstance(target, MutableMapping):
                 continue
-            target.update(found.nested({
+            found_all.append((target, found.nested({
                 name: torch.empty(tensors[name]["shape"], dtype=dtype_of(tensors[name]["dtype"]))
                 if name in tensors else None for name in found
-            }))
-            filled.append(target)
-    return filled
+            })))
+    return found_all
 
 
 def _nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint) -> str:

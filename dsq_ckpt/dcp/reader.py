@@ -228,7 +228,7 @@ def malformed(checkpoint: Checkpoint) -> Iterator[None]:
     """Contents that pass their checksums but have not the documented shape are an error of the file, not of ours."""
     try:
         yield
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(
             f"'{checkpoint.directory}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
         ) from error

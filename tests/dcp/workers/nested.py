@@ -59,8 +59,25 @@ def early(root: Path, rank: int) -> None:
     done("early")
 
 
+def placeholders(root: Path, rank: int) -> None:
+    """A load that one rank refuses, before or while it reads, leaves the empty dicts of all ranks empty."""
+    dsq_ckpt.save({"a": {"w": torch.ones(3)}, "b": torch.ones(3), "where": root, 5: {rank: "own"}}, root / "a")
+    for other in ({"absent": {}}, {"absent": torch.zeros(3)}, {"b": torch.zeros(4)}):
+        target = {"a": {}, **(other if rank else {})}
+        fails_everywhere(lambda: dsq_ckpt.load(target, root / "a"), next(iter(other)))  # noqa: B023
+        assert target["a"] == {}
+    target = {}
+    fails_everywhere(lambda: dsq_ckpt.load(target, root / "a"), "'where' is more than plain data")
+    assert target == {}
+    mixed = {"a": {}, "where": None, 5: {0: "", 1: ""}}  # top-level keys that cannot be sorted
+    dsq_ckpt.load(mixed, root / "a")
+    assert mixed["where"] == root and mixed[5] == {0: "own", 1: "own"} and mixed["a"]["w"].equal(torch.ones(3))
+    done("placeholders")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, ranks):
         keys(Path(sys.argv[1]) / "keys", me, ranks)
         early(Path(sys.argv[1]) / "early", me)
+        placeholders(Path(sys.argv[1]) / "placeholders", me)
