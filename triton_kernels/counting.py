@@ -2,8 +2,9 @@
 
 Counts of a program are a histogram in shared memory, started anew for each tile and added up in registers: one atomic
 in global memory per element would be many times slower, and worst where most elements are in a few bins.  Bins that
-are too many for one histogram are split among several programs that read the same tiles at about the same time, all
-but the first from the L2 cache.  Only for tables too large even for that there are atomics in global memory.
+are too many for one histogram are split between two programs that read the same tiles at about the same time, one of
+them from the L2 cache.  Only for tables too large even for that there are atomics in global memory, into copies that
+fit that cache; and for all but small windows before Triton 3.8, which has no atomics in shared memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -58,7 +59,7 @@ def plan_for(bins: int, device: torch.device) -> Plan:
 
 
 def _shared_atomics() -> bool:
-    """Whether histograms are made by atomics in shared memory."""
+    """Whether Triton makes histograms by atomics in shared memory, one per element: since 3.8."""
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8)
 
 

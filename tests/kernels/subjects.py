@@ -13,8 +13,8 @@ from dsq_ckpt.kernels.backend import Backend
 from dsq_ckpt.keys import KeyWindow
 
 NAMES = ["reference", "numba", "triton", "triton-tiny"]
-LARGE = ["numba", "triton-large"]
-"""For tensors of many millions of elements: with the interpreter in large tiles."""
+LARGE = "triton-large"
+"""For tensors of many millions of elements, which the interpreter works on in large tiles."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WINDOW = KeyWindow(7300, 8200)
 ROWS = 20
@@ -53,7 +53,7 @@ def subject_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     from dsq_ckpt.triton_kernels import backend, counting, launch
 
     device = "cpu" if launch.INTERPRETED else "cuda"
-    if launch.INTERPRETED and name == "triton-large":
+    if launch.INTERPRETED and name == LARGE:
         monkeypatch.setattr(launch, "TILE", 1 << 18)
     sizes = (0, 1, 16, launch.TILE + 1, 5 * 123 * 123)
     if name == "triton-tiny":

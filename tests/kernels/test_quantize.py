@@ -70,9 +70,8 @@ def test_windows(subject, window):
     check(subject, floats(9, 300), codes(9, 300), 1e-30, window=window)
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_large(name, monkeypatch):
-    subject, n = subject_of(name, monkeypatch), 2**24 + 1
+def test_large(monkeypatch):
+    subject, n = subject_of(LARGE, monkeypatch), 2**24 + 1
     x, parent, table = floats(5, n), codes(5, n), table_of()
     expected, found = np.empty(n, np.uint8), subject.empty(n)
     kernels.quantize(x.numpy(), parent, 0, *SPAN, 0.3, table, expected)
