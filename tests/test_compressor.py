@@ -207,6 +207,22 @@ def test_zeros_stay_zeros_whatever_bits_the_search_chose(tmp_path, bits, floor):
     assert compressor.quality["refinement_bits"] != bits
 
 
+def test_a_metric_read_the_wrong_way_round_does_not_ruin_the_history(tmp_path):
+    """An accuracy of which nobody said that higher is better: weights that are nearly gone look best."""
+    model, optimizer = trained()
+    exact = model.hidden.weight.detach().clone()
+
+    def accuracy() -> float:
+        return max(0.1, 1.0 - float((model.hidden.weight - exact).norm() / exact.norm()))
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=accuracy)
+    with pytest.warns(UserWarning, match=r"coarser weights improve the metric by \d+%.* set search.higher_is_better"):
+        compressor.save(tmp_path / "a")
+    state = {"model": model.state_dict()}
+    dsq_ckpt.load(state, tmp_path / "a", refinement=False)
+    assert (state["model"]["hidden.weight"] - exact).norm() <= 0.21 * exact.norm()
+
+
 def test_a_restore_that_improves_the_metric_is_no_better_than_one_that_harms_it(tmp_path):
     """Weights that come back rounded may score better, and have lost what the last steps did all the same."""
     model, optimizer = trained()

@@ -121,6 +121,12 @@ class ConfigManager:
         save.metric = record["metric"] = self._metrics(save, [None])[0]
         self._check_evaluate(save, record)
         point, variant = self._base(save, record)
+        best = min(save.degradations.values(), default=0.0)
+        if best < -_TOO_GOOD:
+            warnings.warn(
+                f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
+                "higher is better, set search.higher_is_better", stacklevel=2,
+            )
         if point is None and save.always_nearest(save.gentlest) and self._try(save, [save.gentlest], 0)[0]:
             point, variant = save.gentlest, 0
             record["search"] = "exhaustive, then without rate-distortion choice"
@@ -132,11 +138,6 @@ class ConfigManager:
             "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": degradation,
             "predicted_bytes": candidate.bits / 8, "satisfied": True,
         }
-        if degradation < -_TOO_GOOD:
-            warnings.warn(
-                f"compression improves the metric by {-degradation:.0%}: if higher is better, set "
-                "search.higher_is_better", stacklevel=2,
-            )
         distortion = save.distortion(candidate)
         if known.degradation is not None and known.distortion:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
@@ -198,7 +199,9 @@ class ConfigManager:
         metrics = self._metrics(save, [save.candidate(point, variant).analysis for point in new])
         for point, metric in zip(new, metrics, strict=True):
             save.degradations[point, variant] = degradation(metric, save.metric, save.config.search)
-        return [save.degradations[point, variant] <= save.config.search.epsilon for point in points]
+        # Coarser weights that score much better: the metric is read the wrong way round, and would ruin the history.
+        found = [save.degradations[point, variant] for point in points]
+        return [-_TOO_GOOD <= one <= save.config.search.epsilon for one in found]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
         """Bits of the weights' refinement: as few as keep what a restore changes the metric by within the bound."""
