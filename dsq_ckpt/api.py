@@ -300,7 +300,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     manifest = Manifest.read(directory)
     overhead = (directory / "manifest.json").stat().st_size
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
-    kept = manifest.bytes_in("own", "index", "refinement") + overhead
+    kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
     return {
         "bytes_logical": sum(sizes.logical for sizes in manifest.kinds.values()),
         "bytes_written": kept + dropped,

@@ -18,7 +18,7 @@ from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.container import sync_directory, write_index
+from dsq_ckpt.container import FileInfo, sync_directory, write_index
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.groups import unmatched
 from dsq_ckpt.hints import pattern_hint
@@ -33,7 +33,8 @@ _told: set[tuple[Path, str]] = set()  # patterns that were warned of, by run
 
 def commit(
     directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
-    objects: Sequence[str], planner: dict[str, Any], choice: Choice, *, overwrite: bool, pinned: bool, started: float,
+    objects: Sequence[str], planner: dict[str, Any], choice: Choice, attachments: Sequence[FileInfo] = (), *,
+    overwrite: bool, pinned: bool, started: float,
 ) -> Manifest:
     """The coordinator's part: check that all is there, write index and manifest.
 
@@ -42,6 +43,11 @@ def commit(
         tensors: {fqn: {"dtype", "shape", "chunks": [ChunkKey, ...]}} that were planned.
         objects: names of the objects that were planned.
         planner: keys of the index that tell how the state dict was nested.
+        choice: how it was stored.
+        attachments: files of other formats that lie beside ours and belong to the checkpoint.
+        overwrite: replace a complete checkpoint.
+        pinned: its refinement is not to be dropped.
+        started: when the save began, seconds since the epoch.
 
     Raises:
         SaveFailed: something planned was not written; the checkpoint stays invisible.
@@ -60,6 +66,7 @@ def commit(
     own = [file for result in results for file in result.files]
     files = [ManifestFile.of(file, "own") for file in own]
     files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
+    files += [ManifestFile.of(file, "attachment") for file in attachments]
     required = sorted({name for result in results for name in result.requires})
     depth = 0
     if required:
@@ -101,12 +108,12 @@ def commit(
             total.base += sizes.base
             total.refinement += sizes.refinement
     refined = any(result.refinement for result in results)
+    previous, previous_name = _previous(directory, agreement.previous)
     manifest = Manifest(
         save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
         parent=agreement.parent.save_id if required and agreement.parent else None,
         parent_name=_printable(Path(agreement.parent.path).name) if required and agreement.parent else None,
-        previous=agreement.previous.save_id if agreement.previous else None,
-        previous_name=_sibling(directory, agreement.previous),
+        previous=previous, previous_name=previous_name,
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
         groups={
             name: _report(fitted, agreement.layout.residual) for name, fitted in analysis.fitted.items()
@@ -127,19 +134,28 @@ def commit(
     return manifest
 
 
-def _warn_of_rules(directory: Path, config: DSQConfig, names: Collection[str]) -> None:
-    """Say, once for a run, which rules match nothing: what a slip leaves out is stored lossily.
+def retire(directory: Path, config: DSQConfig) -> None:
+    """After the commit: drop the refinement of what came before, as far as `config.refinement` asks for it."""
+    try:
+        chain.drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
+    except OSError as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
+        _warn(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
 
-    The checkpoint is complete by then, so where warnings are errors this one is logged.
-    """
+
+def _warn_of_rules(directory: Path, config: DSQConfig, names: Collection[str]) -> None:
+    """Say, once for a run, which rules match nothing: what a slip leaves out is stored lossily."""
     for pattern in unmatched(config.quantize.rules, names):
         if (chain.run_of(directory), pattern) not in _told:
             _told.add((chain.run_of(directory), pattern))
-            text = f"quantize.rules: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}"
-            try:
-                warnings.warn(text, stacklevel=2)
-            except UserWarning:
-                logger.warning(text)
+            _warn(f"quantize.rules: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}")
+
+
+def _warn(text: str) -> None:
+    """A warning after the commit: the checkpoint is complete, so where warnings are errors it is logged instead."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except UserWarning:
+        logger.warning(text)
 
 
 def _size(path: Path) -> int:
@@ -149,11 +165,18 @@ def _size(path: Path) -> int:
         return -1
 
 
-def _sibling(directory: Path, previous: ParentRef | None) -> str | None:
-    """Name of the checkpoint before, if it lies in the same run directory."""
-    if previous is None or chain.run_of(Path(previous.path)) != chain.run_of(directory):
-        return None
-    return _printable(Path(previous.path).name)
+def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:
+    """Save id of the checkpoint before, and its name if it lies in the same run directory.
+
+    A checkpoint saved over itself comes after what its predecessor came after, which nothing else would remember.
+    """
+    if previous is None:
+        return None, None
+    path = Path(previous.path)
+    if path == directory.absolute():
+        replaced = Manifest.read(path)
+        return replaced.previous, replaced.previous_name
+    return previous.save_id, _printable(path.name) if chain.run_of(path) == chain.run_of(directory) else None
 
 
 def _printable(name: str) -> str:

@@ -21,7 +21,8 @@ from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
-_TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA})(?:\.[0-9a-f]{{8}})?\.tmp")
+_ATTACHED = r"[A-Za-z0-9_-]+\.pt"
+_TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
 
 
 class Orphan(NamedTuple):

@@ -17,11 +17,15 @@ from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, 
 
 MANIFEST = "manifest.json"
 _NO_CHECKSUM = "0" * 16
-Role = Literal["own", "ancestor", "index", "refinement"]
+Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
 class ManifestFile(BaseModel):
-    """A file the checkpoint consists of. `own`: written by this save; `ancestor`: linked from an earlier one."""
+    """A file the checkpoint consists of.
+
+    `own`: written by this save; `ancestor`: linked from an earlier one; `attachment`: of another format, such as
+    DeepSpeed's, and not read here.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 

@@ -87,7 +87,8 @@ def merge(source: StrPath, target: StrPath) -> Merged:
         save_id = uuid.uuid4().hex[:16]
         files = [file for rank in ranks for file in rank.write(save_id)]
         manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
-    return Merged(goal, before, max(rank.links for rank in ranks), manifest.bytes_in("own", "index", "refinement"))
+    kept = manifest.bytes_in("own", "index", "refinement", "attachment")
+    return Merged(goal, before, max(rank.links for rank in ranks), kept)
 
 
 def _chain(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
@@ -104,8 +105,10 @@ def _commit(
         for kind, change in rank.grown.items():
             kinds[kind].base += change
     ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
-    link_files(checkpoint.directory, goal, ancestors, fsync=True)
-    files = files + [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
+    attachments = [file for file in old.files if file.role == "attachment"]
+    link_files(checkpoint.directory, goal, ancestors | {file.name for file in attachments}, fsync=True)
+    linked = [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
+    files = files + attachments + linked
     index = {**checkpoint.index, "files": [f"{save_id}{name[16:]}" for name in checkpoint.index["files"]]}
     files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))
     newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name))

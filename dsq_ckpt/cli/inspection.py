@@ -21,7 +21,7 @@ _UNITS = {
     "restore_loses": _AS_METRIC, "restore_may_lose": _AS_METRIC, "predicted_bytes": "bytes",
     "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "seconds": "s",
 }
-_ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3}
+_ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
 
 
 def as_json(path: Path, tensors: bool) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _files(path: Path, manifest: Manifest) -> Any:
     depths = _depths(path, manifest)
     rows: dict[tuple[int, int, str, str], list[int]] = {}
     for file in manifest.files:
-        save_id = _save_of(file.name)
+        save_id = manifest.save_id if file.role == "attachment" else _save_of(file.name)
         rows.setdefault((_ROLES[file.role], depths.get(save_id, -1), save_id, file.role), []).append(file.size)
     shown = output.table("<save", "<role", "<coded", "files", "size", "<saved as")
     for (_, depth, save_id, role), sizes in sorted(rows.items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.staging import Payload, StagedTensor
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.groups import assign, kind_of
 from dsq_ckpt.nesting import Nesting
+from dsq_ckpt.parts import Part
 from dsq_ckpt.session import Coded, Item, RankResult
 
 
@@ -30,53 +28,20 @@ def key_of(item: WriteItem) -> ChunkKey:
     return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def layout_of(
-    write_items: Iterable[WriteItem], config: DSQConfig, types: Mapping[str, str] | None, averaged: bool,
-    fractions: Fractions,
-) -> Layout:
-    """What is lossy among a rank's items, and how.
-
-    Args:
-        write_items: of its plan.
-        config: of the save.
-        types: see `assign`.
-        averaged: weights come with averaged gradients.
-        fractions: what the chooser may prune and protect by sensitivity.
-    """
-    tensors, groups, state = {}, {}, {}
-    residual = config.delta.against == "values"
-    for item in write_items:
-        data = item.tensor_data
-        if data is None:
-            continue
-        chosen = assign(item.index.fqn, data.size, data.properties.dtype, config.quantize, types)
-        lossy = chosen.config is not None and chosen.config.method == "quantize"
-        # What is coded of lossy state are differences, and these do not tell the size of gradients.
-        told = not (residual and lossy)
-        if told and (kind := kind_of(item.index.fqn)) in ("exp_avg_sq", "momentum"):
-            state[item.index.fqn] = kind
-        if chosen.config is not None and lossy:
-            tensors[item.index.fqn] = chosen.group
-            groups[chosen.group] = chosen.config
-    return Layout(tensors, groups, state, averaged, fractions, residual)
+def parts_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = None) -> list[Part]:
+    """The tensors among DCP's items; with a planner, `load` gives the local tensor, or what was staged in its place."""
+    return [
+        Part(
+            key_of(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
+            partial(_resolved, planner, item),
+        )
+        for item in write_items if item.tensor_data is not None
+    ]
 
 
-def items_of(
-    write_items: Iterable[WriteItem], planner: SavePlanner, config: DSQConfig, types: Mapping[str, str] | None
-) -> list[Item]:
-    """The tensors among DCP's items; `load` gives the local tensor, or what was staged in its place."""
-    items = []
-    for item in write_items:
-        data = item.tensor_data
-        if data is None:
-            continue
-        dtype = data.properties.dtype
-        chosen = assign(item.index.fqn, data.size, dtype, config.quantize, types)
-        load: Callable[[], Any] = partial(planner.resolve_data, item)
-        items.append(Item(
-            key_of(item), dtype, chosen.kind, chosen.group, chosen.config, load, config.storage.on_device
-        ))
-    return items
+def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
+    assert planner is not None, "parts that are only planned hold no data"
+    return planner.resolve_data(item)
 
 
 def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:

@@ -25,25 +25,25 @@ from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import communicator, together
-from dsq_ckpt.commit import commit
+from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.dcp.items import (
     inventory,
-    items_of,
     key_of,
-    layout_of,
     objects_of,
+    parts_of,
     planner_json,
     staged_payloads,
     staged_state_dict,
     write_results,
 )
-from dsq_ckpt.dcp.quantizing import Quantized, quantize_items
 from dsq_ckpt.dcp.staging import Payload
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import local_path
+from dsq_ckpt.parts import items_of, layout_of
+from dsq_ckpt.quantizing import Quantized, quantize_items
 from dsq_ckpt.session import Agreement, Coded, Item, exact_values, remember, too_many_resumes, untied, write_rank
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
@@ -216,10 +216,7 @@ class DSQStorageWriter(StorageWriter):
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
         chain.remember_committed(path, agreement.save_id)
-        try:
-            chain.drop_refinements(path, self.config.refinement.keep_last, self.config.storage.fsync)
-        except OSError as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
-            warnings.warn(f"old refinement layers below '{path.parent}' were not dropped: {error}", stacklevel=2)
+        retire(path, self.config)
 
     # AsyncStager: what runs on the training thread of an asynchronous save.
 
@@ -314,12 +311,12 @@ class DSQStorageWriter(StorageWriter):
         return self.path
 
     def _layout(self, write_items: list[WriteItem]) -> Layout:
-        return layout_of(write_items, self.config, self._types, bool(self._gradients), self._fractions)
+        return layout_of(parts_of(write_items), self.config, self._types, bool(self._gradients), self._fractions)
 
     def _items(
         self, write_items: list[WriteItem], planner: SavePlanner
     ) -> tuple[list[Item], Iterator[tuple[str, bytes]]]:
-        return items_of(write_items, planner, self.config, self._types), objects_of(write_items, planner)
+        return items_of(parts_of(write_items, planner), self.config, self._types), objects_of(write_items, planner)
 
     def _quantized(
         self, items: list[Item], replicas: list[Item], agreement: Agreement, workers: Workers

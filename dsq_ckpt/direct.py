@@ -1,0 +1,232 @@
+"""A save without DCP: parts of named tensors from every rank of a communicator, into one checkpoint directory.
+
+DCP plans, gathers and agrees for the storage writer. DeepSpeed and MPI do not, so here the ranks do it themselves, with
+the same steps and the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from dsq_ckpt import chain
+from dsq_ckpt.analysis import Fractions
+from dsq_ckpt.choice import Choice, Chooser, as_configured
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.commit import commit, retire
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.nesting import Nesting
+from dsq_ckpt.nesting import Path as NestedPath
+from dsq_ckpt.parts import Part, items_of, layout_of
+from dsq_ckpt.quantizing import quantize_items
+from dsq_ckpt.session import Agreement, Item, RankResult, exact_values, too_many_resumes, untied, write_rank
+from dsq_ckpt.targets import refuse_checkpoint
+from dsq_ckpt.workers import Workers
+
+Attachment = Callable[[IO[bytes]], None]
+"""Writes a file of another format, which lies beside the data files and belongs to the checkpoint."""
+
+
+@dataclass
+class Contribution:
+    """What one rank brings to a save.
+
+    Attributes:
+        parts: chunks that this rank writes; no other rank may bring the same chunk.
+        replicas: chunks that lie here and are written by another rank; a search evaluates them too.
+        objects: bytes by name, of what is no tensor.
+        nesting: path by name of tensor and object, by which nested state dicts are put together.
+        attachments: by file name.
+        gradients: averaged, of local parts of weights, by parameter name.
+    """
+
+    parts: Sequence[Part]
+    replicas: Sequence[Part] = ()
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    nesting: Mapping[str, NestedPath] = field(default_factory=dict)
+    attachments: Mapping[str, Attachment] = field(default_factory=dict)
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Brought:
+    """A contribution with how its parts are stored."""
+
+    own: Contribution
+    items: list[Item]
+    tied: dict[ChunkKey, ChunkKey]
+    replicas: list[Item]
+
+
+@dataclass
+class _Done:
+    """What the coordinator needs to know of a rank; it is pickled."""
+
+    result: RankResult
+    tensors: dict[str, dict[str, Any]]
+    objects: list[str]
+    nesting: dict[str, NestedPath]
+    attachments: list[FileInfo]
+
+
+def save_parts(
+    path: Path, contribution: Callable[[], Contribution], config: DSQConfig, comm: Communicator, *,
+    types: Mapping[str, str] | None = None, parent: str | os.PathLike[str] | None = "auto", overwrite: bool = False,
+    pinned: bool = False, chooser: Chooser = as_configured, fractions: Fractions | None = None,
+) -> Choice:
+    """Save what the ranks bring; collective over `comm`. The checkpoint is complete on return, or was never there.
+
+    Args:
+        path: the checkpoint directory, on storage that all ranks share.
+        contribution: of this rank; called so that its failure reaches the others.
+        config: the same on all ranks.
+        comm: of the ranks that save.
+        types: see `assign`.
+        parent: see `DSQStorageWriter`.
+        overwrite: replace a complete checkpoint at `path`.
+        pinned: keep its refinement layer for good.
+        chooser: chooses the configuration when the sketches are known.
+        fractions: what the chooser may prune and protect by sensitivity.
+
+    Returns:
+        How it was stored.
+
+    Raises:
+        DSQError: on all ranks, when any failed; earlier checkpoints are untouched.
+    """
+    started = time.time()
+    def prepare() -> _Brought:
+        brought = contribution()
+        items, tied = untied(items_of(brought.parts, config, types))
+        return _Brought(brought, items, tied, items_of(brought.replicas, config, types))
+
+    brought = together(comm, prepare)
+    own = brought.own
+    layouts = comm.gather(layout_of(own.parts, config, types, bool(own.gradients), fractions))
+
+    def agree() -> Agreement | None:
+        if comm.rank:
+            return None
+        refuse_checkpoint(path, overwrite)
+        previous = chain.predecessor(path, parent)
+        if (warning := too_many_resumes(previous, config)) is not None:
+            warnings.warn(warning, stacklevel=2)
+            return Agreement.new(comm.size, previous, None, layouts, exact=True)
+        return Agreement.new(comm.size, previous, chain.choose_parent(previous, parent, config), layouts)
+
+    agreement: Agreement = comm.gather(together(comm, agree))[0]
+    hidden: dict[str, Path] = {}
+    try:
+        done, choice, memory = together(comm, lambda: _written(
+            path, brought, agreement, config, comm, chooser, hidden
+        ))
+        together(comm, lambda: _publish(path, hidden, config.storage.fsync))
+        everybody = comm.gather(done)
+        together(comm, lambda: _committed(path, agreement, everybody, choice, overwrite, pinned, started, comm))
+    finally:
+        for temporary in hidden.values():
+            temporary.unlink(missing_ok=True)
+    chain.remember_pending(path, agreement.save_id, memory)
+    chain.remember_committed(path, agreement.save_id)
+    return choice
+
+
+def _written(
+    path: Path, brought: _Brought, agreement: Agreement, config: DSQConfig, comm: Communicator, chooser: Chooser,
+    hidden: dict[str, Path],
+) -> tuple[_Done, Choice, chain.Memory]:
+    """Sketch, choose, quantize and write the files of this rank; `hidden` takes the attachments' temporary names."""
+    own, items, storage = brought.own, brought.items, config.storage
+    with Workers(storage.thread_count(), storage.block_elements) as workers:
+        quantized = quantize_items(
+            items, brought.replicas, agreement, config, chooser, own.gradients, comm, workers
+        )
+        choice, plain = quantized.choice, quantized.plain
+        if agreement.exact:
+            for item in plain:
+                item.config = None  # not as bf16 either
+        path.mkdir(parents=True, exist_ok=True)
+        result, memory = write_rank(
+            path, agreement, comm.rank, choice.config, choice.analysis.fitted, quantized.coded, plain,
+            own.objects.items(), {item.key: item.dtype for item in items}, {item.key: item.kind for item in items},
+            workers, brought.tied,
+        )
+        memory.values |= exact_values(plain, agreement.layout)
+    files = []
+    for name, write in own.attachments.items():
+        temporary = path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        hidden[name] = temporary
+        with open(temporary, "xb") as stream:
+            write(stream)
+            stream.flush()
+            if storage.fsync:
+                os.fsync(stream.fileno())
+        files.append(FileInfo(name, *file_checksum(temporary)))
+    return _Done(result, _inventory(own.parts), list(own.objects), dict(own.nesting), files), choice, memory
+
+
+def _publish(path: Path, hidden: dict[str, Path], fsync: bool) -> None:
+    for name, temporary in hidden.items():
+        os.replace(temporary, path / name)
+    if fsync:
+        sync_directory(path)
+
+
+def _committed(
+    path: Path, agreement: Agreement, everybody: Sequence[_Done], choice: Choice, overwrite: bool, pinned: bool,
+    started: float, comm: Communicator,
+) -> Manifest | None:
+    if comm.rank:
+        return None
+    tensors: dict[str, dict[str, Any]] = {}
+    nesting: dict[str, NestedPath] = {}
+    seen: dict[ChunkKey | str, int] = {}
+    for rank, done in enumerate(everybody):
+        nesting.update(done.nesting)
+        for name in done.objects:
+            _once(seen, name, rank)
+        for fqn, tensor in done.tensors.items():
+            known = tensors.setdefault(fqn, {**tensor, "chunks": []})
+            if (known["dtype"], known["shape"]) != (tensor["dtype"], tensor["shape"]):
+                raise SaveFailed(
+                    f"'{fqn}' is {tensor['dtype']} {tensor['shape']} on rank {rank}, and {known['dtype']} "
+                    f"{known['shape']} on another"
+                )
+            for key in tensor["chunks"]:
+                _once(seen, key, rank)
+            known["chunks"] += tensor["chunks"]
+    objects = [name for done in everybody for name in done.objects]
+    attachments = [file for done in everybody for file in done.attachments]
+    manifest = commit(
+        path, agreement, [done.result for done in everybody], tensors, objects, Nesting(nesting).as_json(), choice,
+        attachments, overwrite=overwrite, pinned=pinned, started=started,
+    )
+    retire(path, choice.config)
+    return manifest
+
+
+def _once(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
+    if key in seen:
+        raise SaveFailed(f"{key} was brought by rank {seen[key]} and by rank {rank}; one of them must write it")
+    seen[key] = rank
+
+
+def _inventory(parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        dtype = str(part.dtype).removeprefix("torch.")
+        tensor = tensors.setdefault(part.key.fqn, {"dtype": dtype, "shape": list(part.size), "chunks": []})
+        tensor["chunks"].append(part.key)
+    return tensors
