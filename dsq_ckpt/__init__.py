@@ -27,6 +27,7 @@ from dsq_ckpt.errors import (
 )
 from dsq_ckpt.merging import merge
 from dsq_ckpt.oneshot import compress
+from dsq_ckpt.stored import decode
 from dsq_ckpt.version import __version__
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "async_save",
     "compress",
+    "decode",
     "describe",
     "forget",
     "latest",

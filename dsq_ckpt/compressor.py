@@ -144,7 +144,7 @@ class Compressor:
         writer = DSQStorageWriter(
             path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
             chooser=as_configured if manager is None else manager, gradients=self._gradients(),
-            fractions=_fractions(self.config),
+            fractions=fractions_of(self.config),
         )
         state = self.state(extra)
         future = None
@@ -228,17 +228,20 @@ def _codebooks(config: DSQConfig) -> Iterable[AnyCodebook]:
     return [tensor.codebook for tensor in (quantize.weights, *quantize.groups.values()) if tensor.method == "quantize"]
 
 
+def weighs_elements(config: DSQConfig) -> bool:
+    """Whether codebooks of weights look at the gradient of every element."""
+    return any(isinstance(book, KMeans) and book.domain == "linear" for book in _codebooks(config))
+
+
 def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
     """Whether to average gradients: for weighing elements; for steps only if no moment tells the size of gradients."""
     tells = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
-    return any(
-        (isinstance(book, KMeans) and book.domain == "linear")
-        or (isinstance(book, Lattice) and book.sensitivity > 0 and not tells)
-        for book in _codebooks(config)
+    return weighs_elements(config) or any(
+        isinstance(book, Lattice) and book.sensitivity > 0 and not tells for book in _codebooks(config)
     )
 
 
-def _fractions(config: DSQConfig) -> Fractions:
+def fractions_of(config: DSQConfig) -> Fractions:
     """What any configuration of the search space may prune or protect."""
     books = [book for book in _codebooks(config) if isinstance(book, KMeans)]
     prune, protect = {book.prune for book in books}, {book.protect for book in books}

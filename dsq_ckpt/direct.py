@@ -35,8 +35,8 @@ from dsq_ckpt.session import Agreement, Item, RankResult, exact_values, too_many
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
-Attachment = Callable[[IO[bytes]], None]
-"""Writes a file of another format, which lies beside the data files and belongs to the checkpoint."""
+Attachment = Callable[[IO[bytes], str], None]
+"""Writes a file of another format, which lies beside the data files; it is given a stream and the save's id."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Contribution:
         objects: bytes by name, of what is no tensor.
         nesting: path by name of tensor and object, by which nested state dicts are put together.
         attachments: by file name.
-        gradients: averaged, of local parts of weights, by parameter name.
+        gradients: averaged, of local parts of weights, by chunk or by name of the parameter.
     """
 
     parts: Sequence[Part]
@@ -57,7 +57,7 @@ class Contribution:
     objects: Mapping[str, bytes] = field(default_factory=dict)
     nesting: Mapping[str, NestedPath] = field(default_factory=dict)
     attachments: Mapping[str, Attachment] = field(default_factory=dict)
-    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    gradients: Mapping[str | ChunkKey, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _written(
         temporary = path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
         hidden[name] = temporary
         with open(temporary, "xb") as stream:
-            write(stream)
+            write(stream, agreement.save_id)
             stream.flush()
             if storage.fsync:
                 os.fsync(stream.fileno())

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class Quantized:
 
 def quantize_items(
     items: list[Item], replicas: list[Item], agreement: Agreement, config: DSQConfig, chooser: Chooser,
-    gradients: Mapping[str, torch.Tensor], comm: Communicator, workers: Workers,
+    gradients: Mapping[Any, torch.Tensor], comm: Communicator, workers: Workers,
 ) -> Quantized:
     """Merge sketches with the other ranks, choose, then quantize lazily, chunk by chunk; collective.
 
@@ -60,7 +61,7 @@ def quantize_items(
         agreement: of all ranks.
         config: of the save.
         chooser: not asked where the agreement says that all is exact.
-        gradients: averaged, of local shards, by parameter name.
+        gradients: averaged, of local shards, by chunk or by name of the parameter.
         comm: of the ranks that save.
         workers: threads.
 
@@ -136,7 +137,9 @@ def _weights(
     ]
 
 
-def _gradient(key: ChunkKey, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _gradient(key: ChunkKey, gradients: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
+    if key in gradients:
+        return gradients[key]
     name = unwrapped(key.fqn)
     while name and name not in gradients:
         name = name.partition(".")[2]

@@ -202,12 +202,15 @@ class GradientAverage:
         self.skipped.clear()
         self.schedule.saved()
 
-    def attach(self, optimizer: torch.optim.Optimizer, capture: Literal["step", "manual"] = "step") -> None:
+    def attach(
+        self, optimizer: torch.optim.Optimizer, capture: Literal["step", "manual"] = "step", *, later: bool = False
+    ) -> None:
         """Let the steps of ``optimizer`` settle its parameters; with "step" also capture, so that a loop needs no line.
 
         Several optimizers may be attached, each for its own parameters.  ``step(closure)`` is captured after the step,
         and so are gradients that a fused optimizer unscales itself under ``GradScaler``; a step that such an optimizer
-        refuses does not count.  With "manual", ``capture`` is yours to call, after ``GradScaler.unscale_``.
+        refuses does not count.  With "manual", ``capture`` is yours to call, after ``GradScaler.unscale_``.  With
+        ``later`` the optimizer may be given its parameters between steps, as ZeRO does with sub-groups.
 
         Raises:
             ValueError: attached already, or the optimizer has none of the parameters: it was made before sharding,
@@ -215,7 +218,7 @@ class GradientAverage:
         """
         if optimizer in self._modes:
             raise ValueError("this optimizer is attached already")
-        if not self._entries_of(optimizer):
+        if not later and not self._entries_of(optimizer):
             raise ValueError("this optimizer has none of the parameters; make both after sharding the model")
         self._modes[optimizer] = capture
         if capture == "step":

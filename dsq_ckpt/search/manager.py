@@ -61,10 +61,14 @@ class ConfigManager:
     Args:
         model: the model that `evaluate` looks at.
         evaluate: metric of the model as it is, on data of its own; it must give the same number for the same weights.
+        refresh: see `TrialModel`.
     """
 
-    def __init__(self, model: nn.Module, evaluate: Callable[[], float]) -> None:
+    def __init__(
+        self, model: nn.Module, evaluate: Callable[[], float], refresh: Callable[[], None] | None = None
+    ) -> None:
         self._model = model
+        self._refresh = refresh
         self._evaluate = evaluate
         self._known = _Known()
 
@@ -104,7 +108,7 @@ class ConfigManager:
             return Choice(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
-        model = together(comm, lambda: TrialModel(self._model, local, workers).__enter__())
+        model = together(comm, lambda: TrialModel(self._model, local, workers, self._refresh).__enter__())
         save = SaveSearch(sketches, config, space, comm, model, usual, groups)
         try:
             choice = self._searched(save, record)

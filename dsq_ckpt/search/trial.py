@@ -29,16 +29,22 @@ class TrialModel:
         model: whose weights they are.
         chunks: all local chunks of weights; those that are views of the model's parameters take part.
         workers: threads.
+        refresh: where chunks are of master weights: puts these into the model; collective.
 
     Raises:
         ConfigError: no chunk's tensor is the model's, so that evaluating the model would tell nothing.
     """
 
-    def __init__(self, model: nn.Module, chunks: Sequence[Chunk], workers: Workers) -> None:
+    def __init__(
+        self, model: nn.Module, chunks: Sequence[Chunk], workers: Workers, refresh: Callable[[], None] | None = None
+    ) -> None:
         self._model = model
         self._workers = workers
+        self._refresh = refresh
         owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        own = [chunk for chunk in chunks if chunk.key.elements and _storage(chunk.tensor) in owned]
+        own = [
+            chunk for chunk in chunks if chunk.key.elements and (refresh or _storage(chunk.tensor) in owned)
+        ]
         if chunks and not own:
             raise ConfigError(
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
@@ -103,6 +109,8 @@ class TrialModel:
         parameters that FSDP2 keeps of its root after a forward pass.
         """
         torch.clear_autocast_cache()
+        if self._refresh is not None:
+            self._refresh()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -25,7 +25,7 @@ from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator
-from dsq_ckpt.compressor import _fractions
+from dsq_ckpt.compressor import fractions_of
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.groups import group_config
@@ -267,7 +267,7 @@ def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
                 if checkpoint["step"] in steps:
                     probe = Bisection(run.model, run.evaluate, candidates)
                     path = Path(name) / f"{checkpoint['step']:06d}"
-                    save_recorded(run, checkpoint, path, config, probe, _fractions(config))
+                    save_recorded(run, checkpoint, path, config, probe, fractions_of(config))
                     probes.append(probe)
         dsq_ckpt.forget()
         for bound in BOUNDS:

@@ -21,7 +21,7 @@ from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import save_with
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.compressor import _fractions
+from dsq_ckpt.compressor import fractions_of
 from dsq_ckpt.container import ContainerReader
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.groups import assign, layer_types
@@ -185,7 +185,8 @@ def replay(
                 if step == 0:
                     chooser = as_configured
                 chosen = config if choices is None else choices.get(step, config)
-                point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, _fractions(config))
+                fractions = fractions_of(config)
+                point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, fractions)
                 made.checkpoints.append(point)
                 report(_line(point))
             for point in made.checkpoints:

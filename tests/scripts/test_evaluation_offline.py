@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.choice import as_configured
-from dsq_ckpt.compressor import _fractions
+from dsq_ckpt.compressor import fractions_of
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.keys import ALPHA
 from dsq_ckpt.manifest import Manifest, Sizes
@@ -61,7 +61,7 @@ def test_figures_agree_with_the_manifest(recording: Path, tmp_path: Path, system
         if checkpoint["step"] > 20:
             break
         path = tmp_path / f"{checkpoint['step']}"
-        point = save_recorded(run, checkpoint, path, config, as_configured, _fractions(config))
+        point = save_recorded(run, checkpoint, path, config, as_configured, fractions_of(config))
         manifest = Manifest.read(path)
         kinds = manifest.kinds
         for name in ("logical", "base", "refinement"):
@@ -283,7 +283,7 @@ def test_bisection_says_when_nothing_is_enough(recording: Path, tmp_path: Path) 
     checkpoint = next(c for c in load_recording(recording).checkpoints if c["step"] == 10)
     probe = ablations.Bisection(run.model, lambda: next(harms), [{"quantize.weights.codebook.step": 8.0}])
     config = offline.system_config("dsq", 0.05)
-    save_recorded(run, checkpoint, tmp_path / "probe", config, probe, _fractions(config))
+    save_recorded(run, checkpoint, tmp_path / "probe", config, probe, fractions_of(config))
     assert probe.found == dict.fromkeys(ablations.BOUNDS) and probe.evaluations == 1
 
 

@@ -1,0 +1,154 @@
+"""DeepSpeed: compressed checkpoints by a block in its configuration.
+
+    "dsq_checkpoint": {"enabled": true, "search": {...}, "quantize": {...}, "delta": {...}}
+
+`initialize` stands for `deepspeed.initialize`; `attach` is for an engine that is there already; `install` makes every
+engine of this process look for the block, which `python -m dsq_ckpt.launch train.py` does before it runs a script.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dsq_ckpt.choice import Chooser, as_configured
+from dsq_ckpt.compressor import fractions_of, weighs_elements
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
+
+BLOCK = "dsq_checkpoint"
+"""The key of the block in DeepSpeed's configuration."""
+
+Evaluate = Callable[[], float]
+
+
+def initialize(*args: Any, evaluate: Evaluate | None = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, with compressed checkpoints where the configuration has the block `dsq_checkpoint`.
+
+    Args:
+        args: of `deepspeed.initialize`.
+        evaluate: see `attach`.
+        kwargs: of `deepspeed.initialize`.
+
+    Returns:
+        What `deepspeed.initialize` returns: engine, optimizer, data loader, scheduler.
+
+    Raises:
+        ConfigError: the block has unknown keys or wrong values; all of them are named.
+    """
+    deepspeed = _deepspeed()
+    made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    if _block(made[0]) is not None:
+        attach(made[0], evaluate=evaluate)
+    return made
+
+
+def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evaluate: Evaluate | None = None) -> None:
+    """Let an engine write compressed checkpoints, and read them and its own; collective.
+
+    Args:
+        engine: of DeepSpeed.
+        config: as the block `dsq_checkpoint`, which is used where this is None; with neither, the defaults.
+        evaluate: the metric of the engine's model as it is now, as for `dsq_ckpt.Compressor`; each save then searches
+            the smallest configuration that keeps to `config.search`. Called on all ranks together.
+
+    Raises:
+        ConfigError: the configuration is wrong, or asks for storage that ranks do not share.
+    """
+    _deepspeed()
+    from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
+    from dsq_ckpt.deepspeed.gradients import FlatGradients
+
+    chosen = _block(engine) or DSQConfig() if config is None else _as_config(config)
+    if engine.use_node_local_storage():
+        raise ConfigError(
+            f"{BLOCK} needs a directory that all nodes share, and checkpoint.use_node_local_storage is true; set it to "
+            "false, and save to shared storage"
+        )
+    inner = engine.checkpoint_engine
+    if isinstance(inner, DSQCheckpointEngine):
+        group, inner = inner.group, inner.inner
+    else:
+        group = dist.new_group(backend="gloo")
+    gradients = None
+    if weighs_elements(chosen) and engine.basic_optimizer is not None:
+        gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
+    engine.checkpoint_engine = DSQCheckpointEngine(
+        engine, inner, chosen, group, _chooser(engine, evaluate), gradients
+    )
+
+
+def install() -> None:
+    """Every engine that is made from now on writes compressed checkpoints, if its configuration has the block.
+
+    For scripts that call `deepspeed.initialize` themselves, or leave it to Hugging Face's Trainer or Accelerate.
+    """
+    _deepspeed()
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine._configure_checkpointing
+    if getattr(original, "_dsq_ckpt", False):
+        return
+
+    @functools.wraps(original)
+    def configured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _block(self) is not None:
+            attach(self)
+        return result
+
+    configured._dsq_ckpt = True  # type: ignore[attr-defined]
+    DeepSpeedEngine._configure_checkpointing = configured
+
+
+def quality(engine: Any) -> dict[str, Any] | None:
+    """What the search for the engine's last checkpoint measured; None where there was none."""
+    found: DSQCheckpointEngine = engine.checkpoint_engine
+    return getattr(found, "quality", None)
+
+
+def _chooser(engine: Any, evaluate: Evaluate | None) -> Chooser:
+    if evaluate is None:
+        return as_configured
+    from dsq_ckpt.deepspeed.masters import refresh_of
+    from dsq_ckpt.search.manager import ConfigManager
+
+    return ConfigManager(engine.module, evaluate, refresh=refresh_of(engine))
+
+
+def _block(engine: Any) -> DSQConfig | None:
+    """The configuration of the block; None if there is none, or it is not enabled."""
+    tree = engine._config._param_dict.get(BLOCK)
+    if tree is None:
+        return None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{BLOCK}: {type(tree).__name__} found, expected an object such as {{\"enabled\": true}}")
+    enabled = tree.get("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"{BLOCK}.enabled: {enabled!r} found, expected true or false")
+    config = _as_config({key: value for key, value in tree.items() if key != "enabled"})
+    return config if enabled else None
+
+
+def _as_config(config: DSQConfig | dict[str, Any]) -> DSQConfig:
+    try:
+        return DSQConfig.create(config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("configuration", BLOCK, 1)) from None
+
+
+def _deepspeed() -> Any:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError("dsq_ckpt.deepspeed needs DeepSpeed: pip install 'dsq_ckpt[deepspeed]'") from error
+    return deepspeed
+
+
+__all__ = ["BLOCK", "attach", "initialize", "install", "quality"]

@@ -1,0 +1,194 @@
+"""DeepSpeed's checkpoint engine, wrapped: a tag directory becomes a checkpoint of ours with DeepSpeed's files in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+from dsq_ckpt import chain, stored
+from dsq_ckpt.chain import remember_loaded
+from dsq_ckpt.choice import Chooser, as_configured
+from dsq_ckpt.comm import TorchCommunicator, together
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.container import file_checksum
+from dsq_ckpt.deepspeed.gradients import FlatGradients
+from dsq_ckpt.deepspeed.partition import Inventory, inventory
+from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
+from dsq_ckpt.direct import Contribution, save_parts
+from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.groups import layer_types
+from dsq_ckpt.manifest import Manifest, is_complete
+from dsq_ckpt.targets import publish, temporary
+
+
+class DSQCheckpointEngine(CheckpointEngine):
+    """Writes compressed tags, and reads them and DeepSpeed's own.
+
+    `save` is called on some ranks only and by turns, so it only takes note; all that ranks have to do together is done
+    in `commit`, on a process group of its own, before DeepSpeed moves `latest`.
+
+    Args:
+        engine: of DeepSpeed.
+        inner: the checkpoint engine it had.
+        config: what is lossy, and how.
+        group: of gloo, over all ranks.
+        chooser: chooses the configuration of each save.
+        gradients: averages that weigh elements, where the configuration wants them.
+    """
+
+    def __init__(
+        self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup, chooser: Chooser = as_configured,
+        gradients: FlatGradients | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = "dsq_ckpt"
+        self.config = config
+        self.inner = inner
+        self.quality: dict[str, Any] | None = None
+        """What the search for the last configuration measured."""
+        self._engine = engine
+        self.group = group
+        self._comm = TorchCommunicator(group)
+        self._chooser = chooser
+        self._gradients = gradients
+        self._queue: dict[Path, Any] = {}
+        self._last: Path | None = None
+        self._checked: dict[tuple[Path, str], Manifest] = {}
+
+    # Names of arguments are those of the base class: DeepSpeed passes them by keyword.
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """A checkpoint begins; on all ranks."""
+        self._queue.clear()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory."""
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Take note of a file to be written; DeepSpeed leaves its tensors alone until `commit`."""
+        self._queue[Path(path).absolute()] = state_dict
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Write what was taken note of; on all ranks.
+
+        Raises:
+            DSQError: on all ranks, when any failed; `latest` and earlier tags are untouched.
+        """
+        queue, self._queue = self._queue, {}
+        directory = Path(info.save_dir, info.tag).absolute()
+        inside = any(self._comm.gather(any(path.is_relative_to(directory) for path in queue)))
+        if inside:
+            self._commit_tag(directory, queue)
+        else:
+            together(self._comm, lambda: _write_plain(queue))
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What a file holds, decoded; of a tag that is not compressed as well.
+
+        Raises:
+            CorruptCheckpoint: the file is not what its checkpoint says.
+            DSQError: what else is wrong with the checkpoint.
+        """
+        file = Path(path).absolute()
+        if not is_complete(file.parent):
+            return self.inner.load(path, map_location=map_location)
+        manifest = self._manifest_of(file)
+        with stored.stored_in(file.parent):
+            # As DeepSpeed does, which keeps objects of its own and the user's in these files.
+            loaded = torch.load(path, map_location=map_location, weights_only=False)
+        if self._last != file.parent:
+            remember_loaded(file.parent, manifest.save_id, chain.Memory())
+            self._last = file.parent
+            self._resume(manifest)
+        return loaded
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """As the engine it had."""
+        return bool(self.inner.is_data_parallel_writer(dp_rank))
+
+    def preserves_storage_sharing(self) -> bool:
+        """As the engine it had."""
+        return bool(self.inner.preserves_storage_sharing())
+
+    def cleanup(self) -> None:
+        """Close what was read."""
+        stored.close()
+        self.inner.cleanup()
+
+    def _commit_tag(self, directory: Path, queue: Mapping[Path, Any]) -> None:
+        found = together(self._comm, lambda: inventory(self._engine))
+        unlike = set().union(*self._comm.gather(together(self._comm, lambda: differing(found))))
+
+        def contribution() -> Contribution:
+            writes = bool(getattr(self._engine, "save_zero_checkpoint", True))
+            buffers = [buffer for buffer in found.buffers if buffer.replicated or writes]
+            return Contribution(
+                parts=list(parts_of(buffers, self._comm.rank, self._comm.size)),
+                replicas=list(parts_of(buffers, self._comm.rank, self._comm.size, written=False)),
+                nesting=nesting_of(buffers),
+                attachments={str(file.relative_to(directory)): self._writer(found, unlike, state)
+                             for file, state in queue.items()},
+                gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
+            )
+
+        parent: str | None = "auto"
+        if self._last is not None and is_complete(self._last) and chain.run_of(self._last) != chain.run_of(directory):
+            parent = str(self._last)  # each checkpoint of Hugging Face's trainer has a directory of its own
+        try:
+            choice = save_parts(
+                directory, contribution, self.config, self._comm, types=layer_types(self._engine.module),
+                parent=parent, overwrite=True, chooser=self._chooser,
+                fractions=None if self._gradients is None else self._gradients.fractions,
+            )
+        finally:
+            if self._gradients is not None:
+                self._gradients.reset()
+        self.quality, self._last = choice.quality, directory
+
+    def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:
+        return partial(_write_stored, found=found, unlike=unlike, state=state)
+
+    def _manifest_of(self, file: Path) -> Manifest:
+        """The manifest, once the file was checked against it."""
+        manifest = Manifest.read(file.parent)
+        known = {entry.name: entry for entry in manifest.files}.get(file.name)
+        key = (file, manifest.save_id)
+        if key in self._checked:
+            return manifest
+        if known is None:
+            raise CorruptCheckpoint(f"'{file}' is not a file of the checkpoint it lies in; was it put there by hand?")
+        size, checksum = file_checksum(file)
+        if (size, checksum) != (known.size, known.checksum):
+            raise CorruptCheckpoint(
+                f"'{file}' has {size} bytes with checksum {checksum}, expected {known.size} with {known.checksum}: it "
+                "was altered; load another tag"
+            )
+        self._checked = {key: manifest}
+        return manifest
+
+    def _resume(self, manifest: Manifest) -> None:
+        resume = getattr(self._chooser, "resume", None)
+        if resume is not None:
+            resume(manifest.config, manifest.quality)
+
+
+def _write_stored(stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any) -> None:
+    torch.save(Substitution(save_id, found, unlike)(state), stream)
+
+
+def _write_plain(queue: Mapping[Path, Any]) -> None:
+    """Files that are no part of a tag, such as those of `save_16bit_model`: as they are, complete or not at all."""
+    for path, state in queue.items():
+        with temporary(path) as hidden, open(hidden, "xb") as stream:
+            torch.save(state, stream)
+            publish(stream, hidden, path)
+

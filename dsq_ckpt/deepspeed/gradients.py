@@ -1,0 +1,51 @@
+"""Averaged gradients of DeepSpeed's flat buffers, seen where its optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dsq_ckpt.analysis import Fractions
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.config import SearchConfig
+from dsq_ckpt.deepspeed.partition import MASTER, Buffer, inventory
+from dsq_ckpt.deepspeed.state import by_chunk
+from dsq_ckpt.sensitivity import GradientAverage
+
+
+class FlatGradients:
+    """Moving averages of what the basic optimizer steps with: reduced, unscaled, clipped, aligned with the masters.
+
+    No communication: each rank averages the gradients of its own partitions.
+
+    Args:
+        engine: of DeepSpeed.
+        search: weight of the newest gradient, and batches before a checkpoint.
+        fractions: what may be pruned and protected by sensitivity.
+    """
+
+    def __init__(self, engine: Any, search: SearchConfig, fractions: Fractions) -> None:
+        self.fractions = fractions
+        masters = [buffer.tensor for buffer in inventory(engine).buffers if buffer.kind == MASTER]
+        self._names = {id(tensor): str(number) for number, tensor in enumerate(masters)}
+        self._average = GradientAverage(
+            {str(number): tensor for number, tensor in enumerate(masters)},  # type: ignore[misc]
+            search.beta, search.window,
+        )
+        self._average.attach(engine.basic_optimizer, later=True)
+
+    def by_chunk(self, buffers: Iterable[Buffer]) -> dict[str | ChunkKey, torch.Tensor]:
+        """The averages as far as there are any, by the chunks that weights are saved in."""
+
+        def average(buffer: Buffer) -> torch.Tensor | None:
+            name = self._names.get(id(buffer.tensor))
+            found = None if name is None else self._average.average(name)
+            return None if found is None else found.view(-1)
+
+        return dict(by_chunk(buffers, average).items())
+
+    def reset(self) -> None:
+        """A checkpoint was made."""
+        self._average.reset()

@@ -1,0 +1,210 @@
+"""DeepSpeed's flat buffers as parts of named parameters.
+
+Every optimizer of DeepSpeed keeps its master weights, and with them the moments, in buffers of its own: flat partitions
+of groups (ZeRO 1 and 2, `BF16_Optimizer`), of sub-groups in which each parameter is partitioned (ZeRO 3), whole flat
+groups (`FP16_Optimizer`), one tensor per parameter (`FP16_UnfusedOptimizer`), or the parameters themselves. What is in
+a checkpoint's state dicts are views of them. So all that has to be known of an optimizer is which elements of which
+parameter a buffer holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsq_ckpt.groups import QUANTIZABLE
+
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive elements of a parameter in a buffer.
+
+    Attributes:
+        name: of the parameter in the module tree.
+        shape: of the whole parameter.
+        start: first element, in the flattened parameter.
+        length: elements.
+        at: where they begin in the buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    at: int
+
+
+@dataclass
+class Buffer:
+    """Master weights, or one moment of them, in one tensor.
+
+    Attributes:
+        kind: `MASTER`, or the key of the optimizer's state.
+        tensor: contiguous, of any shape.
+        segments: what of it is known by name; the rest is padding.
+        replicated: every rank of the data-parallel group has the same, rather than a partition of its own.
+    """
+
+    kind: str
+    tensor: torch.Tensor
+    segments: list[Segment]
+    replicated: bool
+
+    def fqn(self, segment: Segment) -> str:
+        """The name that a segment's parameter has in the checkpoint."""
+        return f"model.{segment.name}" if self.kind == MASTER else f"optimizer.state.{segment.name}.{self.kind}"
+
+    def path(self, segment: Segment) -> tuple[str, ...]:
+        """The keys that lead to it in a nested state dict."""
+        if self.kind == MASTER:
+            return "model", segment.name
+        return "optimizer", "state", segment.name, self.kind
+
+
+@dataclass
+class Inventory:
+    """All buffers of an engine.
+
+    Attributes:
+        buffers: of this rank.
+        masters: name of a parameter to its shape, for those that have a master copy in some buffer, on any rank.
+        parameters: the module's tensors by name, where they are whole on this rank.
+    """
+
+    buffers: list[Buffer] = field(default_factory=list)
+    masters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def inventory(engine: Any) -> Inventory:
+    """The buffers of a DeepSpeed engine; empty where parameters of different ranks share names.
+
+    With tensor, pipeline or expert parallelism one name stands for another tensor on every rank of the model-parallel
+    group, and an optimizer this does not know has no buffers either; their files are stored as they are.
+    """
+    if has_unknown_names(engine):
+        return Inventory()
+    found = Inventory()
+    names: Mapping[torch.Tensor, str] = engine.param_names
+    for key, tensor, segments, replicated in _masters(engine, names):
+        state = _state_of(engine).get(key, {})
+        known = [
+            Buffer(name, value, segments, replicated) for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.numel() == tensor.numel() and value.numel() > 1
+            and value.dtype in QUANTIZABLE
+        ]
+        for buffer in [Buffer(MASTER, tensor, segments, replicated), *known]:
+            if buffer.tensor.is_contiguous() and buffer.tensor.numel():
+                found.buffers.append(buffer)
+    if not _partitions_parameters(engine):
+        found.parameters = {names[p]: p.detach() for p in names if p.numel()}
+        optimized = {id(p) for group in engine.basic_optimizer.param_groups for p in group["params"]}
+        grouped = {id(p) for group in _groups(engine) for p in group}
+        found.masters = {
+            name: tuple(p.shape) for p, name in names.items() if p.numel() and id(p) in (grouped or optimized)
+        }
+    return found
+
+
+def has_unknown_names(engine: Any) -> bool:
+    """Whether tensors of different ranks go by the same name, or none are known."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return (
+        engine.mp_world_size > 1 or engine.has_moe_layers or isinstance(engine, PipelineEngine)
+        or engine.optimizer is None or engine.basic_optimizer is None or engine.zero_nvme_offload_optimizer()
+    )
+
+
+def _partitions_parameters(engine: Any) -> bool:
+    return bool(engine.zero_optimization_partition_weights())
+
+
+def _state_of(engine: Any) -> Mapping[Any, Mapping[str, Any]]:
+    state: Mapping[Any, Mapping[str, Any]] = engine.basic_optimizer.state
+    return state
+
+
+def _groups(engine: Any) -> list[list[torch.Tensor]]:
+    """The parameters of each group, in the order in which they lie in its buffer."""
+    optimizer = engine.optimizer
+    for attribute in ("round_robin_bit16_groups", "bf16_groups", "fp16_groups"):
+        groups = getattr(optimizer, attribute, None)
+        if groups:
+            return list(groups)
+    return []
+
+
+_Master = tuple[Any, torch.Tensor, list[Segment], bool]
+
+
+def _masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[_Master]:
+    """The optimizer's key of each master tensor, the tensor, its segments, and whether all ranks have the same."""
+    optimizer, groups = engine.optimizer, _groups(engine)
+    base = engine.basic_optimizer.param_groups
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO 1 and 2
+        for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+            rank = dist.get_rank(optimizer.real_dp_process_group[number])
+            size = int(optimizer.partition_size[number])
+            placed = zip(groups[number], optimizer.round_robin_bit16_offsets[number], strict=True)
+            yield base[number]["params"][0], flat, list(_cut(placed, names, rank * size, size)), False
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            yield flat, flat, list(_partitioned(optimizer, group, names)), False
+    elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        for number, flat in enumerate(optimizer.fp32_groups_flat_partition):
+            rank = dist.get_rank(optimizer.real_dp_process_group[number])
+            size = flat.numel()
+            yield base[number]["params"][0], flat, list(_cut(_packed(groups[number]), names, rank * size, size)), False
+    elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        for number, flat in enumerate(optimizer.fp32_groups_flat):
+            segments = list(_cut(_packed(groups[number]), names, 0, flat.numel()))
+            yield base[number]["params"][0], flat, segments, True
+    elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
+        for masters, group in zip(optimizer.fp32_groups, groups, strict=True):
+            for master, parameter in zip(masters, group, strict=True):
+                yield master, master, [_whole(names[parameter], parameter)], True
+    elif optimizer is engine.basic_optimizer:
+        for group in base:
+            for parameter in group["params"]:
+                if parameter in names:
+                    yield parameter, parameter, [_whole(names[parameter], parameter)], True
+
+
+def _whole(name: str, parameter: torch.Tensor) -> Segment:
+    return Segment(name, tuple(parameter.shape), 0, parameter.numel(), 0)
+
+
+def _packed(group: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Parameters one after the other."""
+    at = 0
+    for parameter in group:
+        yield parameter, at
+        at += parameter.numel()
+
+
+def _cut(
+    placed: Iterable[tuple[torch.Tensor, int]], names: Mapping[torch.Tensor, str], start: int, length: int
+) -> Iterator[Segment]:
+    """What of parameters, placed in a flat group, lies in a partition of it."""
+    for parameter, at in placed:
+        first, last = max(at, start), min(at + parameter.numel(), start + length)
+        if first < last:
+            yield Segment(names[parameter], tuple(parameter.shape), first - at, last - first, first - start)
+
+
+def _partitioned(optimizer: Any, group: Iterable[Any], names: Mapping[torch.Tensor, str]) -> Iterator[Segment]:
+    """ZeRO 3: each parameter is dealt out in equal parts, the last of them padded."""
+    rank = dist.get_rank(optimizer.dp_process_group)
+    for parameter in group:
+        _, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = rank * part
+        length = min(part, int(parameter.ds_numel) - start)
+        if length > 0:
+            yield Segment(names[parameter], tuple(parameter.ds_shape), start, length, at)

@@ -1,0 +1,76 @@
+"""Flat ranges of tensors, as ZeRO partitions them, as boxes with offsets and shape, as checkpoints store them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor whose elements lie one after the other: its place, its shape, and its first element's place.
+
+    Attributes:
+        offsets: in the tensor.
+        shape: of the box, with as many dimensions as the tensor.
+        start: place of its first element in the flattened tensor.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
+    """Boxes that together are elements `start` to `start + length` of a flattened tensor, in order.
+
+    At most two per dimension and one more: the rest of a row, whole rows, the beginning of a row, and so on inwards.
+
+    Raises:
+        ValueError: the range is not in the tensor.
+    """
+    total = math.prod(shape)
+    if start < 0 or length < 0 or start + length > total:
+        raise ValueError(f"elements {start} to {start + length} of a tensor of {total}")
+    if length:
+        yield from _boxes(tuple(shape), (), start, start, length)
+
+
+def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
+    """`place`: of the range in the sub-tensor at `outer`; `start`: in the whole tensor."""
+    before = (1,) * len(outer)
+    if not shape:
+        yield Box(outer, before, start)
+        return
+    row = math.prod(shape[1:])
+    first, skipped = divmod(place, row)
+    if skipped or length < row:
+        head = min(length, row - skipped)
+        yield from _boxes(shape[1:], (*outer, first), skipped, start, head)
+        first, start, length = first + 1, start + head, length - head
+    whole = length // row
+    if whole:
+        yield Box((*outer, first, *(0,) * len(shape[1:])), (*before, whole, *shape[1:]), start)
+        first, start, length = first + whole, start + whole * row, length - whole * row
+    if length:
+        yield from _boxes(shape[1:], (*outer, first), 0, start, length)
+
+
+def place_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Place of the element at `offsets` in the flattened tensor."""
+    place = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        place = place * size + offset
+    return place
+
+
+def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:
+    """Whether the elements of a box of this shape lie one after the other in the flattened tensor."""
+    inner = len(shape)
+    while inner and box[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    return all(size == 1 for size in box[: max(inner - 1, 0)])
