@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -122,9 +122,11 @@ class CheckpointFiles:
         """An object as DCP serialised it."""
         return self._raw(ref.file, self.record(ref))
 
-    def verify(self) -> Iterator[tuple[str, int, str | None]]:
-        """Check size and checksum of every file; yields (name, bytes, problem or None)."""
+    def verify(self, names: Collection[str] | None = None) -> Iterator[tuple[str, int, str | None]]:
+        """Check size and checksum of every file, or of these; yields (name, bytes, problem or None)."""
         for file in self.manifest.files:
+            if names is not None and file.name not in names:
+                continue
             if file.role == "refinement" and not self.has_refinement:
                 continue
             try:

@@ -4,14 +4,16 @@
 
 Times are medians by CUDA events. Every kernel goes round several buffers, together larger than the cache, and writes
 into outputs that were overwritten before; its bandwidth counts the bytes that it must move, no others. Ceilings are
-measured in the same run. Without a GPU `--device cpu` runs every line on interpreted kernels; its times mean nothing,
-and the JSON says so.
+measured in the same run. What a chunk costs beside its bytes shows in the rows of many small chunks, and of a
+transformer's layers: there the time of the host, which queues the work, counts as well. Without a GPU `--device cpu`
+runs every line on interpreted kernels; its times mean nothing, and the JSON says so.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import platform
 import statistics
 import tempfile
@@ -47,6 +49,8 @@ AIMS = {  # name: (aim, whether more is better)
     "extra device memory, bytes per element": (1.25, False),
 }
 BUFFERS = 4
+SMALL = 128, 128
+"""Shape of a small chunk."""
 STEP = Lattice(step=0.5)
 
 
@@ -77,6 +81,8 @@ def main(
     elements: int = typer.Option(256_000_000, help="Elements of each buffer that kernels are timed on."),
     repeats: int = typer.Option(20, help="Of every kernel; medians are kept."),
     saves: int = typer.Option(5, help="Timed saves, after a keyframe and a delta."),
+    chunks: int = typer.Option(1000, help="How many small chunks."),
+    width: int = typer.Option(2048, help="Of the transformer; it gets as many layers as --parameters allow."),
     name: str = typer.Option("cuda", "--device", help="Where to run."),
     json_path: Path | None = typer.Option(None, "--json", help="Write the figures there."),
 ) -> None:
@@ -88,11 +94,15 @@ def main(
         torch.cuda.set_device(where)
     rows: dict[str, dict[str, float]] = {}
     measure_kernels(where, elements, repeats, rows)
+    measure_small(where, chunks, repeats, rows)
     for bits in (0, 4):
-        measure_saves(where, parameters, bits, saves, rows)
+        measure_saves(where, whole_layers(parameters), bits, saves, rows)
+    measure_saves(where, [SMALL] * chunks, 0, saves, rows, f"{chunks} small chunks")
+    measure_saves(where, transformer(parameters, width), 0, saves, rows, "a transformer")
     result = {
         "measured": "gpu" if where.type == "cuda" else "nothing: a trial run on the CPU",
-        "command": f"python scripts/bench_gpu.py --parameters {parameters} --elements {elements} --repeats {repeats}",
+        "command": f"python scripts/bench_gpu.py --parameters {parameters} --elements {elements} --repeats {repeats} "
+        f"--saves {saves} --chunks {chunks} --width {width}",
         "machine": {
             "device": torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor(),
             "system": platform.platform(),
@@ -183,16 +193,71 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: dict[str, d
         rows[f"{key}, GB/s"] = _summary(found)
 
 
+def measure_small(where: torch.device, chunks: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    """What kernels take for each of many small chunks."""
+    clock, backend, n = Clock(where), _backend(where), math.prod(SMALL)
+    generator = torch.Generator(where).manual_seed(2)
+    before = torch.randn(chunks, n, generator=generator, device=where) * 0.02
+    after = before + torch.randn(chunks, n, generator=generator, device=where) * 0.002
+    previous, codes = (torch.empty(chunks, n, dtype=torch.uint8, device=where) for _ in range(2))
+    first = _fitted(backend, before.view(-1), None, None)
+    _quantize(backend, first, before.view(-1), None, previous.view(-1))
+    second = _fitted(backend, after.view(-1), previous.view(-1), first)
+    window, last = second.window, second.table.shape[0] - 1
+    table = torch.from_numpy(second.table).to(where)
+    counts = torch.zeros(FULL.size, dtype=torch.int64, device=where)
+    joint = torch.zeros(second.table.shape, dtype=torch.int64, device=where)
+    target = torch.empty_like(after)
+    tallies: list[torch.Tensor | None] = [None] * chunks
+
+    def quantized(i: int) -> None:
+        tallies[i] = backend.quantize(
+            after[i], previous[i], last, window.lo, window.hi, 1.0, table, codes[i],
+            protected_code=second.codebook.protected,
+        )
+
+    work: dict[str, Callable[[int], object]] = {
+        "copy": lambda i: target[i].copy_(after[i]),
+        "sketch": lambda i: backend.sketch(after[i], FULL.lo, FULL.hi, 1.0, counts),
+        "joint sketch": lambda i: backend.joint_sketch(
+            after[i], previous[i], last, window.lo, window.hi, 1.0, joint),
+        "quantize, joint table": quantized,
+        "gather protected": lambda i: backend.gather_protected(
+            after[i], codes[i], second.codebook.protected, tallies[i], room=n),
+        "migrated": lambda i: backend.migrated(codes[i], previous[i], n // 8),
+    }
+    for key, run in work.items():
+        run(0)  # compiled now
+        seconds = [clock.time(lambda: [run(i) for i in range(chunks)]) for _ in range(repeats)]  # noqa: B023
+        rows[f"{key}, µs for each of {chunks} small chunks"] = _summary([one * 1e6 / chunks for one in seconds])
+    backend.check()
+
+
+def whole_layers(parameters: int) -> list[tuple[int, ...]]:
+    """Shapes of a few large tensors."""
+    return [(parameters // 512, 64)] * 8
+
+
+def transformer(parameters: int, width: int) -> list[tuple[int, ...]]:
+    """Shapes of a transformer's layers, norms and biases included, with at most so many parameters, one at least."""
+    layer = [
+        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,),
+        (width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,),
+    ]
+    return layer * max(1, parameters // sum(math.prod(shape) for shape in layer))
+
+
 def measure_saves(
-    where: torch.device, parameters: int, bits: int, saves: int, rows: dict[str, dict[str, float]]
+    where: torch.device, shapes: list[tuple[int, ...]], bits: int, saves: int, rows: dict[str, dict[str, float]],
+    name: str = "",
 ) -> None:
     """Stall of the training thread, and device memory, of asynchronous saves in the steady state."""
     clock, cuda = Clock(where), where.type == "cuda"
-    suffix = f", {bits} refinement bits" if bits else ""
-    sizes = [parameters // 8] * 8
+    suffix = (f", {bits} refinement bits" if bits else "") + (f", {name}" if name else "")
     generator = torch.Generator(where).manual_seed(1)
-    state = {f"layer{i}.weight": torch.randn(size // 64, 64, generator=generator, device=where) * 0.02
-             for i, size in enumerate(sizes)}
+    state = {f"layer{i}.weight": torch.randn(shape, generator=generator, device=where) * 0.02
+             for i, shape in enumerate(shapes)}
+    parameters = sum(x.numel() for x in state.values())
     host = [torch.empty(x.shape, pin_memory=cuda) for x in state.values()]
 
     def plain(targets: list[torch.Tensor]) -> None:
@@ -224,6 +289,7 @@ def measure_saves(
     ceiling = statistics.median(copies)
     rows[f"copy to pinned memory, s{suffix}"] = _summary(copies)
     rows[f"stall, s{suffix}"] = _summary(stalls)
+    rows[f"stall, µs per tensor{suffix}"] = _summary([stall * 1e6 / len(shapes) for stall in stalls])
     rows[f"background, s{suffix}"] = _summary(background)
     rows[f"stall / copy to pinned memory{suffix}"] = _summary([stall / ceiling for stall in stalls])
     rows[f"extra device memory, bytes per element{suffix}"] = _summary(extra)

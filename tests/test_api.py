@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt import ConfigError, DSQConfig, DSQStorageReader, DSQStorageWriter, LossyTensor
+from dsq_ckpt import ConfigError, DSQConfig, DSQStorageReader, DSQStorageWriter, LossyTensor, SaveFailed
+from dsq_ckpt.api import without_cpu
 from dsq_ckpt.manifest import Manifest
 from tests.states import Kept, differences, flat, loaded, mixed_state, moved, relative_error, same, tensors
 
@@ -265,6 +267,24 @@ def test_async_in_one_process(tmp_path):
         dsq_ckpt.async_save(state, tmp_path / "p", processes=True)
     with pytest.raises(dsq_ckpt.CheckpointExists, match="overwrite=True"):  # before anything is quantized
         dsq_ckpt.async_save(state, tmp_path / "async0")
+
+
+@pytest.mark.parametrize("backends", ["nccl", "cuda:nccl", "cuda:gloo,xpu:gloo"])
+def test_groups_that_cannot_serve_processes(backends):
+    with_cpu = without_cpu("cpu:gloo,cuda:nccl"), without_cpu("cuda:nccl,cpu:gloo"), without_cpu("cpu:gloo,cuda:gloo")
+    assert with_cpu == (None, None, None)
+    assert f"only '{backends}': init_process_group(\"cpu:gloo,cuda:nccl\")" in str(without_cpu(backends))
+
+
+def test_processes_over_a_group_without_cpu(tmp_path):
+    """As of a default group that is NCCL's alone."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(SaveFailed, match=r"'cuda:gloo': init_process_group\(\"cpu:gloo,cuda:nccl\"\)"):
+            dsq_ckpt.async_save({"w": torch.ones(3)}, tmp_path / "a", processes=True)
+    finally:
+        dist.destroy_process_group()
+    assert not (tmp_path / "a").exists()
 
 
 def test_layer_types_of_a_model(tmp_path):

@@ -293,6 +293,18 @@ def test_a_malformed_nesting(tmp_path, change):
         dsq_ckpt.load({}, tmp_path / "a")
 
 
+@pytest.mark.parametrize("name", ["m.w", "n"])
+@pytest.mark.parametrize("target", [{}, {"m": {}}, {"n": 0}, {"m": {"w": torch.zeros(3)}}], ids=str)
+def test_a_name_without_a_path(tmp_path, name, target):
+    """It is not left out silently."""
+    dsq_ckpt.save({"m": {"w": torch.ones(3)}, "n": 5}, tmp_path / "a")
+    edit_index(tmp_path / "a", lambda index: index["planner"].update({name: []}))
+    before = copy.deepcopy(target)
+    with pytest.raises(CorruptCheckpoint, match=f"empty path for '{name}'"):
+        dsq_ckpt.load(target, tmp_path / "a")
+    assert differences(target, before) == []
+
+
 def test_no_checkpoint_to_load(tmp_path):
     newest = dsq_ckpt.latest(tmp_path)
     assert newest is None

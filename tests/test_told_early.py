@@ -148,6 +148,22 @@ def test_a_rule_that_matches_nothing_never_stops_a_save(tmp_path, caplog, backgr
     assert Manifest.read(path / "1").previous_name == "0" and Manifest.read(path / "0").refinement == "dropped"
 
 
+@pytest.mark.parametrize("errors", [False, True])
+def test_what_could_not_be_dropped_never_fails_a_save(tmp_path, monkeypatch, caplog, errors):
+    """The checkpoint is complete by then: it is said, and where warnings are errors, logged."""
+    def stuck(*_, **__):
+        raise OSError("read-only")
+
+    monkeypatch.setattr("dsq_ckpt.chain.drop_refinements", stuck)
+    with warnings.catch_warnings(record=not errors) as told:
+        warnings.simplefilter("error" if errors else "always")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dsq_ckpt.save({"w": torch.randn(80, 80)}, tmp_path / "0")
+    said = caplog.messages if errors else [str(one.message) for one in told or ()]
+    assert sum("were not dropped: read-only" in text for text in said) == 1
+    assert Manifest.read(tmp_path / "0").refinement == "kept"
+
+
 def test_a_save_that_fails_says_nothing_of_its_rules(tmp_path, monkeypatch):
     """It would not be said again when the save succeeds."""
     state, config = {"w": torch.randn(80, 80)}, rules("nowhere.*")

@@ -1,6 +1,6 @@
 """Elements that satisfy a condition, in their order: what ``protected`` and ``migrated`` have in common.
 
-First every tile counts its own, then a running sum says where each tile's begin, then each tile writes them there.
+First every tile counts its own, then a running sum says where each tile's end, then each tile writes them there.
 Nothing depends on which program comes first.  Tiles without any, most of them, are not read again.
 """
 
@@ -20,11 +20,10 @@ def tally_like(codes: torch.Tensor) -> torch.Tensor:
     return torch.empty(tile_count(codes.numel()), dtype=torch.int32, device=codes.device)
 
 
-def starts_of(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each tile's elements begin, int64[tiles], and how many there are in all, int64[]."""
+def ends_of(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each tile's elements end, int64[tiles], and how many there are in all, int64[]."""
     ends = tally.cumsum(0, dtype=torch.int64)
-    total = ends[-1] if len(ends) else tally.sum(dtype=torch.int64)
-    return ends - tally, total
+    return ends, ends[-1] if len(ends) else tally.sum(dtype=torch.int64)
 
 
 def count_chosen(codes: torch.Tensor, parent: torch.Tensor | None, wanted: int) -> torch.Tensor:
@@ -48,9 +47,9 @@ def chosen_of(codes, parent, wanted, at, n):
 
 
 @triton.jit
-def slots_of(chosen, starts, tile):
-    """Where the chosen elements of a tile go."""
-    return tl.load(starts + tile) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+def slots_of(chosen, held, ends, tile):
+    """Where the chosen elements of a tile go, ``held`` in number."""
+    return tl.load(ends + tile) - held + tl.cumsum(chosen.to(tl.int32), 0) - 1
 
 
 @triton.jit(do_not_specialize=["wanted"])

@@ -1,10 +1,12 @@
-"""Counting into bins: every program has counts of its own, which are summed when all have finished.
+"""Counting into bins: every program counts on its own, and adds what it found to the counts of all.
 
 Counts of a program are a histogram in shared memory, started anew for each tile and added up in registers: one atomic
-in global memory per element would be many times slower, and worst where most elements are in a few bins.  Bins that
-are too many for one histogram are split between two programs that read the same tiles at about the same time, one of
-them from the L2 cache.  Only for tables too large even for that there are atomics in global memory, into copies that
-fit that cache; and for all but small windows before Triton 3.8, which has no atomics in shared memory.
+in global memory per element would be many times slower, and worst where most elements are in a few bins.  At its end a
+program adds the bins that hold something to the counts in global memory: an atomic for each of these, whatever the
+number of elements, and nothing to clear or to sum, so that a small tensor costs little.  Bins that are too many for
+one histogram are split between two programs that read the same tiles at about the same time, one of them from the L2
+cache.  Only for tables too large even for that there are atomics for every element, into copies that fit that cache;
+and for all but small windows before Triton 3.8, which has no atomics in shared memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,7 +42,7 @@ class Plan(NamedTuple):
     programs: int
     """At most, without splits."""
     copies: int
-    """Counts that programs without histograms share; with histograms each program has its own."""
+    """Of the counts, at most; programs without histograms share them."""
 
 
 def plan_for(bins: int, device: torch.device) -> Plan:
@@ -55,7 +57,7 @@ def plan_for(bins: int, device: torch.device) -> Plan:
     tile = launch.TILE if launch.INTERPRETED else max(launch.TILE, min(held, 1 << 14))
     resident = max(1, min(4, room.shared // (4 * held)))
     programs = max(1, room.processors * resident // splits)
-    return Plan(held, splits, tile, programs, programs)
+    return Plan(held, splits, tile, programs, 1)
 
 
 def _shared_atomics() -> bool:
@@ -69,8 +71,8 @@ def count(
     """Run a counting kernel on all parts of n elements and add what it counted.
 
     Args:
-        kernel: its arguments are those of a part, its elements, the counts of all programs, how many such counts there
-            are and the length of each, and the constants ``BINS`` and ``TILE``.
+        kernel: its arguments are those of a part, its elements, copies of the counts, how many there are and the length
+            of each, and the constants ``BINS`` and ``TILE``.
         plan: for the bins of ``counts``.
         arguments: of a part, a tensor first.
         counts: int64, contiguous.
@@ -78,11 +80,12 @@ def count(
     bins = counts.numel()
     for part in launch.parts(n):
         programs = min(plan.programs, triton.cdiv(part.n, plan.tile))
-        copies, width = min(plan.copies, programs), plan.splits * plan.bins or bins
-        own = torch.zeros((copies, width), dtype=torch.int32, device=counts.device)
+        copies = max(1, min(plan.copies, programs, part.n // bins))  # to clear and sum them must be worth the while
+        into = counts if copies == 1 else torch.zeros((copies, bins), dtype=torch.int32, device=counts.device)
         grid = programs, plan.splits
-        launch.launch(kernel, grid, *arguments(part), part.n, own, copies, width, tile=plan.tile, BINS=plan.bins)
-        counts.view(-1).add_(own[:, :bins].sum(0, dtype=torch.int64))
+        launch.launch(kernel, grid, *arguments(part), part.n, into, copies, bins, tile=plan.tile, BINS=plan.bins)
+        if copies > 1:
+            counts.view(-1).add_(into.sum(0, dtype=torch.int64))
 
 
 @triton.jit
@@ -92,20 +95,20 @@ def empty(BINS: tl.constexpr):
 
 
 @triton.jit
-def add(held, where, inside, own, copies, width, BINS: tl.constexpr):
+def add(held, where, inside, counts, copies, bins, BINS: tl.constexpr):
     """Count a tile's bins: into the histogram ``held``, which is returned, or in global memory."""
     if BINS:
         where -= tl.program_id(1) * BINS
         return held + tl.histogram(where, BINS, mask=inside & (where >= 0) & (where < BINS))
     else:
-        mine = own + (tl.program_id(0) % copies) * width
-        tl.atomic_add(mine + where, 1, mask=inside, sem="relaxed")
+        mine = counts + (tl.program_id(0) % copies) * bins
+        tl.atomic_add(mine + where, tl.full(where.shape, 1, counts.dtype.element_ty), mask=inside, sem="relaxed")
         return held
 
 
 @triton.jit
-def keep(held, own, width, BINS: tl.constexpr):
-    """Store the histogram where the sum will find it."""
+def merge(held, counts, BINS: tl.constexpr):
+    """Add the histogram, if there is one, to the counts of all programs."""
     if BINS:
-        mine = own + tl.program_id(0) * width + tl.program_id(1) * BINS
-        tl.store(mine + tl.arange(0, BINS), held)
+        mine = counts + tl.program_id(1) * BINS + tl.arange(0, BINS)
+        tl.atomic_add(mine, held.to(tl.int64), mask=held > 0, sem="relaxed")

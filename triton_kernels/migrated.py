@@ -9,24 +9,26 @@ import triton
 import triton.language as tl
 
 from .checks import Faults, check_flat, check_tensor, faults_of
-from .compact import chosen_of, count_chosen, slots_of, starts_of
+from .compact import chosen_of, count_chosen, ends_of, slots_of
 from .launch import launch, parts, tiles_of
 from .marks import mark_if
 
 
 def migrated(
-    codes: torch.Tensor, parent: torch.Tensor, most: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The elements whose code is not the previous one, in order.  Waits for the device once, for their number.
+    codes: torch.Tensor, parent: torch.Tensor, room: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The elements whose code is not the previous one, in order.
 
-    They take five bytes each where all codes take one, or less when packed: ``most`` is where they no longer pay.
+    They take five bytes each where all codes take one, or less when packed: there is a number from which on they do
+    not pay, and more than that need no room.
 
     Args:
         codes, parent: uint8[n].
-        most: None is returned if there are more than this.
+        room: for so many elements, so that nobody waits for their number m; None: waits for the device.
 
     Returns:
-        Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
+        Positions, int32[m] (int64 for more than 2**31 elements), codes, uint8[m], and m, int64[] on the device.  With
+        ``room`` there are so many positions and codes: the first m are filled, or all where m is larger.
 
     Raises:
         ValueError: a shape, dtype or device is another.
@@ -34,19 +36,17 @@ def migrated(
     check_flat("codes", codes, torch.uint8)
     check_tensor("parent", parent, torch.uint8, (codes.numel(),), like=codes)
     tally = count_chosen(codes, parent, 0)
-    starts, total = starts_of(tally)
-    m = int(total)
-    if most is not None and m > most:
-        return None
+    ends, total = ends_of(tally)
+    m = int(total) if room is None else room
     wide = codes.numel() > 1 << 31
     positions = torch.empty(m, dtype=torch.int64 if wide else torch.int32, device=codes.device)
     moved = torch.empty(m, dtype=torch.uint8, device=codes.device)
     for part in parts(codes.numel()) if m else ():
         launch(
             _migrate, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
-            tiles_of(tally, part), tiles_of(starts, part), positions, moved,
+            tiles_of(tally, part), tiles_of(ends, part), positions, moved, m,
         )
-    return positions, moved
+    return positions, moved, total
 
 
 def settle(
@@ -76,15 +76,17 @@ def settle(
             )
 
 
-@triton.jit(do_not_specialize=["first"])
-def _migrate(codes, parent, n, first, tally, starts, positions, moved, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "m"])
+def _migrate(codes, parent, n, first, tally, ends, positions, moved, m, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    if tl.load(tally + tile) > 0:
+    held = tl.load(tally + tile)
+    if held > 0:
         at = tile * TILE + tl.arange(0, TILE)
         chosen = chosen_of(codes, parent, 0, at, n)
-        slot = slots_of(chosen, starts, tile)
-        tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=chosen)
-        tl.store(moved + slot, tl.load(codes + at, mask=chosen, other=0), mask=chosen)
+        slot = slots_of(chosen, held, ends, tile)
+        served = chosen & (slot < m)
+        tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=served)
+        tl.store(moved + slot, tl.load(codes + at, mask=served, other=0), mask=served)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, check_flat, check_tensor
-from .compact import chosen_of, count_chosen, slots_of, starts_of
+from .compact import chosen_of, count_chosen, ends_of, slots_of
 from .keys import as_fp32, bf16_bits, fp32_bits
 from .launch import launch, parts, tile_count, tiles_of
 
 
 def gather_protected(
-    x: torch.Tensor, codes: torch.Tensor, protected_code: int, tally: torch.Tensor | None = None, bf16: bool = False
-) -> torch.Tensor:
-    """Elements whose code is ``protected_code``, in order.  Waits for the device once, for their number.
+    x: torch.Tensor, codes: torch.Tensor, protected_code: int, tally: torch.Tensor | None = None, bf16: bool = False,
+    room: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements whose code is ``protected_code``, in order.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
@@ -25,9 +26,11 @@ def gather_protected(
         protected_code: -1: none.
         tally: what ``quantize`` returned for these codes; they are not counted again then.
         bf16: the nearest bf16 numbers, but never rounded up to infinity.
+        room: for so many elements, so that nobody waits for their number m; None: waits for the device.
 
     Returns:
-        fp32 bits, uint32[m]; with ``bf16`` bf16 bits, uint16[m].
+        fp32 bits, uint32[m], with ``bf16`` bf16 bits, uint16[m]; and m, int64[] on the device.  With ``room`` there are
+        so many bits: the first m are filled, or all where m is larger.
 
     Raises:
         ValueError: a shape, dtype or device is another.
@@ -36,18 +39,18 @@ def gather_protected(
     check_tensor("codes", codes, torch.uint8, (x.numel(),), like=x)
     dtype = torch.uint16 if bf16 else torch.uint32
     if not 0 <= protected_code < 256:
-        return torch.empty(0, dtype=dtype, device=x.device)
+        return torch.empty(0, dtype=dtype, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
     if tally is None:
         tally = count_chosen(codes, None, protected_code)
     check_tensor("tally", tally, torch.int32, (tile_count(x.numel()),), like=x)
-    starts, total = starts_of(tally)
-    out = torch.empty(int(total), dtype=dtype, device=x.device)
+    ends, total = ends_of(tally)
+    out = torch.empty(int(total) if room is None else room, dtype=dtype, device=x.device)
     for part in parts(x.numel()) if len(out) else ():
         launch(
             _gather, (part.tiles,), x[part.where], codes[part.where], protected_code, part.n, tiles_of(tally, part),
-            tiles_of(starts, part), out, out.numel(), BF16=bf16,
+            tiles_of(ends, part), out, out.numel(), BF16=bf16,
         )
-    return out
+    return out, total
 
 
 def fill_protected(
@@ -61,21 +64,22 @@ def fill_protected(
         tally: of each tile, int32[tiles].
         protected, out: of one dtype, [m] and [n].
     """
-    starts, _ = starts_of(tally)
+    ends, _ = ends_of(tally)
     for part in parts(codes.numel()) if protected.numel() else ():
         launch(
             _fill, (part.tiles,), codes[part.where], protected_code, part.n, tiles_of(tally, part),
-            tiles_of(starts, part), protected, protected.numel(), out[part.where],
+            tiles_of(ends, part), protected, protected.numel(), out[part.where],
         )
 
 
 @triton.jit(do_not_specialize=["wanted", "m"])
-def _gather(x, codes, wanted, n, tally, starts, out, m, BF16: tl.constexpr, TILE: tl.constexpr):
+def _gather(x, codes, wanted, n, tally, ends, out, m, BF16: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    if tl.load(tally + tile) > 0:
+    held = tl.load(tally + tile)
+    if held > 0:
         at = tile * TILE + tl.arange(0, TILE)
         chosen = chosen_of(codes, None, wanted, at, n)
-        slot = slots_of(chosen, starts, tile)
+        slot = slots_of(chosen, held, ends, tile)
         bits = fp32_bits(as_fp32(tl.load(x + at, mask=chosen, other=0)))
         if BF16:
             tl.store(out + slot, bf16_bits(bits).to(tl.uint16), mask=chosen & (slot < m))
@@ -84,11 +88,12 @@ def _gather(x, codes, wanted, n, tally, starts, out, m, BF16: tl.constexpr, TILE
 
 
 @triton.jit(do_not_specialize=["wanted", "m"])
-def _fill(codes, wanted, n, tally, starts, protected, m, out, TILE: tl.constexpr):
+def _fill(codes, wanted, n, tally, ends, protected, m, out, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    if tl.load(tally + tile) > 0:
+    held = tl.load(tally + tile)
+    if held > 0:
         at = tile * TILE + tl.arange(0, TILE)
         chosen = chosen_of(codes, None, wanted, at, n)
-        slot = slots_of(chosen, starts, tile)
+        slot = slots_of(chosen, held, ends, tile)
         served = chosen & (slot < m)
         tl.store(out + at, tl.load(protected + slot, mask=served, other=0), mask=served)

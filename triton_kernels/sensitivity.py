@@ -13,7 +13,7 @@ from dsq_ckpt.keys import FULL
 
 from . import counting
 from .checks import FLOATS, check_flat, check_tensor
-from .counting import add, empty, keep
+from .counting import add, empty, merge
 from .keys import MAGNITUDE, as_fp32, bin_of, fp32_bits
 from .launch import launch, of, parts
 
@@ -90,9 +90,9 @@ def _blend(average, new, n, weight, rest, TILE: tl.constexpr):
     tl.store(average + at, _blended(old, tl.load(new + at, mask=inside, other=0), weight, rest), mask=inside)
 
 
-@triton.jit(do_not_specialize=["copies", "width"])
+@triton.jit(do_not_specialize=["copies", "bins"])
 def _sensitivity(
-    average, new, weight, rest, parameter, lo, hi, n, own, copies, width, BINS: tl.constexpr, TILE: tl.constexpr
+    average, new, weight, rest, parameter, lo, hi, n, counts, copies, bins, BINS: tl.constexpr, TILE: tl.constexpr
 ):
     held = empty(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
@@ -104,5 +104,5 @@ def _sensitivity(
             tl.store(average + at, mean, mask=inside)
         product = as_fp32(tl.load(parameter + at, mask=inside, other=0)) * mean
         where = bin_of(fp32_bits(product) & MAGNITUDE, False, lo, hi)
-        held = add(held, where, inside, own, copies, width, BINS)
-    keep(held, own, width, BINS)
+        held = add(held, where, inside, counts, copies, bins, BINS)
+    merge(held, counts, BINS)

@@ -12,7 +12,7 @@ from dsq_ckpt.keys import KeyWindow
 
 from . import counting
 from .checks import FLOATS, Faults, check_flat, check_rows, check_tensor, faults_of, fp32
-from .counting import add, empty, keep
+from .counting import add, empty, merge
 from .keys import bin_of_element
 from .launch import of
 from .marks import checked
@@ -74,8 +74,8 @@ def _count(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "lo", "hi", "copies", "width"])
-def _sketch(x, parent, rows, lo, hi, factor, fault, n, own, copies, width, BINS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "lo", "hi", "copies", "bins"])
+def _sketch(x, parent, rows, lo, hi, factor, fault, n, counts, copies, bins, BINS: tl.constexpr, TILE: tl.constexpr):
     held = empty(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):
         at = start + tl.arange(0, TILE)
@@ -84,5 +84,5 @@ def _sketch(x, parent, rows, lo, hi, factor, fault, n, own, copies, width, BINS:
         if parent is not None:
             before = tl.load(parent + at, mask=inside, other=0).to(tl.int32)
             where += checked(before, rows, fault) * (2 * (hi - lo + 3))
-        held = add(held, where, inside, own, copies, width, BINS)
-    keep(held, own, width, BINS)
+        held = add(held, where, inside, counts, copies, bins, BINS)
+    merge(held, counts, BINS)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.dcp.reader import malformed
+from dsq_ckpt.dcp.reader import malformed, paths_of
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.nesting import Nesting, Path, empty_dicts, put
 
@@ -96,6 +96,7 @@ def fillings(
     """
     found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
     with malformed(checkpoint):
+        paths_of(checkpoint)  # for its checks
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
             return found_all

@@ -215,12 +215,26 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
             )
         for fqn in checkpoint.index["objects"]:
             entries[fqn] = BytesStorageMetadata()
-        paths = checkpoint.index["planner"]
-        planner = None if paths is None else {fqn: tuple(path) for fqn, path in paths.items()}
+        planner = paths_of(checkpoint)
     return Metadata(
         entries, planner_data=planner,
         storage_meta=StorageMeta(checkpoint_id=str(checkpoint.directory), save_id=checkpoint.manifest.save_id),
     )
+
+
+def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
+    """The path to each name in the nested state dict; None where the writer's planner kept none.
+
+    Raises:
+        CorruptCheckpoint: a name has no path: what it names would be left out of a nested state dict, or break DCP.
+    """
+    paths = checkpoint.index["planner"]
+    if paths is None:
+        return None
+    for fqn, path in paths.items():
+        if not path:
+            raise CorruptCheckpoint(f"'{checkpoint.directory}': the index has an empty path for '{fqn}'")
+    return {fqn: tuple(path) for fqn, path in paths.items()}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -82,6 +83,7 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
     engine.checkpoint_engine = DSQCheckpointEngine(
         engine, inner, chosen, group, _chooser(engine, evaluate), gradients
     )
+    _check_before_loading(engine)
 
 
 def install() -> None:
@@ -111,6 +113,21 @@ def quality(engine: Any) -> dict[str, Any] | None:
     """What the search for the engine's last checkpoint measured; None where there was none."""
     found: DSQCheckpointEngine = engine.checkpoint_engine
     return getattr(found, "quality", None)
+
+
+def _check_before_loading(engine: Any) -> None:
+    """Let the engine load a tag only once all ranks have found it whole."""
+    original = type(engine).load_checkpoint
+
+    def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
+        if tag is None and latest.is_file():
+            tag = latest.read_text().strip()
+        if tag is not None:
+            engine.checkpoint_engine.check(Path(load_dir, tag).absolute())
+        return original(engine, load_dir, tag, *args, **kwargs)
+
+    engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
 
 
 def _chooser(engine: Any, evaluate: Evaluate | None) -> Chooser:

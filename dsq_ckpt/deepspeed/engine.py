@@ -14,10 +14,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from dsq_ckpt import chain, stored
 from dsq_ckpt.chain import remember_loaded
+from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.comm import TorchCommunicator, together
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.container import file_checksum
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
@@ -60,7 +60,6 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._gradients = gradients
         self._queue: dict[Path, Any] = {}
         self._last: Path | None = None
-        self._checked: dict[tuple[Path, str], Manifest] = {}
 
     # Names of arguments are those of the base class: DeepSpeed passes them by keyword.
 
@@ -95,13 +94,12 @@ class DSQCheckpointEngine(CheckpointEngine):
         """What a file holds, decoded; of a tag that is not compressed as well.
 
         Raises:
-            CorruptCheckpoint: the file is not what its checkpoint says.
-            DSQError: what else is wrong with the checkpoint.
+            DSQError: the checkpoint that the file belongs to is not complete, or damaged.
         """
         file = Path(path).absolute()
         if not is_complete(file.parent):
             return self.inner.load(path, map_location=map_location)
-        manifest = self._manifest_of(file)
+        manifest = Manifest.read(file.parent)
         with stored.stored_in(file.parent):
             # As DeepSpeed does, which keeps objects of its own and the user's in these files.
             loaded = torch.load(path, map_location=map_location, weights_only=False)
@@ -157,23 +155,24 @@ class DSQCheckpointEngine(CheckpointEngine):
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:
         return partial(_write_stored, found=found, unlike=unlike, state=state)
 
-    def _manifest_of(self, file: Path) -> Manifest:
-        """The manifest, once the file was checked against it."""
-        manifest = Manifest.read(file.parent)
-        known = {entry.name: entry for entry in manifest.files}.get(file.name)
-        key = (file, manifest.save_id)
-        if key in self._checked:
-            return manifest
-        if known is None:
-            raise CorruptCheckpoint(f"'{file}' is not a file of the checkpoint it lies in; was it put there by hand?")
-        size, checksum = file_checksum(file)
-        if (size, checksum) != (known.size, known.checksum):
-            raise CorruptCheckpoint(
-                f"'{file}' has {size} bytes with checksum {checksum}, expected {known.size} with {known.checksum}: it "
-                "was altered; load another tag"
-            )
-        self._checked = {key: manifest}
-        return manifest
+    def check(self, directory: Path) -> None:
+        """Compare every byte of a tag with its checksums, each rank a part of them; collective.
+
+        What one rank finds while the others load would leave these waiting. A tag that is not compressed is left alone.
+
+        Raises:
+            CorruptCheckpoint: on all ranks, if any file is missing or altered.
+        """
+        together(self._comm, lambda: self._check(directory))
+
+    def _check(self, directory: Path) -> None:
+        if not is_complete(directory):
+            return
+        with Checkpoint(directory) as checkpoint:
+            names = [file.name for file in checkpoint.manifest.files][self._comm.rank :: self._comm.size]
+            problems = [f"'{directory / name}' {problem}" for name, _, problem in checkpoint.verify(names) if problem]
+        if problems:
+            raise CorruptCheckpoint(f"{'; '.join(problems[:3])}; load another tag")
 
     def _resume(self, manifest: Manifest) -> None:
         resume = getattr(self._chooser, "resume", None)

@@ -23,6 +23,8 @@ from dsq_ckpt.workers import Workers
 
 _PIECE = 1 << 25  # codes packed together, so that the room for packed ones is bounded
 _MOVED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
+_PROTECTED = 4  # bytes of a protected value
+_SPARE = 1 << 20  # protected values of a chunk for which there is room before their number is known
 
 
 class _Arrived(NamedTuple):
@@ -51,6 +53,25 @@ class Tables:
         self.low, self.inverse = (torch.from_numpy(padded(part)).to(device) for part in (book.cell_low, inverse))
         self.width = max(1, int(np.flatnonzero(fitted.counts.sum(0)).max(initial=0)).bit_length())
         """Bits that the largest code in use takes."""
+        self._protected = int(fitted.counts[:, book.protected].sum())
+        known = fitted.counts[:-1]  # the last row is of elements without a previous code
+        self._changing = 1.0 - float(np.trace(known)) / max(1, int(known.sum()))
+
+    def room_for_protected(self, n: int) -> int | None:
+        """For how many protected values of n elements there must be room: of a group all may be in one chunk.
+
+        None: so many that it is better to wait for their number.
+        """
+        most = min(n, self._protected)
+        return most if most <= _SPARE else None
+
+    def room_for_changes(self, n: int) -> int:
+        """For how many codes of n elements that are unlike the previous ones there should be room; 0: they do not pay.
+
+        Twice their average in the group: where a chunk has more, its codes travel whole.
+        """
+        most = n * self.width // _MOVED
+        return min(most, int(2 * self._changing * n) + 1) if self._changing * n < most else 0
 
     def quantize(
         self, backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, exponent: float, bits: int
@@ -100,37 +121,43 @@ class DeviceChunk:
         self.parent: Codes | None = chunk.parent if fitted.uses_parent else None
         self.values: Floats32 | None = None
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
-        self._before, self._width, self._protected = chunk.parent, tables.width, fitted.codebook.protected
+        self._width, self._protected = tables.width, fitted.codebook.protected
         device, x = chunk.tensor.device, chunk.flat()
-        backend, transfer = backend_for(device), transfer_from(device)
-        known = None if chunk.parent is None else parent_on_device(chunk)
-        size = (x.numel() * self.refinement_bits + 7) // 8
+        backend, transfer, n = backend_for(device), transfer_from(device), chunk.key.elements
+        known = None if self.parent is None else parent_on_device(chunk)
+        kept, changes = tables.room_for_protected(n), 0 if known is None else tables.room_for_changes(n)
+        size = (n * self.refinement_bits + 7) // 8 + _PROTECTED * (kept or 0) + changes * _MOVED // 8
         transfer.reserve(size)
         try:
-            codes, symbols, tally = tables.quantize(
-                backend, x, known if self.parent is not None else None, self.exponent, self.refinement_bits
-            )
+            codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
-            protected = backend.gather_protected(x, codes, self._protected, tally)
+            # There is room for both before their numbers are known, so that nobody waits for the device here.
+            protected = backend.gather_protected(x, codes, self._protected, tally, room=kept)
             # Here and not in the background, so that the previous codes can go at once.
-            moved = None if known is None else backend.migrated(codes, known, codes.numel() * self._width // _MOVED)
+            moved = backend.migrated(codes, known, changes) if known is not None and changes else None
         except BaseException:
             transfer.release(size)
             raise
         self.resident: torch.Tensor | None = codes
 
         def bring() -> _Arrived:
+            count = int(protected[1])
+            if kept is not None and count > kept:
+                raise SaveFailed(
+                    f"'{self.key.fqn}': {count} elements are protected, but at most {kept} were counted; did it change "
+                    "while it was saved?"
+                )
+            values = transfer.fetch(protected[0][:count]).view(np.uint32)
             found: tuple[npt.NDArray[Any], Codes] | None = None
             all_codes = np.empty(0, np.uint8)
-            if moved is None:
+            if moved is None or (count := int(moved[2])) > changes:
                 all_codes = self._fetch_packed(backend, transfer, codes)
             else:
                 kind = np.int64 if moved[0].dtype == torch.int64 else np.int32
-                found = transfer.fetch(moved[0]).view(kind), transfer.fetch(moved[1])
+                found = transfer.fetch(moved[0][:count]).view(kind), transfer.fetch(moved[1][:count])
             refinement = b"" if packed is None else transfer.fetch(packed).tobytes()
-            kept = transfer.fetch(protected).view(np.uint32)
             backend.check()
-            return _Arrived(found, all_codes, kept, refinement)
+            return _Arrived(found, all_codes, values, refinement)
 
         self._lock = threading.Lock()
         self._positions: npt.NDArray[np.int64] | None = None
@@ -149,8 +176,8 @@ class DeviceChunk:
             if isinstance(arrived, Exception):
                 raise arrived
             if self._positions is None:
-                if arrived.moved is not None and self._before is not None:
-                    settle(self._before, *arrived.moved, self.codes)
+                if arrived.moved is not None and self.parent is not None:
+                    settle(self.parent, *arrived.moved, self.codes)
                 elif self._width == 8:
                     self.codes[:] = arrived.packed
                 else:
@@ -182,7 +209,7 @@ class DeviceChunk:
             arrival, _ = self._arrived()
         except Exception as error:
             arrival = SaveFailed(f"'{self.key.fqn}' did not arrive on the host: {type(error).__name__}: {error}")
-        return {**self.__dict__, "_arrival": arrival, "_lock": None, "_before": None, "resident": None}
+        return {**self.__dict__, "_arrival": arrival, "_lock": None, "resident": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
@@ -193,7 +220,7 @@ def decode(chunk: Chunk, tables: Tables, bits: int) -> torch.Tensor:
     backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None
     codes, symbols, tally = tables.quantize(backend, x, parent, chunk.exponent, bits)
-    kept = backend.gather_protected(x, codes, book.protected, tally, bf16=not bits)
+    kept, _ = backend.gather_protected(x, codes, book.protected, tally, bf16=not bits)
     values = kept.view(torch.float32) if bits else kept.view(torch.bfloat16).float()
     out = Dequantizer(book, chunk.exponent, bits).on_device(codes, values, symbols)
     backend.check()

@@ -28,10 +28,16 @@ def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
     """Counts of every chunk in the full window, unscaled: int64[FULL.size] each, in order."""
     for start in range(0, len(chunks), _TOGETHER):
         some = chunks[start : start + _TOGETHER]
-        counts = [torch.zeros(FULL.size, dtype=torch.int64, device=chunk.tensor.device) for chunk in some]
-        for chunk, mine in zip(some, counts, strict=True):
-            backend_for(chunk.tensor.device).sketch(chunk.flat(), FULL.lo, FULL.hi, 1.0, mine)
-        yield from (mine.cpu().numpy() for mine in counts)  # all are queued before the first is waited for
+        rows = {
+            device: torch.zeros((len(some), FULL.size), dtype=torch.int64, device=device)
+            for device in {chunk.tensor.device for chunk in some}
+        }
+        backends = {device: backend_for(device) for device in rows}
+        for place, chunk in enumerate(some):
+            device = chunk.tensor.device
+            backends[device].sketch(chunk.flat(), FULL.lo, FULL.hi, 1.0, rows[device][place])
+        found = {device: counts.cpu().numpy() for device, counts in rows.items()}  # all are queued by now
+        yield from (found[chunk.tensor.device][place] for place, chunk in enumerate(some))
 
 
 def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> None:

@@ -29,6 +29,8 @@ class Backend(Protocol):
       values that are decoded go into any of them, the nearest number.
     * Shapes, dtypes and numbers that are not as they should be raise ``ValueError`` at once.  Codes, symbols and
       positions past the end of a table never lead outside it, but a GPU tells of them only when ``check`` is called.
+    * Elements that are looked for come with their number m, int64[] on the device.  The caller that makes ``room`` for
+      as many as there may be does not wait for it: it finds the first m of so many, or, where m is larger, too few.
     """
 
     name: str
@@ -54,9 +56,10 @@ class Backend(Protocol):
         """
 
     def gather_protected(
-        self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False
-    ) -> Tensor:
-        """fp32 bits, uint32[m], of the elements with ``protected_code``, in order; waits for their number.
+        self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
+        room: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """fp32 bits, uint32[m], of the elements with ``protected_code``, in order, and m.
 
         With ``bf16`` uint16[m]: the nearest bf16, never rounded up to infinity.  ``tally`` is what ``quantize``
         returned for these very codes.
@@ -85,10 +88,10 @@ class Backend(Protocol):
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
         """The inverse of ``pack``."""
 
-    def migrated(self, codes: Tensor, parent: Tensor, most: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """Positions, int32[m], and codes, uint8[m], where codes differ; None for more than ``most``.
+    def migrated(self, codes: Tensor, parent: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions, int32[m], and codes, uint8[m], where codes differ, and m.
 
-        Positions are int64 for more than 2**31 codes.  Waits for their number.
+        Positions are int64 for more than 2**31 codes.
         """
 
     def settle(self, parent: Tensor, positions: Tensor, moved: Tensor, out: Tensor) -> None:

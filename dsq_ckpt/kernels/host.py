@@ -62,14 +62,15 @@ class HostBackend:
             )
 
     def gather_protected(
-        self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False
-    ) -> Tensor:
-        """See ``reference.gather_protected``."""
+        self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
+        room: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``reference.gather_protected``.  All are there, whatever the room."""
         bits = self._do.gather_protected(_floats(x), _array(codes), protected_code)
-        if not bf16:
-            return torch.from_numpy(bits)
-        halves = self._do.to_bf16(bits)
-        return torch.from_numpy(np.where((halves & 0x7FFF) == 0x7F80, halves - 1, halves).astype(np.uint16))
+        if bf16:
+            halves = self._do.to_bf16(bits)
+            bits = np.where((halves & 0x7FFF) == 0x7F80, halves - 1, halves).astype(np.uint16)
+        return torch.from_numpy(bits), torch.tensor(len(bits))
 
     def refine(
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
@@ -110,10 +111,10 @@ class HostBackend:
         """See ``reference.unpack``."""
         self._do.unpack(_array(packed), bits, _array(out))
 
-    def migrated(self, codes: Tensor, parent: Tensor, most: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """See ``kernels.migrated.migrated``."""
-        found = moving.migrated(_array(codes), _array(parent), most)
-        return None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
+    def migrated(self, codes: Tensor, parent: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``kernels.migrated.migrated``.  All are there, whatever the room."""
+        positions, moved = moving.migrated(_array(codes), _array(parent))
+        return torch.from_numpy(positions), torch.from_numpy(moved), torch.tensor(len(moved))
 
     def settle(self, parent: Tensor, positions: Tensor, moved: Tensor, out: Tensor) -> None:
         """See ``kernels.migrated.settle``."""

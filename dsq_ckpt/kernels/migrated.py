@@ -12,12 +12,11 @@ U8 = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.integer]
 
 
-def migrated(codes: U8, parent: U8, most: int | None = None) -> tuple[Positions, U8] | None:
+def migrated(codes: U8, parent: U8) -> tuple[Positions, U8]:
     """The elements whose code is not the previous one, in order.
 
     Args:
         codes, parent: uint8[n].
-        most: None is returned if there are more than this.
 
     Returns:
         Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
@@ -28,8 +27,6 @@ def migrated(codes: U8, parent: U8, most: int | None = None) -> tuple[Positions,
     check_array("codes", codes, np.uint8, (codes.size,))
     check_array("parent", parent, np.uint8, codes.shape)
     where = np.flatnonzero(codes != parent)
-    if most is not None and where.size > most:
-        return None
     return where.astype(np.int64 if codes.size > 1 << 31 else np.int32), codes[where]
 
 

@@ -47,8 +47,9 @@ def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
         assert differences(loaded(mine, first), loaded(theirs, first)) == []
 
 
-def test_device_memory_of_a_save(tmp_path):
-    """At most 1.25 bytes per element beside the state, previous codes included."""
+def test_device_memory_of_a_save(tmp_path, monkeypatch):
+    """At most 1.25 bytes per element beside the state and what waits for the trip, previous codes included."""
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 1)  # one chunk at a time
     state = {f"layer{i}.weight": torch.randn(1 << 21, 8, device="cuda") * 0.02 for i in range(16)}
     elements = sum(value.numel() for value in state.values())
     dsq_ckpt.save(state, tmp_path / "0")

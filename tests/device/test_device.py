@@ -95,6 +95,50 @@ def test_a_chain_is_what_the_host_makes(here, tmp_path, monkeypatch, save):
         assert differences(values, loaded(theirs, states()[0])) == []
 
 
+def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
+    """There is room for what is looked for before it is known how much that is."""
+    rooms = {"gather_protected": [], "migrated": []}
+    made = coding.backend_for
+
+    def watched(where: torch.device) -> Any:
+        backend = made(where)
+        for name, seen in rooms.items():
+            look = getattr(backend, name)
+
+            def search(*args: Any, look: Any = look, seen: Any = seen, **options: Any) -> Any:
+                seen.append(options.get("room", args[-1]))
+                return look(*args, **options)
+
+            monkeypatch.setattr(backend, name, search, raising=False)
+        return backend
+
+    monkeypatch.setattr(coding, "backend_for", watched)
+    chain_of(tmp_path, states(), dsq_ckpt.save)
+    for seen in rooms.values():
+        assert seen and all(isinstance(room, int) for room in seen)
+
+
+@pytest.mark.parametrize("place, instead", [
+    ("room_for_protected", lambda tables, n: None), ("room_for_changes", lambda tables, n: 0),
+    ("room_for_changes", lambda tables, n: 1),
+], ids=["waited for", "codes travel whole", "more changes than room"])
+def test_without_room_the_same_is_stored(here, tmp_path, monkeypatch, place, instead):
+    near = chain_of(tmp_path / "near", states(), dsq_ckpt.save)
+    monkeypatch.setattr(coding.Tables, place, instead)
+    far = chain_of(tmp_path / "far", states(), dsq_ckpt.save)
+    for mine, theirs in zip(near, far, strict=True):
+        assert codes_of(mine) == codes_of(theirs)
+        assert differences(loaded(mine, states()[0]), loaded(theirs, states()[0])) == []
+
+
+def test_a_tensor_that_changes_under_a_save_fails_it(here):
+    x = torch.randn(64, 80)
+    fitted = fitted_on(chunk_of(x, 4), Lattice())
+    made = DeviceChunk(chunk_of(x * 1000, 4), TablesOf().of(fitted, x.device))
+    with pytest.raises(SaveFailed, match=r"'w': .* were counted; did it change"):
+        made.block(slice(0, 5120))
+
+
 def test_a_loaded_checkpoint_is_gone_on_from(here, tmp_path, monkeypatch):
     """Codes that are no longer on the device are brought there."""
     first, second, *_ = states()

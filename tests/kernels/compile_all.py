@@ -36,11 +36,6 @@ def compile_instead(kernel, *args, grid, warmup, **constants):
     assembly.setdefault(kernel.__name__, []).append(compiled.asm["ptx"])
 
 
-def starts(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As if something had been counted."""
-    return torch.zeros(len(tally), dtype=torch.int64), torch.tensor(100)
-
-
 def work(dtype: torch.dtype, everything: bool) -> None:
     x, codes = torch.zeros(N, dtype=dtype), torch.zeros(N, dtype=torch.uint8)
     cells, levels = torch.zeros(256, dtype=torch.float64), torch.zeros(256)
@@ -50,12 +45,17 @@ def work(dtype: torch.dtype, everything: bool) -> None:
     refinement = kernels.Refinement(cells, cells, 4, everything, torch.zeros_like(codes))
     kernels.quantize(x, codes, 0, *span, table, codes, refinement, 9)
     kernels.joint_sketch(x, codes, 0, *span, joint)
-    kernels.gather_protected(x, codes, 9, tally, bf16=everything)
+    kernels.gather_protected(x, codes, 9, tally, bf16=everything, room=100)
     kernels.dequantize(codes, levels, 0.7, 9, levels, x)
     if not everything:
         return
     kernels.sketch(x[1:], *span, joint[0])
+    kernels.sketch(x, FULL.lo, FULL.hi, 0.3, torch.zeros(FULL.size, dtype=torch.int64))  # the largest histogram
     kernels.joint_sketch(x, codes, 0, *span, torch.zeros((200, WINDOW.size), dtype=torch.int64))
+    many = torch.zeros(N << 4)  # more than bins: counted into copies
+    kernels.joint_sketch(
+        many, torch.zeros(N << 4, dtype=torch.uint8), 0, *span, torch.zeros((60, WINDOW.size), dtype=torch.int64)
+    )
     kernels.refine(x, codes, 0.3, cells, cells, 4, False, codes)
     kernels.dequantize_refined(codes, codes, 4, cells, cells, cells, levels, 0.7, -1, levels, False, x)
     kernels.blend(average, x, 0.9)
@@ -63,17 +63,13 @@ def work(dtype: torch.dtype, everything: bool) -> None:
     kernels.classes(kernels.importance(x, average), 0.1, 0.2)
     for bits in (3, 4):
         kernels.unpack(kernels.pack(codes, bits), bits, codes)
-    found = kernels.migrated(codes, codes)
-    assert found is not None
-    kernels.settle(codes, *found, codes)
+    kernels.settle(codes, *kernels.migrated(codes, codes, 100)[:2], codes)
 
 
 triton.runtime.driver.set_active(Driver())
 run, JITFunction.run = JITFunction.run, compile_instead
 checks.INTERPRETED = True  # CPU tensors will do
 launch.room_of = lambda device: launch.Room(132, 232448)
-for module in ("protected", "migrated"):
-    sys.modules[f"dsq_ckpt.triton_kernels.{module}"].starts_of = starts
 compact.count_chosen(torch.zeros(N, dtype=torch.uint8), None, 9)
 work(torch.float32, True)
 work(torch.bfloat16, False)

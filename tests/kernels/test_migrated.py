@@ -21,8 +21,9 @@ def check(subject, n, share, seed=0, offset=0):
     where = np.flatnonzero(parent != later)
     assert_same(found[0], where.astype(np.int32))
     assert_same(found[1], later[where])
+    assert int(found[2]) == len(where)
     for out in (subject.empty(n), before):
-        subject.backend.settle(before, *found, out)
+        subject.backend.settle(before, *found[:2], out)
         subject.backend.check()
         assert_same(out, later)
 
@@ -34,12 +35,17 @@ def test_sizes(subject, share):
     check(subject, 300, share, offset=3)
 
 
-def test_nothing_comes_where_it_would_not_pay(subject):
-    parent, later = (subject(array) for array in changed(1, 300, 0.2))
-    found = subject.backend.migrated(later, parent)
-    m = len(found[0])
-    assert subject.backend.migrated(later, parent, m - 1) is None
-    assert_same(subject.backend.migrated(later, parent, m)[0], found[0].cpu())
+def test_room(subject):
+    """Of elements that fit, all come; of others, those that fit, and how many there are."""
+    parent, later = changed(1, 300, 0.2)
+    where = np.flatnonzero(parent != later)
+    m = len(where)
+    for room in (0, 1, m - 1, m, m + 1, 400):
+        positions, moved, count = subject.backend.migrated(subject(later), subject(parent), room)
+        served = min(m, room)
+        assert int(count) == m and min(len(positions), len(moved)) >= served
+        assert_same(positions[:served], where[:served].astype(np.int32))
+        assert_same(moved[:served], later[where][:served])
 
 
 def test_long_positions(subject):

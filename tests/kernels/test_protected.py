@@ -20,7 +20,8 @@ def test_sizes(subject, dtype, bf16):
     for n in subject.sizes:
         x, known = floats(n, n, dtype), codes(n, n)
         expected = reference.gather_protected(as_fp32(x), known, 9)
-        found = subject.backend.gather_protected(subject(x, 1), subject(known, 1), 9, bf16=bf16)
+        found, count = subject.backend.gather_protected(subject(x, 1), subject(known, 1), 9, bf16=bf16)
+        assert int(count) == len(expected)
         expected = protected_bf16(expected) if bf16 else expected
         assert found.dtype == (torch.uint16 if bf16 else torch.uint32)
         assert_same(numbers(found), numbers(torch.from_numpy(expected)))
@@ -40,18 +41,31 @@ def test_as_counted_while_quantizing(subject, protected_code, share):
     )
     expected = x.numpy().view(np.uint32)[found.cpu().numpy().astype(int) == protected_code]
     for counted in (tally, None):
-        assert_same(subject.backend.gather_protected(tensor, found, protected_code, counted), expected)
+        assert_same(subject.backend.gather_protected(tensor, found, protected_code, counted)[0], expected)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_room(subject, bf16):
+    """Of elements that fit, all come; of others, those that fit, and how many there are."""
+    x, known = floats(1, 300), codes(1, 300)
+    expected = reference.gather_protected(as_fp32(x), known, 9)
+    expected, m = protected_bf16(expected) if bf16 else expected, len(expected)
+    for room in (0, 1, m - 1, m, m + 1, 400):
+        found, count = subject.backend.gather_protected(subject(x), subject(known), 9, bf16=bf16, room=room)
+        served = min(m, room)
+        assert int(count) == m and len(found) >= served
+        assert_same(numbers(found)[:served], numbers(torch.from_numpy(expected))[:served])
 
 
 def test_many_equal_in_order(subject):
     x = torch.arange(300, dtype=torch.float32)
-    found = subject.backend.gather_protected(subject(x), subject(np.full(300, 3, np.uint8)), 3)
+    found = subject.backend.gather_protected(subject(x), subject(np.full(300, 3, np.uint8)), 3)[0]
     assert_same(numbers(found), x)
 
 
 def test_largest_numbers_do_not_become_infinite(subject):
     x = torch.tensor([3.4028235e38, -3.4028235e38, 3.38e38, 1.0])
-    found = subject.backend.gather_protected(subject(x), subject(np.zeros(4, np.uint8)), 0, bf16=True)
+    found = subject.backend.gather_protected(subject(x), subject(np.zeros(4, np.uint8)), 0, bf16=True)[0]
     assert numbers(found).isfinite().all()
 
 
