@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -25,8 +26,8 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
-from dsq_ckpt.manifest import Manifest, existing_path
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
+from dsq_ckpt.manifest import Manifest, existing_path, local_path
 from dsq_ckpt.nesting import Path, empty_dicts
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,13 @@ def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
         yield
     except CheckpointException as bundle:
         raise _plain_error(bundle, otherwise) from bundle
+    except RuntimeError as error:  # of a collective, between the steps whose errors DCP bundles
+        if not (dist.is_available() and dist.is_initialized()):
+            raise
+        raise otherwise(
+            f"rank {dist.get_rank()}: {type(error).__name__}: {error}; if it could not reach another rank, that one or "
+            "its host is gone"
+        ) from error
 
 
 def _plain_error(bundle: CheckpointException, otherwise: type[DSQError]) -> DSQError:
@@ -115,8 +123,20 @@ def save_with(
         metadata = dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    chain.remember_committed(writer.path, Manifest.read(writer.path).save_id)
+    path, comm = writer.path, SingleProcess() if no_dist else communicator(process_group)
+    chain.remember_committed(path, together(comm, lambda: _committed(path)))
     return metadata
+
+
+def _committed(path: os.PathLike[str]) -> str:
+    """Save id of the checkpoint just committed; a rank that had nothing to write may not share the directory."""
+    try:
+        return Manifest.read(local_path(path)).save_id
+    except CheckpointNotFound as error:
+        raise SaveFailed(
+            f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
+            "hosts; save to a directory that is"
+        ) from error
 
 
 class _Background:
@@ -196,6 +216,8 @@ def save_async_with(
             "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
             "none here, or leave processes out"
         )
+    if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
+        raise SaveFailed(lacking)
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     with _plain_errors(SaveFailed), _alone(no_dist):
@@ -220,6 +242,16 @@ def save_async_with(
     inner.add_done_callback(pass_on)
     _background.future = outer
     return outer
+
+
+def without_cpu(backends: str) -> str | None:
+    """Why a process cannot save in the background over a group with these backends by device; None if it can."""
+    if any(part.partition(":")[0] == "cpu" for part in backends.split(",")):
+        return None
+    return (
+        f"processes=True needs a default process group that serves CPU tensors, and this one has only '{backends}': "
+        "init_process_group(\"cpu:gloo,cuda:nccl\"), or leave processes out"
+    )
 
 
 def load(

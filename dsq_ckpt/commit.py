@@ -74,11 +74,9 @@ def commit(
         depth = agreement.parent.depth + 1
         known = {file.name: file for file in Manifest.read(Path(agreement.parent.path)).files}
         files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
-    absent = [file.name for file in files if _size(directory / file.name) != file.size]
+    absent = [file for file in files if _size(directory / file.name) != file.size]
     if absent:
-        raise SaveFailed(
-            f"'{directory / absent[0]}' is missing or not whole after all ranks wrote; do all hosts share the path?"
-        )
+        raise SaveFailed(_incomplete(directory, absent, results))
     names = [file.name for file in own]
     place = {name: number for number, name in enumerate(names)}
     index = {
@@ -156,6 +154,23 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=3)
     except UserWarning:
         logger.warning(text)
+
+
+def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:
+    """Why files that ranks wrote are not there for the coordinator, as far as can be told."""
+    here = platform.node()
+    wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
+    shown = []
+    for file in absent[:3]:
+        size, author = _size(directory / file.name), wrote.get(file.name)
+        notes = [f"written by rank {author.rank} on host {author.host}"] if author is not None else []
+        notes += [f"{size} of {file.size} bytes"] if size >= 0 else []
+        shown.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
+    more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+    text = f"after all ranks wrote, host {here}, which commits, lacks in '{directory}' {', '.join(shown)}{more}: "
+    if any(wrote[file.name].host != here for file in absent if file.name in wrote):
+        text += "the directory is not shared by all hosts; save to one that is; "
+    return text + "the checkpoint was not committed"
 
 
 def _size(path: Path) -> int:

@@ -5,6 +5,7 @@ Nothing here knows DCP; the storage writer (and other integrations) drive these 
 
 from __future__ import annotations
 
+import platform
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,8 +87,10 @@ class Coded:
 
 @dataclass
 class RankResult:
-    """What one rank wrote."""
+    """What one rank wrote, and on which host."""
 
+    rank: int
+    host: str = field(default_factory=platform.node)
     files: list[FileInfo] = field(default_factory=list)
     refinement: FileInfo | None = None
     requires: list[str] = field(default_factory=list)
@@ -268,7 +271,7 @@ def write_rank(
 
     `coded` is consumed one by one, so that only codes, or values, stay in memory.
     """
-    result = RankResult()
+    result = RankResult(rank)
     memory = Memory()
     by_kind: dict[str, list[Written]] = defaultdict(list)
     with ShardWriter(directory, agreement.save_id, rank, config, workers=workers, fitted=fitted) as shard:

@@ -28,7 +28,7 @@ from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
 _VERSION = 1
-_directory: ContextVar[Path | None] = ContextVar("_directory", default=None)
+_source: ContextVar[tuple[Path, bool] | None] = ContextVar("_source", default=None)
 
 
 class Piece(NamedTuple):
@@ -69,6 +69,10 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
 
     The checkpoint is the directory of the file that `torch.load` is reading, or that of `stored_in`.
 
+    A universal checkpoint of DeepSpeed has a copy of such a file without what it speaks of. There, weights are in the
+    folder `zero`, and those of the file are not used; they become tensors on the meta device, which nobody can mistake
+    for values.
+
     Raises:
         LoadFailed: the file is not read by its path, so that nothing tells where the checkpoint is.
         CheckpointNotFound: the checkpoint beside the file is not complete, or is of another save.
@@ -79,14 +83,16 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
         raise UnsupportedFormat(
             f"a tensor is stored in layout {spec.get('version')!r}, this dsq_ckpt reads {_VERSION}; upgrade it"
         )
-    directory = _directory.get() or _being_loaded()
+    directory, refined = _source.get() or (_being_loaded(), True)
+    if (directory / "zero").is_dir() and not (directory / MANIFEST).exists():
+        return torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="meta")
     checkpoint = _opened(directory, spec["save_id"])
     out = torch.zeros(spec["shape"], dtype=dtype_of(spec["dtype"]))
     flat = out.view(-1)
     storage = StorageConfig()
     with Workers(storage.thread_count(), storage.block_elements) as workers:
         for fqn, start, length, at in spec["pieces"]:
-            read_flat(checkpoint, fqn, start, flat[at : at + length], workers)
+            read_flat(checkpoint, fqn, start, flat[at : at + length], refined, workers)
     for at, values in spec["rest"]:
         flat[at : at + values.numel()] = values
     return out
@@ -95,8 +101,18 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
 decode.__module__ = "dsq_ckpt"  # the name that files have for it; it may move, that may not
 
 
-def read_flat(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, workers: Workers) -> None:
+def read_flat(
+    checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, refined: bool, workers: Workers
+) -> None:
     """Elements of a tensor from `start` of the flattened tensor on, into `out`, flat, of any dtype.
+
+    Args:
+        checkpoint: opened.
+        fqn: name of the tensor.
+        start: first element.
+        out: where they go, and how many.
+        refined: use the refinement layer where it was kept.
+        workers: threads.
 
     Raises:
         CorruptCheckpoint: the checkpoint does not have all of them.
@@ -117,7 +133,7 @@ def read_flat(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, w
         target = out[first - start : last - start]
         checkpoint.record(ref, fqn, tuple(offsets))
         whole = target.view(shape) if target.numel() == elements else None
-        values = checkpoint.tensor(ref, checkpoint.has_refinement, workers, into=whole)
+        values = checkpoint.tensor(ref, refined and checkpoint.has_refinement, workers, into=whole)
         if values is not whole:
             target.copy_(values.reshape(-1)[first - place : last - place])
     if found != out.numel():
@@ -127,13 +143,18 @@ def read_flat(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, w
 
 
 @contextmanager
-def stored_in(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Files that are loaded in here belong to the checkpoint in this directory, wherever they are read from."""
-    token = _directory.set(Path(directory))
+def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterator[None]:
+    """Files that are loaded in here belong to the checkpoint in this directory, wherever they are read from.
+
+    Args:
+        directory: of the checkpoint.
+        refined: use its refinement layer where it was kept.
+    """
+    token = _source.set((Path(directory), refined))
     try:
         yield
     finally:
-        _directory.reset(token)
+        _source.reset(token)
 
 
 def _being_loaded() -> Path:

@@ -60,6 +60,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._gradients = gradients
         self._queue: dict[Path, Any] = {}
         self._last: Path | None = None
+        self._looked_at: tuple[Path, str, Any] | None = None
 
     # Names of arguments are those of the base class: DeepSpeed passes them by keyword.
 
@@ -100,9 +101,15 @@ class DSQCheckpointEngine(CheckpointEngine):
         if not is_complete(file.parent):
             return self.inner.load(path, map_location=map_location)
         manifest = Manifest.read(file.parent)
+        looked_at, self._looked_at = self._looked_at, None
+        if looked_at is not None and looked_at[:2] == (file, manifest.save_id):
+            return looked_at[2]
         with stored.stored_in(file.parent):
             # As DeepSpeed does, which keeps objects of its own and the user's in these files.
             loaded = torch.load(path, map_location=map_location, weights_only=False)
+        if looked_at is None and callable(map_location):
+            # DeepSpeed loads a module's first file twice, to look at it and to use it; decoding takes longer than reading.
+            self._looked_at = file, manifest.save_id, loaded
         if self._last != file.parent:
             remember_loaded(file.parent, manifest.save_id, chain.Memory())
             self._last = file.parent

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt import DSQStorageWriter, chain, commit
+from dsq_ckpt import DSQStorageWriter, chain, commit, quantizing
 from dsq_ckpt.container import ContainerWriter
-from dsq_ckpt.dcp import quantizing
 from dsq_ckpt.dcp import writer as writer_module
 from dsq_ckpt.manifest import Manifest
 

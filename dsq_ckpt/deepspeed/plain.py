@@ -1,0 +1,90 @@
+"""Tags of DeepSpeed without us: the same files with plain tensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsq_ckpt import stored
+from dsq_ckpt.container import file_checksum, sync_directory
+from dsq_ckpt.dcp.reader import Refinement
+from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
+from dsq_ckpt.export import Exported, ExportError, Opened, Progress, StrPath
+from dsq_ckpt.targets import refuse, replace_directory, temporary
+
+
+def export_deepspeed(
+    source: StrPath, target: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    allow_pickle: bool = False, progress: Progress | None = None,
+) -> Exported:
+    """Write a tag's files as DeepSpeed itself would have, for machines without `dsq_ckpt`.
+
+    These files are pickles of objects of DeepSpeed, Python and the user, and can only be read as such.
+
+    Args:
+        source: a tag directory that was saved through `dsq_ckpt.deepspeed`.
+        target: the directory to make.
+        refinement: as in `dsq_ckpt.load`.
+        overwrite: replace a directory at `target` that holds nothing but such files.
+        allow_pickle: has to be given: unpickling can run code of whoever wrote the checkpoint.
+        progress: called after every file, with the bytes of its tensors.
+
+    Raises:
+        CheckpointExists: `target` exists.
+        ExportError: it is no tag, `allow_pickle` was not given, or more is at `target` than files of a tag.
+        LoadFailed: a file needs a module that is not installed.
+        CorruptCheckpoint: a file is not what was written.
+    """
+    goal = Path(os.path.abspath(target))
+    refuse(goal, overwrite)
+    if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
+        raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
+    with Opened(source, refinement, None) as opened:
+        files = [file for file in opened.checkpoint.manifest.files if file.role == "attachment"]
+        if not files:
+            raise ExportError(f"'{source}' was not saved by DeepSpeed; choose another format")
+        if not allow_pickle:
+            raise ExportError(
+                f"'{source}' has files of DeepSpeed, which are pickles: reading them can run code of whoever wrote them; "
+                "pass allow_pickle=True, --allow-pickle for a checkpoint that you trust"
+            )
+        refined, count, total = opened.refined, 0, 0
+    with temporary(goal) as hidden:
+        hidden.mkdir()
+        for file in files:
+            path = Path(source) / file.name
+            if file_checksum(path) != (file.size, file.checksum):
+                raise CorruptCheckpoint(f"'{path}' does not have the checksum {file.checksum}: it was altered")
+            with stored.stored_in(source, refined):
+                try:
+                    state = torch.load(path, map_location="cpu", weights_only=False)
+                except ImportError as error:
+                    raise LoadFailed(f"'{path}' holds objects of '{error.name}', which is not installed") from error
+            with open(hidden / file.name, "xb") as stream:
+                torch.save(state, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            sizes = list(_tensor_sizes(state))
+            count, total = count + len(sizes), total + sum(sizes)
+            if progress is not None:
+                progress(sum(sizes))
+        sync_directory(hidden)
+        replace_directory(hidden, goal)
+    stored.close()
+    return Exported(goal, count, total, refined)
+
+
+def _tensor_sizes(node: Any) -> list[int]:
+    if isinstance(node, torch.Tensor):
+        return [node.nbytes]
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+    return [size for value in inner for size in _tensor_sizes(value)]
+
+
+def _is_plain_tag(directory: Path) -> bool:
+    return directory.is_dir() and all(
+        entry.is_file() and entry.name.endswith(("_states.pt", "states.pt")) for entry in directory.iterdir()
+    )

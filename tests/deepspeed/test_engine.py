@@ -1,0 +1,101 @@
+"""Compressed tags through DeepSpeed's engine: what the workers check is written in their docstrings."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.checkpoint import Checkpoint
+from tests.commands import error, printed
+from tests.deepspeed.launched import python, ranks
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow
+
+
+def test_every_stage_resumes_to_the_last_bit(tmp_path):
+    assert ranks("stages", 2, tmp_path).count("same losses to the last bit") == 22
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_chains_and_failures(tmp_path, stage):
+    assert ranks("chain", 2, tmp_path, stage).count("ok ") == 22
+
+
+def test_searches(tmp_path):
+    assert ranks("searched", 2, tmp_path).count("ok ") == 24
+
+
+def test_experts_and_pipelines_are_exact(tmp_path):
+    assert ranks("others", 2, tmp_path).count("same losses to the last bit") == 3
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def converted(request, tmp_path_factory):
+    """A run with two tags, and the weights of an engine that loaded the second."""
+    directory = tmp_path_factory.mktemp("converted")
+    ranks("converted", 2, directory, request.param)
+    return directory
+
+
+def test_zero_to_fp32_reads_tags(converted, tmp_path):
+    python(converted / "run" / "zero_to_fp32.py", converted / "run", tmp_path)
+    expected = torch.load(converted / "expected.pt")
+    found = torch.load(tmp_path / "pytorch_model.bin")
+    assert set(expected) <= set(found)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), tensor), name
+
+
+def test_a_moved_tag_is_whole(converted, tmp_path):
+    """Nothing in a tag refers to a place outside of it."""
+    shutil.copytree(converted / "run" / "global_step6", tmp_path / "elsewhere" / "global_step6")
+    (tmp_path / "elsewhere" / "latest").write_text("global_step6")
+    script = converted / "run" / "zero_to_fp32.py"
+    python(script, tmp_path / "elsewhere", tmp_path / "out")
+    expected = torch.load(converted / "expected.pt")
+    assert torch.equal(torch.load(tmp_path / "out" / "pytorch_model.bin")["l1.weight"], expected["l1.weight"])
+
+
+def test_tags_are_checkpoints_of_ours(converted):
+    """Named, whole tensors, for any number of ranks: into a model without DeepSpeed."""
+    tag = converted / "run" / "global_step6"
+    expected = torch.load(converted / "expected.pt")
+    state = {"model": {name: torch.empty_like(expected[name]) for name in ("emb.weight", "l1.weight", "norm.bias")}}
+    dsq_ckpt.load(state, tag)
+    for name, tensor in state["model"].items():
+        assert torch.equal(tensor, expected[name]), name
+    with Checkpoint(tag) as checkpoint:
+        assert [problem for *_, problem in checkpoint.verify() if problem] == []
+        assert "optimizer.state.l2.weight.exp_avg_sq" in checkpoint.index["tensors"]
+    assert dsq_ckpt.latest(converted / "run") == str(tag)
+
+
+def test_plain_files_for_machines_without_us(converted, tmp_path):
+    """`dsq export --format deepspeed`: the same tensors, and no mention of dsq_ckpt."""
+    tag = converted / "run" / "global_step6"
+    assert "--allow-pickle" in error("export", tag, tmp_path / "plain", "--format", "deepspeed")
+    printed("export", tag, tmp_path / "plain" / "global_step6", "--format", "deepspeed", "--allow-pickle")
+    files = sorted(file.name for file in tag.glob("*.pt"))
+    assert sorted(file.name for file in (tmp_path / "plain" / "global_step6").iterdir()) == files
+    for name in files:
+        plain = tmp_path / "plain" / "global_step6" / name
+        assert b"dsq_ckpt" not in plain.read_bytes()
+    (tmp_path / "plain" / "latest").write_text("global_step6")
+    python(converted / "run" / "zero_to_fp32.py", tmp_path / "plain", tmp_path / "out")
+    found, expected = torch.load(tmp_path / "out" / "pytorch_model.bin"), torch.load(converted / "expected.pt")
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), tensor), name
+
+
+def test_another_number_of_ranks(tmp_path):
+    ranks("worlds", 2, tmp_path, "save")
+    assert ranks("worlds", 3, tmp_path, "again").count("ok ") == 3
+    python(
+        "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", tmp_path / "2" / "global_step3",
+        "--output_folder", tmp_path / "2" / "universal", "--inject_missing_state",
+    )
+    assert ranks("worlds", 3, tmp_path, "universal").count("ok ") == 3

@@ -1,0 +1,88 @@
+"""Searches through the engine, and averaged gradients of flat partitions. argv = a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import begin, check, end, engine_of, settings, train
+
+import dsq_ckpt
+from dsq_ckpt.analysis import Sketches
+from dsq_ckpt.deepspeed.partition import inventory
+from dsq_ckpt.manifest import Manifest
+
+SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "share": 1.0, "floor": 0.1}}
+
+
+def everything(engine: Any) -> list[torch.Tensor]:
+    """All that a trial may have changed, copied."""
+    found = inventory(engine)
+    tensors = [buffer.tensor for buffer in found.buffers] + list(engine.module.parameters())
+    tensors += [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def search(run: Path, name: str, tree: dict[str, Any]) -> None:
+    calls = []
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            total = sum(engine(*held_out(number)).item() for number in range(4))
+        calls.append(total)
+        return total / 4
+
+    engine = engine_of(tree, SEARCH, evaluate=evaluate)
+    train(engine, 0, 3)
+    before = everything(engine)
+    engine.save_checkpoint(str(run))
+    after = everything(engine)
+    same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    check(same, f"{name}: after the search the engine is what it was")
+    quality = Manifest.read(run / "global_step3").quality
+    check(quality is not None and quality["satisfied"], f"{name}: {quality['chosen'] if quality else None}")
+    told = dsq_ckpt.deepspeed.quality(engine)
+    same = {**told, "seconds": 0} == {**quality, "seconds": 0}
+    check(same and told["evaluations"] == len(calls), f"{name}: recorded")
+    check(len(set(calls)) > 1, f"{name}: trials change what the engine computes")
+    train(engine, 3, 5)
+    calls.clear()
+    engine.save_checkpoint(str(run))
+    check(0 < len(calls) <= 8, f"{name}: {len(calls)} evaluations in the next search")
+
+
+def held_out(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(99 + number)
+    return torch.randint(97, (16,), generator=generator), torch.randint(97, (16,), generator=generator)
+
+
+def gradients(run: Path, name: str, tree: dict[str, Any]) -> None:
+    """The published system weighs elements by gradients, which the optimizer steps with."""
+    engine = engine_of(tree, {"system": "inshrinkerator", "quantize": {"min_elements": 64}})
+    seen: list[int] = []
+    original = Sketches.fit
+
+    def fit(self: Sketches, *arguments: Any, **options: Any) -> Any:
+        seen.append(sum(chunk.gradient is not None for chunk in self.chunks))
+        return original(self, *arguments, **options)
+
+    Sketches.fit = fit  # type: ignore[method-assign]
+    train(engine, 0, 3)
+    engine.save_checkpoint(str(run))
+    Sketches.fit = original  # type: ignore[method-assign]
+    check(bool(seen) and min(seen) > 0, f"{name}: chunks with averaged gradients: {seen}")
+
+
+def main() -> None:
+    directory = begin()
+    for name, tree in (("stage 0", settings(0)), ("stage 0, fp32", settings(0, bf16=False)), ("stage 2", settings(2)),
+                       ("stage 3", settings(3, sub_group_size=9000))):
+        for part in (search, gradients):
+            dsq_ckpt.forget()
+            part(directory / f"{part.__name__} {name}", name, tree)
+    end()
+
+
+if __name__ == "__main__":
+    main()

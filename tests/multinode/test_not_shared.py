@@ -1,0 +1,20 @@
+"""A directory that is not shared, where a single rank wrote all there is, so that no file is missing there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multinode.cluster import ROOT
+from tests.processes import run
+
+pytestmark = pytest.mark.slow
+
+
+def test_ranks_that_wrote_nothing_find_out_too(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    status, output = run([*launch, str(ROOT / "tests" / "multinode" / "workers" / "apart.py"), str(tmp_path)], 90)
+    assert status == 0, output
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert all("the checkpoint was committed, but host " in text for text in told)
+    assert all(f"'{tmp_path / '1' / 'step'}' is not shared by all hosts" in text for text in told)
+    assert told[0].startswith("rank 1 failed: ")
