@@ -57,6 +57,8 @@ setup(
     ],
     extras_require={
         "safetensors": ["safetensors"],  # for dsq_ckpt.compress of such files
+        "deepspeed": ["deepspeed"],
+        "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "gpu": [triton],  # where torch does not bring it along
         "dev": [
@@ -68,6 +70,12 @@ setup(
             "ddsketch",
             "kmeans1d",
             "safetensors",
+            "deepspeed",
+            "ninja",  # DeepSpeed builds its extensions with it
+            "transformers",
+            "accelerate",
+            "mpi4py",
+            "mpich",  # an MPI of the tests' own: it starts in a fifth of a second, as root and without a network too
             triton,
             "ruff",
             "mypy",

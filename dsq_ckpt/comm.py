@@ -1,4 +1,7 @@
-"""How ranks merge their sketches: a sum of int64 arrays, with a status in it, so that one failure fails all."""
+"""How ranks agree: the three collectives of a save, and a status in them, so that one failure fails all.
+
+`dsq_ckpt.mpi` has the communicator for MPI.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,19 @@ class FailedElsewhere(SaveFailed):
 
 
 class Communicator(Protocol):
-    """The collectives a save needs."""
+    """The collectives a save needs. All ranks call the same ones in the same order; each waits for all of them."""
 
     rank: int
     size: int
 
     def sum(self, counts: Counts) -> None:
-        """Sum an int64 array of the same length over all ranks, in place."""
+        """Sum a contiguous int64 array of the same shape over all ranks, in place."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank."""
+        """The values of all ranks, in rank order, on every rank; any that can be pickled."""
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, on every rank; what the others give is ignored."""
 
 
 class SingleProcess:
@@ -44,6 +50,9 @@ class SingleProcess:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
 
 
 class TorchCommunicator:
@@ -71,6 +80,11 @@ class TorchCommunicator:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def broadcast(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
 
 def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> Communicator:
@@ -128,12 +142,15 @@ def together(comm: Communicator, work: Callable[[], _T]) -> _T:
         result = work()
     except Exception as error:
         failure = error
-    texts = comm.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if isinstance(failure, DSQError):
+    # A rank that only heard of a failure, in a collective within the work, hears here what it was.
+    heard = isinstance(failure, FailedElsewhere)
+    everywhere = comm.gather((heard, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if isinstance(failure, DSQError) and not heard:
         raise failure
-    if failure is not None:
+    if failure is not None and not heard:
         raise SaveFailed(f"{type(failure).__name__}: {failure}") from failure
-    failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        raise FailedElsewhere("; ".join(failed[:3]))
+    failed = [(rank, *told) for rank, told in enumerate(everywhere) if told[1] is not None]
+    culprits = [one for one in failed if not one[1]] or failed
+    if culprits:
+        raise FailedElsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
     return result

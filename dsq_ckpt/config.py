@@ -19,6 +19,10 @@ from dsq_ckpt.trees import merged, named_tree, preset_tree
 SystemName = Literal["dsq", "inshrinkerator", "uniform", "adaptive", "kmeans", "lc", "topn", "scar", "exact"]
 
 
+# How many ranks run on this host, as torchrun and the launchers of Open MPI and of MPICH and its kin tell them.
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -273,7 +277,8 @@ class StorageConfig(_Strict):
         """Worker threads of this rank."""
         if self.threads:
             return self.threads
-        local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        found = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+        local_ranks = max(1, next((int(ranks) for ranks in found if ranks.isdecimal()), 1))
         return max(1, min(8, (os.cpu_count() or 1) // local_ranks))
 
 

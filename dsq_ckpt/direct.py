@@ -47,7 +47,8 @@ class Contribution:
         parts: chunks that this rank writes; no other rank may bring the same chunk.
         replicas: chunks that lie here and are written by another rank; a search evaluates them too.
         objects: bytes by name, of what is no tensor.
-        nesting: path by name of tensor and object, by which nested state dicts are put together.
+        nesting: path by name of tensor and object, by which nested state dicts are put together; a `Nesting` also has
+            what such paths leave out.
         attachments: by file name.
         gradients: averaged, of local parts of weights, by chunk or by name of the parameter.
     """
@@ -77,7 +78,7 @@ class _Done:
     result: RankResult
     tensors: dict[str, dict[str, Any]]
     objects: list[str]
-    nesting: dict[str, NestedPath]
+    nesting: Nesting
     attachments: list[FileInfo]
 
 
@@ -126,7 +127,7 @@ def save_parts(
             return Agreement.new(comm.size, previous, None, layouts, exact=True)
         return Agreement.new(comm.size, previous, chain.choose_parent(previous, parent, config), layouts)
 
-    agreement: Agreement = comm.gather(together(comm, agree))[0]
+    agreement: Agreement = comm.broadcast(together(comm, agree))
     hidden: dict[str, Path] = {}
     try:
         done, choice, memory = together(comm, lambda: _written(
@@ -158,6 +159,8 @@ def _written(
             for item in plain:
                 item.config = None  # not as bf16 either
         path.mkdir(parents=True, exist_ok=True)
+        if storage.fsync:
+            sync_directory(path.parent)
         result, memory = write_rank(
             path, agreement, comm.rank, choice.config, choice.analysis.fitted, quantized.coded, plain,
             own.objects.items(), {item.key: item.dtype for item in items}, {item.key: item.kind for item in items},
@@ -174,7 +177,8 @@ def _written(
             if storage.fsync:
                 os.fsync(stream.fileno())
         files.append(FileInfo(name, *file_checksum(temporary)))
-    return _Done(result, _inventory(own.parts), list(own.objects), dict(own.nesting), files), choice, memory
+    nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
+    return _Done(result, _inventory(own.parts), list(own.objects), nesting, files), choice, memory
 
 
 def _publish(path: Path, hidden: dict[str, Path], fsync: bool) -> None:
@@ -191,10 +195,10 @@ def _committed(
     if comm.rank:
         return None
     tensors: dict[str, dict[str, Any]] = {}
-    nesting: dict[str, NestedPath] = {}
+    paths: dict[str, NestedPath] = {}
     seen: dict[ChunkKey | str, int] = {}
     for rank, done in enumerate(everybody):
-        nesting.update(done.nesting)
+        paths.update(done.nesting)
         for name in done.objects:
             _once(seen, name, rank)
         for fqn, tensor in done.tensors.items():
@@ -209,8 +213,9 @@ def _committed(
             known["chunks"] += tensor["chunks"]
     objects = [name for done in everybody for name in done.objects]
     attachments = [file for done in everybody for file in done.attachments]
+    nesting = Nesting.merged(paths, [done.nesting for done in everybody])
     manifest = commit(
-        path, agreement, [done.result for done in everybody], tensors, objects, Nesting(nesting).as_json(), choice,
+        path, agreement, [done.result for done in everybody], tensors, objects, nesting.as_json(), choice,
         attachments, overwrite=overwrite, pinned=pinned, started=started,
     )
     retire(path, choice.config)

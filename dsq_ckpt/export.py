@@ -78,7 +78,7 @@ def export_dcp(
     refuse(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
-    with _Source(source, refinement, progress) as opened, temporary(goal) as hidden:
+    with Opened(source, refinement, progress) as opened, temporary(goal) as hidden:
         flat: dict[str, Any] = {
             fqn: torch.empty(tensor["shape"], dtype=dtype_of(tensor["dtype"]), device="meta")
             for fqn, tensor in opened.tensors.items()
@@ -116,7 +116,7 @@ def export_torch(
     """
     goal = Path(os.path.abspath(file))
     refuse(goal, overwrite)
-    with _Source(source, refinement, progress) as opened:
+    with Opened(source, refinement, progress) as opened:
         nested = opened.nested(allow_pickle)
         with temporary(goal) as hidden, open(hidden, "xb") as stream:
             try:
@@ -138,7 +138,7 @@ def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool
     Raises:
         ExportError: an object is more than plain data and `allow_pickle` was not given.
     """
-    with _Source(source, refinement, None) as opened:
+    with Opened(source, refinement, None) as opened:
         return opened.nested(allow_pickle)
 
 
@@ -164,7 +164,7 @@ def export_safetensors(
     """
     goal = Path(os.path.abspath(file))
     refuse(goal, overwrite)
-    with _Source(source, refinement, progress) as opened:
+    with Opened(source, refinement, progress) as opened:
         # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
         names = sorted(opened.tensors, key=lambda fqn: (-opened.dtype(fqn).itemsize, fqn))
         metadata = {
@@ -198,8 +198,14 @@ _SAFETENSORS = {
 }
 
 
-class _Source:
-    """A checkpoint opened for export: whole tensors by name, from the chunks of all ranks."""
+class Opened:
+    """A checkpoint opened for export: tensors by name, from the chunks of all ranks, with refinement or without.
+
+    Args:
+        path: a checkpoint directory.
+        refinement: as in `dsq_ckpt.load`.
+        progress: called after every whole tensor.
+    """
 
     def __init__(self, path: StrPath, refinement: Refinement, progress: Progress | None) -> None:
         self.checkpoint = Checkpoint(Path(path))
@@ -222,10 +228,14 @@ class _Source:
         storage = StorageConfig()
         self._workers = Workers(storage.thread_count(), storage.block_elements)
 
-    def __enter__(self) -> _Source:
+    def __enter__(self) -> Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files."""
         self._workers.__exit__()
         self.checkpoint.close()
 
@@ -258,17 +268,21 @@ class _Source:
             whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn))
             filled = 0
             for offsets, shape, _, _ in self.tensors[fqn]["chunks"]:
-                ref = self.checkpoint.find(fqn, tuple(offsets))
                 target = whole
                 for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
                     target = target.narrow(dim, start, length)
-                target.copy_(self.checkpoint.tensor(ref, self.refined, self._workers))
+                target.copy_(self.chunk(fqn, tuple(offsets)))
                 filled += target.numel()
         if filled != whole.numel():
             raise CorruptCheckpoint(f"'{fqn}': chunks hold {filled} of {whole.numel()} elements")
         if self._progress is not None:
             self._progress(whole.nbytes)
         return whole
+
+    def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        """A part of a tensor as a rank stored it."""
+        with malformed(self.checkpoint):
+            return self.checkpoint.tensor(self.checkpoint.find(fqn, offsets), self.refined, self._workers)
 
     def object_bytes(self, fqn: str) -> bytes:
         """An object as DCP serialised it."""
@@ -297,7 +311,7 @@ class _Source:
 class _Planner(DefaultSavePlanner):
     """Plans a state dict of meta tensors; the data of each item is decoded when DCP writes it."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Opened) -> None:
         super().__init__(flatten_state_dict=source.paths is not None)
         self._source = source
 
@@ -317,7 +331,7 @@ class _Planner(DefaultSavePlanner):
         return self.lookup_object(write_item.index)
 
 
-def _safetensors_dtype(fqn: str, source: _Source) -> str:
+def _safetensors_dtype(fqn: str, source: Opened) -> str:
     name = source.tensors[fqn]["dtype"]
     if name not in _SAFETENSORS:
         raise ExportError(f"'{fqn}' is {name}, for which safetensors has no name; export to DCP or torch")

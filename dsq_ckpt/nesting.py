@@ -52,13 +52,14 @@ class Nesting(dict[str, Path]):
 
         Args:
             paths: of all ranks.
-            parts: of each.
+            parts: of each; empty dicts are known if they are of one of them.
         """
         typed: dict[Path, Hashable] = {}
-        empty: dict[Path, None] = {}
+        empty: dict[Path, None] | None = None
         for part in parts:
             typed |= part.typed
-            empty |= dict.fromkeys(part.empty or ())
+            if part.empty is not None:
+                empty = (empty or {}) | dict.fromkeys(part.empty)
         return cls(paths, typed, empty)
 
     @classmethod

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
+from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt import chain
 from dsq_ckpt.analysis import Sketches
-from dsq_ckpt.api import ConfigLike, as_config, describe, finish_background, save_with
-from dsq_ckpt.choice import Choice
+from dsq_ckpt.api import ConfigLike, as_config, describe, finish_background
+from dsq_ckpt.choice import Choice, as_configured
 from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.comm import Communicator, SingleProcess, together
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.dealing import deal
+from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import ConfigError, SaveFailed
+from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import Manifest, local_path
+from dsq_ckpt.mapped import State
+from dsq_ckpt.parts import Part
 from dsq_ckpt.search.manager import ConfigManager
-from dsq_ckpt.sources import State, read_state
+from dsq_ckpt.sources import InMemory, open_source, whole_state
+from dsq_ckpt.sources import Source as Opened
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.workers import Workers
@@ -44,23 +52,27 @@ def compress(
     max_degradation: float | None = None,
     model: nn.Module | None = None,
     overwrite: bool = False,
+    communicator: Communicator | None = None,
 ) -> dict[str, Any]:
-    """Compress one checkpoint: a keyframe that belongs to no run, written by this process alone.
+    """Compress one checkpoint: a keyframe that belongs to no run, written by this process alone or by several.
 
     What was saved or loaded in the directory that `path` lies in is neither used nor remembered. The whole state is in
-    memory, files of `torch.save` and safetensors are mapped.
+    memory, or a rank's share of it; files of `torch.save` and safetensors are mapped.
 
     With `max_degradation`, the smallest configuration is searched whose base layer keeps `evaluate` to it; the
     refinement layer is left out, of moments too, unless `config` sets `refinement_bits`: what is loaded is then what
     was measured. If no configuration keeps to it, weights are stored exactly, unless `config` sets `search.otherwise`.
     With `evaluate` alone, the search is that of `config.search`; with neither, the configuration is taken as it is.
 
+    With `communicator`, the call is collective: all ranks give the same arguments, each reads and writes its share, and
+    what is decoded is what one process would have stored, bit for bit. The search is for one process.
+
     Args:
         source: a state dict of whole tensors; a module, whose state dict is saved; or the path of a checkpoint: a
             `.safetensors` file, the index of several or a directory with them, a `torch.save` file of plain data, a
             dsq_ckpt checkpoint, or a plain DCP directory. Only the last is unpickled, by torch itself: give only DCP
             directories that you trust.
-        path: the checkpoint directory to write.
+        path: the checkpoint directory to write, on storage that all ranks share.
         config: as for `dsq_ckpt.save`.
         evaluate: the metric of the model as it is now, as for `Compressor`.
         max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
@@ -68,21 +80,52 @@ def compress(
             first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
             tells layer types and nothing more.
         overwrite: replace a complete checkpoint at `path`.
+        communicator: of the ranks that compress together, such as `dsq_ckpt.mpi.MPICommunicator()` or
+            `dsq_ckpt.comm.TorchCommunicator()`; None: this process alone.
 
     Returns:
         What `describe` tells, and `quality`: what the search measured, None where there was none.
 
     Raises:
         ConfigError: the configuration is wrong, or one for differences (`delta.against: values`, as in the systems lc,
-            topn and scar), arguments contradict each other, or the model has other keys, shapes or dtypes than the
-            source.
+            topn and scar), arguments contradict each other or those of another rank, or the model has other keys,
+            shapes or dtypes than the source.
         CheckpointNotFound, CorruptCheckpoint, LoadFailed: the source cannot be read.
         CheckpointExists: `path` holds a complete checkpoint and `overwrite` was not given.
         SaveFailed: `path` is no directory.
-        DSQError: what else failed, `evaluate` included; nothing was committed then.
+        DSQError: what else failed, `evaluate` and another rank included; all ranks raise, and nothing was committed.
     """
-    target = local_path(path)
-    refuse_checkpoint(target, overwrite)
+    comm = communicator or SingleProcess()
+
+    def prepare() -> tuple[Path, DSQConfig, Opened]:
+        target = local_path(path)
+        refuse_checkpoint(target, overwrite)
+        if evaluate is not None and comm.size > 1:
+            raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
+        chosen = _configuration(config, max_degradation, evaluate)
+        return target, chosen, _opened(source, target, model, evaluate)
+
+    target, chosen, opened = together(comm, prepare)
+    judged = source if isinstance(source, nn.Module) else model
+    finish_background()  # what it commits is for its run to remember
+    with closing(opened), chain.apart(target):
+        _same(comm, {"path": target, "overwrite": overwrite, "configuration": chosen, "source": [
+            (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
+        ]})
+        save_parts(
+            target, lambda: _share(opened, comm), chosen, comm, parent=None, overwrite=overwrite,
+            types=None if judged is None else layer_types(judged),
+            chooser=as_configured if judged is None or evaluate is None else _search(judged, evaluate),
+        )
+
+    def about() -> dict[str, Any] | None:
+        return {**describe(target), "quality": Manifest.read(target).quality} if comm.rank == 0 else None
+
+    result: dict[str, Any] = comm.broadcast(together(comm, about))
+    return result
+
+
+def _configuration(config: ConfigLike, max_degradation: float | None, evaluate: Evaluate | None) -> DSQConfig:
     chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation)
     if chosen.delta.against == "values":
         raise ConfigError(
@@ -91,49 +134,78 @@ def compress(
             "themselves (dsq, inshrinkerator, uniform, adaptive, kmeans), or exact where that is meant; differences "
             "are for dsq_ckpt.save in a run"
         )
-    if isinstance(source, nn.Module) and model not in (None, source):
-        raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
-    model = source if isinstance(source, nn.Module) else model
     if max_degradation is not None and evaluate is None:
         raise ConfigError("max_degradation needs evaluate: a function that gives the metric of the model as it is")
-    if evaluate is not None and model is None:
+    return chosen
+
+
+def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
+    """What is to be compressed; with `evaluate`, the tensors of the model that it looks at."""
+    if isinstance(source, nn.Module) and model not in (None, source):
+        raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
+    if evaluate is not None and model is None and not isinstance(source, nn.Module):
         raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
-    state = _state(source, target)
-    if evaluate is not None and model is not None:
-        if not isinstance(source, nn.Module):
-            state = _loaded_into(model, state)
-        writer = DSQStorageWriter(
-            target, chosen, parent=None, overwrite=overwrite, model=model, chooser=_search(model, evaluate)
-        )
+    opened: Opened
+    if isinstance(source, nn.Module | Mapping):
+        opened = _whole(dict(source.state_dict() if isinstance(source, nn.Module) else source))
+    elif Path(source).absolute().resolve() == target.resolve():
+        raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:
-        writer = DSQStorageWriter(target, chosen, parent=None, overwrite=overwrite, model=model)
-    finish_background()  # what it commits is for its run to remember
-    with chain.apart(target):
-        save_with(writer, state, no_dist=True)
-    return {**describe(target), "quality": Manifest.read(target).quality}
-
-
-def _state(source: Source, target: Path) -> State:
-    """The state dict to save."""
-    if isinstance(source, nn.Module):
-        state = dict(source.state_dict())
-    elif isinstance(source, Mapping):
-        state = dict(source)
-    else:
-        if Path(source).absolute().resolve() == target.resolve():
-            raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
-        state = read_state(source)
-    tensors = {fqn: value for fqn, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
-    if not tensors:
+        opened = open_source(source)
+    if not opened.tensors:
         raise ConfigError("the source holds no tensors: there is nothing to compress")
-    for fqn, tensor in tensors.items():
+    if evaluate is not None and model is not None and not isinstance(source, nn.Module):
+        with closing(opened):
+            opened = InMemory(_loaded_into(model, whole_state(opened)))
+    return opened
+
+
+def _whole(state: State) -> InMemory:
+    """A state dict that a user gave, once all its tensors are whole ones."""
+    opened = InMemory(state)
+    for fqn in opened.tensors:
+        tensor = opened.tensor(fqn)
         if isinstance(tensor, DTensor | ShardedTensor):
             raise ConfigError(
                 f"'{fqn}' is a part of a distributed tensor; compress takes whole ones: use dsq_ckpt.save on all ranks"
             )
         if tensor.is_meta:
             raise ConfigError(f"'{fqn}' is on the meta device: it has no values to compress")
-    return state
+    return opened
+
+
+def _same(comm: Communicator, arguments: Mapping[str, Any]) -> None:
+    """Make sure that all ranks are about to do the same; collective.
+
+    Raises:
+        ConfigError: they are not; on all ranks.
+    """
+    # Hashes, since there may be many tensors.
+    told = comm.gather({name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()})
+    for rank, hashes in enumerate(told):
+        if differing := [name for name in hashes if hashes[name] != told[0][name]]:
+            raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
+
+
+def _share(opened: Opened, comm: Communicator) -> Contribution:
+    """What this rank is to read and write; rank 0 has what is no tensor too."""
+    values = opened.read(deal(opened, comm.size)[comm.rank])
+    parts = [
+        Part(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
+        for key in values
+    ]
+    if comm.rank:
+        return Contribution(parts)
+    return Contribution(
+        parts, objects={name: _dumped(value) for name, value in opened.objects().items()}, nesting=opened.nesting
+    )
+
+
+def _dumped(value: Any) -> bytes:
+    """An object as DCP writes it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def _search(model: nn.Module, evaluate: Evaluate) -> Callable[..., Choice]:

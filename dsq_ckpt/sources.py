@@ -1,46 +1,90 @@
-"""State dicts from files that others wrote: safetensors, `torch.save`, plain DCP directories, and our own checkpoints.
+"""Checkpoints that others wrote, opened: safetensors, `torch.save`, plain DCP directories, and our own.
 
-Read in one process, as whole tensors on the CPU. Where a format allows it, files are mapped and not read at once.
-Nothing is unpickled, with one exception: torch reads the metadata and the objects of a plain DCP directory by
-unpickling, which can run code of whoever wrote it.
+What a source holds is known when it is open; values are read when they are asked for, so that a rank reads what it
+compresses and no more. Files are mapped where their format allows it. Nothing is unpickled, with one exception: torch
+reads the metadata and the objects of a plain DCP directory by unpickling, which can run code of whoever wrote it.
 """
 
 from __future__ import annotations
 
-import json
+import io
+import math
 import os
-import pickle
-import re
-import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dsq_ckpt import export
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.dcp.reader import malformed
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
 from dsq_ckpt.manifest import Manifest, checkpoints, is_complete
+from dsq_ckpt.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
+from dsq_ckpt.nesting import Nesting
 
-State = dict[str, Any]
+Values = dict[ChunkKey, torch.Tensor]
 
-SAFETENSORS = ".safetensors"
-INDEX = ".safetensors.index.json"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_UNDERSTOOD = (
-    "a .safetensors file or index, a torch.save file, or a directory with safetensors, a plain DCP or a dsq_ckpt "
-    "checkpoint"
-)
 
 
-def read_state(path: str | os.PathLike[str]) -> State:
-    """The state dict of a checkpoint that somebody wrote.
+class Stored(NamedTuple):
+    """A tensor of a source.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        chunks: offsets and shapes of the parts in which it is stored.
+        memory: equal for tensors that share all of their memory; None: it shares none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    memory: Any = None
+
+
+class Source(Protocol):
+    """A checkpoint that is open.
+
+    Attributes:
+        tensors: by flat name, in the order of the state dict.
+        nesting: by which the state dict is put together.
+        mapped: parts of a chunk can be read without the rest of it.
+    """
+
+    tensors: dict[str, Stored]
+    nesting: Nesting
+    mapped: bool
+
+    def read(self, keys: Iterable[ChunkKey]) -> Values:
+        """Chunks of tensors, on the CPU if they are in a file; of mapped sources also parts of chunks.
+
+        Raises:
+            CorruptCheckpoint: a file is damaged.
+        """
+
+    def objects(self) -> State:
+        """What is no tensor, by flat name.
+
+        Raises:
+            LoadFailed: it is more than plain data.
+        """
+
+    def close(self) -> None:
+        """Close its files; what was read stays."""
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a checkpoint that somebody wrote.
 
     Args:
         path: a `.safetensors` file; the index of several (`*.safetensors.index.json`) or a directory with them; a
@@ -50,28 +94,218 @@ def read_state(path: str | os.PathLike[str]) -> State:
     Raises:
         CheckpointNotFound: nothing is there, or nothing that is understood.
         CorruptCheckpoint: a file is damaged, or is not what its name says.
-        LoadFailed: a file holds more than plain data, or is no state dict, or `safetensors` is not installed.
+        LoadFailed: a file cannot be opened, holds more than plain data, or is no state dict, or `safetensors` is not
+            installed.
     """
     text = os.fspath(path)
     if "://" in text:
         raise ConfigError(f"source {text!r}: expected a file or directory of the local file system; download it first")
     path = Path(path)
-    if path.is_dir():
-        return _directory(path)
-    if not path.is_file():
-        raise CheckpointNotFound(f"'{path}' does not exist; name {_UNDERSTOOD}")
-    if path.name.endswith(SAFETENSORS):
-        return _safetensors([(path, None)])
-    if path.suffix == ".json":
-        return _safetensors(_shards(path))
-    return _torch(path)
+    try:
+        if path.is_dir():
+            return _directory(path)
+        if not path.is_file():
+            raise CheckpointNotFound(f"'{path}' does not exist; name {UNDERSTOOD}")
+        if path.name.endswith(SAFETENSORS):
+            return InMemory(safetensors_state([(path, None)]))
+        if path.suffix == ".json":
+            return InMemory(safetensors_state(shards_of(path)))
+        return InMemory(torch_state(path))
+    except OSError as error:
+        if isinstance(error, CheckpointNotFound):
+            raise
+        raise LoadFailed(f"'{error.filename or path}' cannot be read: {error.strerror or error}") from error
 
 
-def _directory(path: Path) -> State:
+def whole_state(source: Source) -> State:
+    """The state dict of a source, all of it in memory, as whole tensors."""
+    if isinstance(source, InMemory):
+        return source.state
+    values = source.read(
+        ChunkKey(name, *chunk) for name, stored in source.tensors.items() for chunk in stored.chunks
+    )
+    flat = source.objects()
+    for name, stored in source.tensors.items():
+        parts = [(offsets, shape, values.pop(ChunkKey(name, offsets, shape))) for offsets, shape in stored.chunks]
+        if len(parts) == 1:
+            flat[name] = parts[0][2]
+            continue
+        flat[name] = torch.empty(stored.shape, dtype=stored.dtype)
+        for offsets, shape, part in parts:
+            flat[name][tuple(slice(start, start + n) for start, n in zip(offsets, shape, strict=True))] = part
+    return source.nesting.nested({name: flat[name] for name in source.nesting if name in flat})
+
+
+class InMemory:
+    """A state dict, in memory or in mapped files."""
+
+    mapped = True
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._flat, paths = flatten_state_dict(state)
+        self.nesting = Nesting.of(state, paths)
+        self.tensors = {
+            name: Stored(tuple(value.shape), value.dtype, (_all_of(value.shape),), _memory(value))
+            for name, value in self._flat.items() if isinstance(value, torch.Tensor)
+        }
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        value: torch.Tensor = self._flat[name]
+        return value
+
+    def read(self, keys: Iterable[ChunkKey]) -> Values:
+        values = {}
+        for key in keys:
+            whole = self.tensor(key.fqn).detach()
+            values[key] = whole if key.shape == tuple(whole.shape) else whole[
+                tuple(slice(start, start + length) for start, length in zip(key.offsets, key.shape, strict=True))
+            ]
+        return values
+
+    def objects(self) -> State:
+        return {name: value for name, value in self._flat.items() if name not in self.tensors}
+
+    def close(self) -> None:
+        """Nothing is open but what is mapped."""
+
+
+def _all_of(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and shape of the only chunk of a tensor."""
+    shape = tuple(shape)
+    return (0,) * len(shape), shape
+
+
+def _memory(value: torch.Tensor) -> Any:
+    ordinary = type(value) in (torch.Tensor, torch.nn.Parameter)  # others may hold their values elsewhere
+    if not ordinary or value.is_meta or value.layout is not torch.strided or not value.numel():
+        return None
+    return value.device, value.data_ptr(), value.stride(), value.dtype, value.shape
+
+
+class _Own:
+    """A checkpoint of ours."""
+
+    mapped = False
+
+    def __init__(self, path: Path) -> None:
+        self._opened = export.Opened(path, "auto", None)
+        with malformed(self._opened.checkpoint):
+            self.tensors = _covered(path, {
+                name: Stored(tuple(tensor["shape"]), dtype_of(tensor["dtype"]), tuple(
+                    (tuple(offsets), tuple(shape)) for offsets, shape, _, _ in tensor["chunks"]
+                )) for name, tensor in self._opened.tensors.items()
+            })
+        paths = self._opened.paths
+        self.nesting = Nesting({name: (name,) for name in self._opened.order()}) if paths is None else paths
+
+    def read(self, keys: Iterable[ChunkKey]) -> Values:
+        return {key: self._opened.chunk(key.fqn, key.offsets) for key in keys}
+
+    def objects(self) -> State:
+        try:
+            return {name: self._opened.object(name, allow_pickle=False) for name in self._opened.objects}
+        except export.ExportError as error:
+            raise LoadFailed(
+                f"{error.args[0].partition(';')[0]}, and nothing is unpickled here; where you trust it, load it with "
+                "dsq_ckpt.load and compress the state dict"
+            ) from error
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class _DCP:
+    """A plain DCP directory, by torch's own reader."""
+
+    mapped = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._readable():
+            self._reader = dcp.FileSystemReader(path)
+            metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(metadata, True)
+            held, paths = metadata.state_dict_metadata, metadata.planner_data
+            self.tensors = _covered(path, {
+                name: Stored(tuple(entry.size), entry.properties.dtype, tuple(
+                    (tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks
+                )) for name, entry in held.items() if isinstance(entry, TensorStorageMetadata)
+            })
+            known = paths if isinstance(paths, dict) else {}
+            self.nesting = Nesting({name: known.get(name, (name,)) for name in held}, empty=())
+
+    def read(self, keys: Iterable[ChunkKey]) -> Values:
+        values = {key: torch.empty(key.shape, dtype=self.tensors[key.fqn].dtype) for key in keys}
+        wanted = {MetadataIndex(key.fqn, torch.Size(key.offsets)): key for key in values if key.elements}
+        self._load(
+            [_item(LoadItemType.TENSOR, index, key.shape) for index, key in wanted.items()],
+            _Planner({index: values[key] for index, key in wanted.items()}),
+        )
+        return values
+
+    def objects(self) -> State:
+        names = [name for name in self.nesting if name not in self.tensors]
+        planner = _Planner({})
+        self._load([_item(LoadItemType.BYTE_IO, MetadataIndex(name), (0,)) for name in names], planner)
+        return planner.objects
+
+    def close(self) -> None:
+        """Files are open only while they are read."""
+
+    def _load(self, items: list[ReadItem], planner: _Planner) -> None:
+        with self._readable():
+            self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:
+            raise CorruptCheckpoint(
+                f"'{self._path}' cannot be read as a plain DCP checkpoint: {type(error).__name__}: {error}"
+            ) from error
+
+
+class _Planner(DefaultLoadPlanner):
+    """Tells DCP's reader where chunks go, and takes objects."""
+
+    def __init__(self, targets: dict[MetadataIndex, torch.Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+        self.objects: State = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._targets[read_item.dest_index]
+
+
+def _item(kind: LoadItemType, index: MetadataIndex, shape: tuple[int, ...]) -> ReadItem:
+    """A whole chunk, or an object."""
+    offsets = torch.Size([0] * len(shape))
+    return ReadItem(kind, index, offsets, index, offsets, torch.Size(shape))
+
+
+def _covered(path: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    for name, stored in tensors.items():
+        filled = sum(math.prod(shape) for _, shape in stored.chunks)
+        if filled != math.prod(stored.shape):
+            raise CorruptCheckpoint(
+                f"'{path}': chunks of '{name}' hold {filled} of {math.prod(stored.shape)} elements"
+            )
+    return tensors
+
+
+def _directory(path: Path) -> Source:
     if is_complete(path):
-        return _own(path)
+        return _Own(path)
     if (path / ".metadata").is_file():
-        return _dcp(path)
+        return _DCP(path)
     names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     indexes = [name for name in names if name.endswith(INDEX)]
     if f"model{INDEX}" in indexes:  # as on the hub; others beside it are variants of it
@@ -79,123 +313,12 @@ def _directory(path: Path) -> State:
     if len(indexes) > 1:
         raise CheckpointNotFound(f"'{path}' holds several indexes: {', '.join(indexes)}; name one of them")
     if indexes:
-        return _safetensors(_shards(path / indexes[0]))
+        return InMemory(safetensors_state(shards_of(path / indexes[0])))
     shards = [name for name in names if name.endswith(SAFETENSORS)]
     if shards:
-        return _safetensors([(path / name, None) for name in shards])
+        return InMemory(safetensors_state([(path / name, None) for name in shards]))
     if next(checkpoints(path), None) is not None:
         Manifest.read(path)  # raises: it is a run, and which is its newest checkpoint
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     found = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""
-    raise CheckpointNotFound(f"'{path}' is not {_UNDERSTOOD}{found}")
-
-
-def _own(path: Path) -> State:
-    try:
-        return export.read(path)
-    except export.ExportError as error:
-        raise LoadFailed(
-            f"{error.args[0].partition(';')[0]}, and nothing is unpickled here; where you trust it, load it with "
-            "dsq_ckpt.load and compress the state dict"
-        ) from error
-
-
-def _dcp(path: Path) -> State:
-    """A plain DCP directory, by torch's own reader."""
-    state: State = {}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": that is so
-            _load_state_dict(
-                state, storage_reader=dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-            )
-    except (Exception, CheckpointException) as error:
-        cause = export.cause_of(error)
-        raise CorruptCheckpoint(
-            f"'{path}' cannot be read as a plain DCP checkpoint: {type(cause).__name__}: {cause}"
-        ) from error
-    return state
-
-
-def _torch(path: Path) -> State:
-    try:
-        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be mapped
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        name = re.search(r"unsupported (?:global|class)\W+(?:GLOBAL )?([\w.]+)", str(error), re.I)
-        if name is None:
-            detail = re.search(r"Unpickler error:\s*(.+)", str(error))
-            raise CorruptCheckpoint(
-                f"'{path}' is not a torch.save file of plain data ({detail[1].strip() if detail else _first(error)})"
-            ) from error
-        raise LoadFailed(
-            f"'{path}' holds more than plain data ('{name[1]}'); unpickling that can run code, and is not done. If you "
-            "trust the file, torch.load(..., weights_only=False) it and compress the state dict in it"
-        ) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever the readers make of other bytes, EINVAL for a zip file cut short included
-        if isinstance(error, OSError) and error.filename is not None:
-            raise  # it cannot be opened
-        raise CorruptCheckpoint(
-            f"'{path}' is not a torch.save file of a state dict, or is damaged ({_first(error)}); a source is "
-            f"{_UNDERSTOOD}"
-        ) from error
-    if not isinstance(state, Mapping):
-        raise LoadFailed(f"'{path}' holds {type(state).__name__}, expected a state dict")
-    return dict(state)
-
-
-def _shards(index: Path) -> list[tuple[Path, list[str] | None]]:
-    """Files of an index, and which tensors each is to have."""
-    try:
-        where = json.loads(index.read_text())["weight_map"]
-        files: dict[str, list[str]] = {}
-        for fqn, name in where.items():
-            files.setdefault(name, []).append(fqn)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"'{index}' is not an index of safetensors files (no weight_map in it)") from error
-    for name in files:
-        if Path(name).name != name or not name.endswith(SAFETENSORS):
-            raise CorruptCheckpoint(f"'{index}' names '{name}', which is not a safetensors file beside it")
-    return [(index.parent / name, files[name]) for name in sorted(files)]
-
-
-def _safetensors(shards: list[tuple[Path, list[str] | None]]) -> State:
-    """Tensors of one file or several; names None: all that a file has."""
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise LoadFailed("reading .safetensors needs the safetensors package: pip install safetensors") from error
-    state: State = {}
-    origin: dict[str, Path] = {}
-    for path, names in shards:
-        if not path.is_file():
-            raise CheckpointNotFound(f"'{path}' is missing, which the index beside it names")
-        with _damaged(path), safe_open(path, framework="pt") as file:
-            held = list(file.keys())
-            for fqn in held if names is None else names:
-                if fqn not in held:
-                    raise CorruptCheckpoint(f"'{path}' lacks '{fqn}', which the index says it has")
-                if fqn in state:
-                    raise CorruptCheckpoint(
-                        f"'{fqn}' is both in '{origin[fqn].name}' and in '{path.name}' of '{path.parent}': these are "
-                        "not parts of one checkpoint; name one of them"
-                    )
-                state[fqn], origin[fqn] = file.get_tensor(fqn), path
-    return state
-
-
-@contextmanager
-def _damaged(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        raise CorruptCheckpoint(f"'{path}' is damaged, or not a safetensors file: {error}") from error
-
-
-def _first(error: BaseException) -> str:
-    """The first line of a message that may be a page."""
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
+    raise CheckpointNotFound(f"'{path}' is not {UNDERSTOOD}{found}")

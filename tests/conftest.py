@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -30,6 +31,18 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """A process that no launcher started, and that has not imported mpi4py; to be changed."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_", "PMI_", "SLURM_", "MPI_LOCAL", "LOCAL_")):
+            monkeypatch.delenv(name)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "mpi4py":
+            monkeypatch.delitem(sys.modules, name)
+    return monkeypatch
 
 
 @pytest.fixture(scope="module")

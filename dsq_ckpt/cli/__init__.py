@@ -22,6 +22,7 @@ from dsq_ckpt.cli import compressing, inspection, output
 from dsq_ckpt.cli.history import History
 from dsq_ckpt.cli.verification import verify as verify_path
 from dsq_ckpt.dcp.reader import Refinement
+from dsq_ckpt.deepspeed.plain import export_deepspeed
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.version import __version__
@@ -59,6 +60,7 @@ class Format(str, Enum):
     dcp = "dcp"
     torch = "torch"
     safetensors = "safetensors"
+    deepspeed = "deepspeed"
 
 
 class Layers(str, Enum):
@@ -139,7 +141,7 @@ def verify(
 @app.command()
 def export(
     checkpoint: CheckpointPath,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory (dcp) or file to write.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory (dcp, deepspeed) or file to write.")],
     form: Annotated[
         Format | None,
         typer.Option("--format", help="Default: by TARGET's suffix (.safetensors; .pt, .pth, .bin, .ckpt), else dcp."),
@@ -149,14 +151,16 @@ def export(
     ] = Layers.auto,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET.")] = False,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="torch: unpickle objects of any class. Can run the writer's code.")
+        bool, typer.Option(
+            "--allow-pickle", help="torch, deepspeed: unpickle objects of any class. Can run the writer's code."
+        )
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert to a plain DCP directory, a torch.save file or safetensors, in one process."""
+    """Convert to a plain DCP directory, a torch.save file, safetensors or a tag of DeepSpeed, in one process."""
     form = form or _SUFFIXES.get(target.suffix, Format.dcp)
-    if allow_pickle and form is not Format.torch:
-        raise output.fail(f"--allow-pickle is for --format torch; {form.value} unpickles nothing")
+    if allow_pickle and form not in (Format.torch, Format.deepspeed):
+        raise output.fail(f"--allow-pickle is for --format torch and deepspeed; {form.value} unpickles nothing")
     total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
     refinement = _LAYERS[layers]
     with output.meter(f"export to {form.value}", total) as meter:
@@ -166,6 +170,11 @@ def export(
             )
         elif form is Format.torch:
             done = exporting.export_torch(
+                checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle,
+                progress=meter.advance,
+            )
+        elif form is Format.deepspeed:
+            done = export_deepspeed(
                 checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle,
                 progress=meter.advance,
             )
@@ -202,10 +211,17 @@ def compress(
         str | None, typer.Option("--system", metavar="NAME", help="Whose defaults: dsq, or one it is compared with.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
+    mpi: Annotated[
+        bool | None,
+        typer.Option("--mpi/--no-mpi", help="With all processes of an MPI job. Default: if mpirun started several."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compress one checkpoint that somebody wrote, by itself; to keep to a quality bound, see dsq_ckpt.compress."""
-    compressing.run(source, target, config, system, overwrite, as_json)
+    """Compress one checkpoint that somebody wrote, by itself; to keep to a quality bound, see dsq_ckpt.compress.
+
+    `mpirun -n 8 dsq compress IN OUT` does it with 8 processes, and stores the same values.
+    """
+    compressing.run(source, target, config, system, overwrite, as_json, mpi)
 
 
 @app.command()

@@ -1,26 +1,44 @@
-"""`dsq compress`: one checkpoint from a file that somebody wrote."""
+"""`dsq compress`: one checkpoint from a file that somebody wrote, by one process or by all that MPI started."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.inspection import print_contents
+from dsq_ckpt.comm import Communicator, SingleProcess, together
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.mpi import MPICommunicator, launched
 from dsq_ckpt.oneshot import compress
 from dsq_ckpt.trees import named_tree
 
 
-def run(source: Path, target: Path, config: str | None, system: str | None, overwrite: bool, as_json: bool) -> None:
+def run(
+    source: Path, target: Path, config: str | None, system: str | None, overwrite: bool, as_json: bool,
+    mpi: bool | None,
+) -> None:
     """Compress, and print what came of it.
+
+    Args:
+        mpi: with all processes of an MPI job; None: if a launcher of MPI started more than one.
 
     Raises:
         DSQError: see `dsq_ckpt.compress`.
     """
-    about = compress(source, target, config=configuration(config, system), overwrite=overwrite)
+    comm = MPICommunicator() if mpi or (mpi is None and launched().size > 1) else SingleProcess()
+    with _as_one(comm):
+        chosen = together(comm, lambda: configuration(config, system))
+        about = compress(source, target, config=chosen, overwrite=overwrite, communicator=comm)
+    if comm.rank:
+        return
     logical, kept = about["bytes_logical"], about["bytes_kept"]
     if as_json:
         output.print_json({
@@ -36,6 +54,24 @@ def run(source: Path, target: Path, config: str | None, system: str | None, over
     ]))
     screen.print()
     print_contents(target, manifest)
+
+
+@contextmanager
+def _as_one(comm: Communicator) -> Iterator[None]:
+    """Errors of all ranks are printed by the first; what fails on one alone ends them all."""
+    if not isinstance(comm, MPICommunicator):
+        yield
+        return
+    try:
+        yield
+    except DSQError as error:  # raised by all of them, for the same reason
+        status = output.fail(str(error)) if comm.rank == 0 else typer.Exit(1)
+        comm.gather(None)  # launchers kill all processes when the first fails: not before the reason is printed
+        raise status from error
+    except BaseException:
+        traceback.print_exc()
+        comm.abort()
+        raise
 
 
 def configuration(config: str | None, system: str | None) -> DSQConfig:

@@ -293,7 +293,7 @@ class DSQStorageWriter(StorageWriter):
         written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
         tied = {key: first for key, first in tied.items() if first in written}
         mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
-        agreement = comm.gather(together(comm, agree))[0]
+        agreement = comm.broadcast(together(comm, agree))
         staged, self._staged, memory = together(comm, quantized)
         chain.remember_pending(path, agreement.save_id, memory)
         return staged
