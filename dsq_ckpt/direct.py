@@ -6,6 +6,7 @@ the same steps and the same files.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -203,14 +204,14 @@ def _committed(
             _once(seen, name, rank)
         for fqn, tensor in done.tensors.items():
             known = tensors.setdefault(fqn, {**tensor, "chunks": []})
-            if (known["dtype"], known["shape"]) != (tensor["dtype"], tensor["shape"]):
-                raise SaveFailed(
-                    f"'{fqn}' is {tensor['dtype']} {tensor['shape']} on rank {rank}, and {known['dtype']} "
-                    f"{known['shape']} on another"
-                )
+            _alike(fqn, known, tensor)
             for key in tensor["chunks"]:
                 _once(seen, key, rank)
             known["chunks"] += tensor["chunks"]
+    for fqn, tensor in tensors.items():
+        brought, whole = sum(key.elements for key in tensor["chunks"]), math.prod(tensor["shape"])
+        if brought != whole:
+            raise SaveFailed(f"'{fqn}' has {whole} elements, {brought} were brought by the ranks: some are missing")
     objects = [name for done in everybody for name in done.objects]
     attachments = [file for done in everybody for file in done.attachments]
     nesting = Nesting.merged(paths, [done.nesting for done in everybody])
@@ -232,6 +233,14 @@ def _inventory(parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
     tensors: dict[str, dict[str, Any]] = {}
     for part in parts:
         dtype = str(part.dtype).removeprefix("torch.")
-        tensor = tensors.setdefault(part.key.fqn, {"dtype": dtype, "shape": list(part.size), "chunks": []})
-        tensor["chunks"].append(part.key)
+        tensor = {"dtype": dtype, "shape": list(part.size), "chunks": [part.key]}
+        known = tensors.setdefault(part.key.fqn, {**tensor, "chunks": []})
+        _alike(part.key.fqn, known, tensor)
+        known["chunks"].append(part.key)
     return tensors
+
+
+def _alike(fqn: str, known: dict[str, Any], tensor: dict[str, Any]) -> None:
+    for what in ("dtype", "shape"):
+        if known[what] != tensor[what]:
+            raise SaveFailed(f"parts of '{fqn}' were brought with {what} {known[what]} and {tensor[what]}")
