@@ -48,7 +48,7 @@ def export_deepspeed(
             raise ExportError(f"'{source}' was not saved by DeepSpeed; choose another format")
         if not allow_pickle:
             raise ExportError(
-                f"'{source}' has files of DeepSpeed, which are pickles: reading them can run code of whoever wrote them; "
+                f"'{source}' has files of DeepSpeed, which are pickles: reading them can run code of whoever wrote it; "
                 "pass allow_pickle=True, --allow-pickle for a checkpoint that you trust"
             )
         refined, count, total = opened.refined, 0, 0
