@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.chunk import ChunkKey, Codes
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
 from dsq_ckpt.flat import is_contiguous, place_of
@@ -29,6 +30,7 @@ from dsq_ckpt.workers import Workers
 
 _VERSION = 1
 _source: ContextVar[tuple[Path, bool] | None] = ContextVar("_source", default=None)
+_decoded: ContextVar[dict[ChunkKey, Codes] | None] = ContextVar("_decoded", default=None)
 
 
 class Piece(NamedTuple):
@@ -133,7 +135,8 @@ def read_flat(
         target = out[first - start : last - start]
         checkpoint.record(ref, fqn, tuple(offsets))
         whole = target.view(shape) if target.numel() == elements else None
-        values = checkpoint.tensor(ref, refined and checkpoint.has_refinement, workers, into=whole)
+        codes = _codes(checkpoint, ref, ChunkKey(fqn, tuple(offsets), tuple(shape)), workers)
+        values = checkpoint.tensor(ref, refined and checkpoint.has_refinement, workers, codes, into=whole)
         if values is not whole:
             target.copy_(values.reshape(-1)[first - place : last - place])
     if found != out.numel():
@@ -155,6 +158,31 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
         yield
     finally:
         _source.reset(token)
+
+
+@contextmanager
+def keeping_codes() -> Iterator[dict[ChunkKey, Codes]]:
+    """No chunk's codes are decoded twice in here, however many files speak of it; one checkpoint only.
+
+    Yields:
+        The codes, 1 byte per element.
+    """
+    kept: dict[ChunkKey, Codes] = {}
+    token = _decoded.set(kept)
+    try:
+        yield kept
+    finally:
+        _decoded.reset(token)
+
+
+def _codes(checkpoint: Checkpoint, ref: RecordRef, key: ChunkKey, workers: Workers) -> Codes | None:
+    """Codes of a record that has any, if they are to be kept; None: whoever decodes it finds them."""
+    kept, record = _decoded.get(), checkpoint.record(ref)
+    if kept is None or record["type"] != "coded" or "residual" in record:
+        return None
+    if key not in kept:
+        kept[key] = checkpoint.codes(ref, workers)
+    return kept[key]
 
 
 def _being_loaded() -> Path:

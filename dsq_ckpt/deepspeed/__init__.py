@@ -116,16 +116,17 @@ def quality(engine: Any) -> dict[str, Any] | None:
 
 
 def _check_before_loading(engine: Any) -> None:
-    """Let the engine load a tag only once all ranks have found it whole."""
+    """Let the engine load a tag only once all ranks have found it whole, and remember it."""
     original = type(engine).load_checkpoint
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
         if tag is None and latest.is_file():
             tag = latest.read_text().strip()
-        if tag is not None:
-            engine.checkpoint_engine.check(Path(load_dir, tag).absolute())
-        return original(engine, load_dir, tag, *args, **kwargs)
+        if tag is None:
+            return original(engine, load_dir, tag, *args, **kwargs)
+        with engine.checkpoint_engine.loading(Path(load_dir, tag).absolute()):
+            return original(engine, load_dir, tag, *args, **kwargs)
 
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -108,13 +109,33 @@ class DSQCheckpointEngine(CheckpointEngine):
             # As DeepSpeed does, which keeps objects of its own and the user's in these files.
             loaded = torch.load(path, map_location=map_location, weights_only=False)
         if looked_at is None and callable(map_location):
-            # DeepSpeed loads a module's first file twice, to look at it and to use it; decoding takes longer than reading.
+            # DeepSpeed loads a module's first file twice, to look at it and to use it, and decoding takes its time.
             self._looked_at = file, manifest.save_id, loaded
-        if self._last != file.parent:
-            remember_loaded(file.parent, manifest.save_id, chain.Memory())
-            self._last = file.parent
-            self._resume(manifest)
         return loaded
+
+    @contextmanager
+    def loading(self, directory: Path) -> Iterator[None]:
+        """DeepSpeed loads a tag in here; collective. What it is coded with serves the next save.
+
+        Every byte is compared with its checksum first, each rank a part of them: what one rank finds while the others
+        load would leave these waiting. A tag that is not compressed is left alone.
+
+        Raises:
+            CorruptCheckpoint: on all ranks, if any file is missing or altered.
+        """
+        together(self._comm, lambda: self._check(directory))
+        with stored.keeping_codes() as codes:
+            try:
+                yield
+            finally:
+                self._looked_at = None
+        if is_complete(directory):
+            manifest = Manifest.read(directory)
+            own = {part.key for part in parts_of(inventory(self._engine).buffers, self._comm.rank, self._comm.size)}
+            kept = {key: value for key, value in codes.items() if key in own}
+            remember_loaded(directory, manifest.save_id, chain.Memory(codes=kept))
+            self._last = directory
+            self._resume(manifest)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """As the engine it had."""
@@ -161,16 +182,6 @@ class DSQCheckpointEngine(CheckpointEngine):
 
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:
         return partial(_write_stored, found=found, unlike=unlike, state=state)
-
-    def check(self, directory: Path) -> None:
-        """Compare every byte of a tag with its checksums, each rank a part of them; collective.
-
-        What one rank finds while the others load would leave these waiting. A tag that is not compressed is left alone.
-
-        Raises:
-            CorruptCheckpoint: on all ranks, if any file is missing or altered.
-        """
-        together(self._comm, lambda: self._check(directory))
 
     def _check(self, directory: Path) -> None:
         if not is_complete(directory):
