@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo test lint bench clean
+.PHONY: venv demo demo-deepspeed test lint bench clean
 
 venv: $(STAMP)
 
@@ -17,6 +17,9 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py --json demo.json
+
+demo-deepspeed: $(STAMP)
+	$(BIN)/python scripts/demo_deepspeed.py --json demo-deepspeed.json
 
 test: lint
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
@@ -29,5 +32,6 @@ bench: $(STAMP)
 	$(BIN)/dsq bench --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis demo.json bench.json
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis
+	rm -f demo.json demo-deepspeed.json bench.json
 	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

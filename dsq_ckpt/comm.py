@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
 
 Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -21,6 +22,10 @@ _T = TypeVar("_T")
 
 class FailedElsewhere(SaveFailed):
     """Another rank failed; where both are at hand, its error says more."""
+
+
+class RankUnreachable(SaveFailed, LoadFailed):
+    """A collective failed: another rank, or its host, is gone or did not come in time."""
 
 
 class Communicator(Protocol):
@@ -69,22 +74,36 @@ class TorchCommunicator:
         kinds = [device.type for device in group._device_types]
         device = torch.device("cpu" if "cpu" in kinds else kinds[0])
         tensor = torch.from_numpy(counts)
-        if device.type == "cpu":
-            dist.all_reduce(tensor, group=self.group)
-        else:
-            on_device = tensor.to(device)
-            dist.all_reduce(on_device, group=self.group)
-            tensor.copy_(on_device)
+        with _reaching(self.rank):
+            if device.type == "cpu":
+                dist.all_reduce(tensor, group=self.group)
+            else:
+                on_device = tensor.to(device)
+                dist.all_reduce(on_device, group=self.group)
+                tensor.copy_(on_device)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with _reaching(self.rank):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: Any) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        with _reaching(self.rank):
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
+
+
+@contextmanager
+def _reaching(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankUnreachable(
+            f"rank {rank}: {error}; if it could not reach another rank, that one or its host is gone, or took longer "
+            "than the timeout of the process group"
+        ) from error
 
 
 def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> Communicator:
@@ -140,6 +159,8 @@ def together(comm: Communicator, work: Callable[[], _T]) -> _T:
     failure = None
     try:
         result = work()
+    except RankUnreachable:
+        raise  # there is nobody to tell
     except Exception as error:
         failure = error
     # A rank that only heard of a failure, in a collective within the work, hears here what it was.

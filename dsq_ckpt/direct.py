@@ -12,13 +12,14 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from dsq_ckpt import chain
+from dsq_ckpt import chain, gc
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
@@ -220,6 +221,8 @@ def _committed(
         attachments, overwrite=overwrite, pinned=pinned, started=started,
     )
     retire(path, choice.config)
+    with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
+        gc.collect(path, time.time() - started)
     return manifest
 
 

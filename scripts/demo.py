@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,10 @@ class DemoError(Exception):
     """A phase did not do what it had to; the message names its log file."""
 
 
-def launch(directory: Path, name: str, ranks: int, *arguments: str) -> tuple[int, list[Event]]:
-    """Run `train_fsdp.py` under torchrun and return its exit status and the events it logged.
+def launch(
+    directory: Path, name: str, ranks: int, *arguments: str, target: Sequence[str] = (str(TRAIN),)
+) -> tuple[int, list[Event]]:
+    """Run a training script under torchrun, `train_fsdp.py` or another, and return its exit status and its events.
 
     Output goes to `NAME.log` and events to `NAME.jsonl` in `directory`; checkpoints are in `directory/run`.
 
@@ -60,7 +62,7 @@ def launch(directory: Path, name: str, ranks: int, *arguments: str) -> tuple[int
     """
     events, output = directory / f"{name}.jsonl", directory / f"{name}.log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(ranks), str(TRAIN), "--out", str(directory / "run"), *arguments]
+    command += ["--nproc-per-node", str(ranks), *target, "--out", str(directory / "run"), *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works where the host cannot resolve its own name
@@ -97,9 +99,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def must_succeed(directory: Path, name: str, ranks: int, *arguments: str) -> list[Event]:
+def must_succeed(
+    directory: Path, name: str, ranks: int, *arguments: str, target: Sequence[str] = (str(TRAIN),)
+) -> list[Event]:
     """Run a phase that has to end well, and return its events."""
-    status, events = launch(directory, name, ranks, *arguments)
+    status, events = launch(directory, name, ranks, *arguments, target=target)
     if status:
         output = directory / f"{name}.log"
         raise DemoError(f"{name} ended with status {status}:\n{output.read_text()[-4000:]}")

@@ -35,6 +35,12 @@ def test_several_processes(tmp_path, kind):
     assert differences(together, alone) == [] != differences(together, state)
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_gone():
+    output = torchrun("gone", 2, dies=True)
+    assert output.count("ok ") == 4, output
+
+
 def test_what_launchers_tell(no_launcher):
     assert launched() == (0, 1)
     no_launcher.setenv("SLURM_STEP_NUM_TASKS", "8")

@@ -6,6 +6,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def saves_and_deltas(run: Path, stage: int) -> None:
         close = all(abs(one - other) < 0.1 for one, other in zip(losses, expected, strict=True))
         check(close, f"goes on as before: {losses} {expected}")
         if block is not None:
-            decoded = codes_decoded(lambda: again.save_checkpoint(str(run)))
+            decoded = codes_decoded(partial(again.save_checkpoint, str(run)))
             manifest = Manifest.read(run / "global_step9")
             check((manifest.depth, manifest.lossy_resumes) == (3, 1), "the chain goes on after a resume, and counts it")
             check(decoded == 0, f"what was loaded is not decoded again for the next save: {decoded}")
@@ -87,7 +88,8 @@ def saves_and_deltas(run: Path, stage: int) -> None:
 
 def codes_decoded(work: Callable[[], Any]) -> int:
     """How many chunks are decoded meanwhile."""
-    original, calls = Checkpoint.codes, []
+    original = Checkpoint.codes
+    calls: list[Any] = []
 
     def codes(self: Checkpoint, *arguments: Any) -> Any:
         calls.append(arguments)
@@ -138,7 +140,11 @@ def failures(run: Path, stage: int) -> None:
     check((run / "latest").read_text() == "global_step2", "latest did not move")
     check(not (run / "global_step4" / "manifest.json").exists(), "what failed is no checkpoint")
     engine.save_checkpoint(str(run))
-    check(Manifest.read(run / "global_step4").depth == 1, "the next attempt succeeds, as a delta")
+    manifest = Manifest.read(run / "global_step4")
+    check(manifest.depth == 1, "the next attempt succeeds, as a delta")
+    named = {file.name for file in manifest.files} | {"manifest.json"}
+    dist.barrier()
+    check({file.name for file in (run / "global_step4").iterdir()} == named, "and leaves nothing of what failed")
 
     tag = run / "global_step4"
     if dist.get_rank() == 0:

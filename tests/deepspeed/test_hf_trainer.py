@@ -1,0 +1,69 @@
+"""Hugging Face's Trainer and Accelerate, unchanged: the JSON block alone, found by `python -m dsq_ckpt.launch`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.manifest import Manifest
+from tests.deepspeed.launched import WORKERS, python
+from tests.processes import ROOT
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow
+CONFIGS = ROOT / "configs" / "deepspeed"
+
+
+def launched(worker: str, *arguments: object) -> str:
+    """Run a worker on two ranks by the launcher; its output."""
+    return python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0",
+        "-m", "dsq_ckpt.launch", WORKERS / f"{worker}.py", *arguments, timeout=280,
+    )
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", output, re.M)}
+
+
+def tags(run: Path) -> dict[str, Path]:
+    """The tag directory in each of the trainer's checkpoints."""
+    return {tag.parent.name: tag for tag in sorted(run.glob("checkpoint-*/global_step*"))}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer(tmp_path, stage):
+    pytest.importorskip("transformers")
+    tree = json.loads((CONFIGS / "hf_trainer.json").read_text())
+    tree["zero_optimization"]["stage"] = stage
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps(tree))
+    first = losses(launched("hf_trainer", config, tmp_path / "run", 25))
+    assert sorted(first) == list(range(1, 26))
+
+    found = tags(tmp_path / "run")
+    assert sorted(found) == ["checkpoint-20", "checkpoint-25"], "save_total_limit took checkpoint-10"
+    manifests = {name: Manifest.read(tag) for name, tag in found.items()}
+    assert manifests["checkpoint-20"].depth >= 1, "coded against checkpoint-10"
+    assert manifests["checkpoint-25"].depth > manifests["checkpoint-20"].depth
+    assert {manifest.refinement for manifest in manifests.values()} == {"kept"}, "each is the newest of its directory"
+    for tag in found.values():
+        with Checkpoint(tag) as checkpoint:
+            assert [problem for _, _, problem in checkpoint.verify() if problem] == []
+
+    shutil.rmtree(tmp_path / "run" / "checkpoint-25")
+    again = losses(launched("hf_trainer", config, tmp_path / "run", 25))
+    assert sorted(again) == list(range(21, 26)), "it went on from checkpoint-20"
+    for step, loss in again.items():
+        assert loss == pytest.approx(first[step], rel=2e-3)
+    assert Manifest.read(tags(tmp_path / "run")["checkpoint-25"]).depth > manifests["checkpoint-20"].depth
+
+
+def test_accelerate(tmp_path):
+    pytest.importorskip("accelerate")
+    assert "ok accelerate" in launched("accelerated", CONFIGS / "zero2.json", tmp_path)
