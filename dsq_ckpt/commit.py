@@ -127,7 +127,10 @@ def commit(
         sync_directory(directory)
     manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
     for path in replaced:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
+            _warn(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
     _warn_of_rules(directory, config, tensors)
     return manifest
 

@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from dsq_ckpt import chain, gc
+from dsq_ckpt import attachments, chain, gc
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
@@ -28,7 +29,7 @@ from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.flat import is_contiguous
 from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.nesting import Path as NestedPath
 from dsq_ckpt.parts import Part, items_of, layout_of
@@ -74,6 +75,15 @@ class _Brought:
 
 
 @dataclass
+class _Plan:
+    """What is in a checkpoint, by all ranks."""
+
+    tensors: dict[str, dict[str, Any]]
+    objects: list[str]
+    nesting: Nesting
+
+
+@dataclass
 class _Done:
     """What the coordinator needs to know of a rank; it is pickled."""
 
@@ -110,6 +120,7 @@ def save_parts(
         DSQError: on all ranks, when any failed; earlier checkpoints are untouched.
     """
     started = time.time()
+
     def prepare() -> _Brought:
         brought = contribution()
         items, tied = untied(items_of(brought.parts, config, types))
@@ -135,9 +146,18 @@ def save_parts(
         done, choice, memory = together(comm, lambda: _written(
             path, brought, agreement, config, comm, chooser, hidden
         ))
-        together(comm, lambda: _publish(path, hidden, config.storage.fsync))
         everybody = comm.gather(done)
-        together(comm, lambda: _committed(path, agreement, everybody, choice, overwrite, pinned, started, comm))
+        plan = together(comm, lambda: _planned(everybody) if comm.rank == 0 else None)
+        try:
+            together(comm, lambda: attachments.publish(path, hidden, config.storage.fsync))
+            together(comm, lambda: None if plan is None else _committed(
+                path, agreement, everybody, plan, choice, overwrite, pinned, started
+            ))
+        except BaseException:
+            if comm.rank == 0:
+                with suppress(OSError):
+                    attachments.restore(path)
+            raise
     finally:
         for temporary in hidden.values():
             temporary.unlink(missing_ok=True)
@@ -183,20 +203,9 @@ def _written(
     return _Done(result, _inventory(own.parts), list(own.objects), nesting, files), choice, memory
 
 
-def _publish(path: Path, hidden: dict[str, Path], fsync: bool) -> None:
-    for name, temporary in hidden.items():
-        os.replace(temporary, path / name)
-    if fsync:
-        sync_directory(path)
-
-
-def _committed(
-    path: Path, agreement: Agreement, everybody: Sequence[_Done], choice: Choice, overwrite: bool, pinned: bool,
-    started: float, comm: Communicator,
-) -> Manifest | None:
-    if comm.rank:
-        return None
-    tensors: dict[str, dict[str, Any]] = {}
+def _planned(everybody: Sequence[_Done]) -> _Plan:
+    """All that was brought, if that is whole tensors."""
+    plan = _Plan({}, [name for done in everybody for name in done.objects], Nesting({}))
     paths: dict[str, NestedPath] = {}
     seen: dict[ChunkKey | str, int] = {}
     for rank, done in enumerate(everybody):
@@ -204,26 +213,48 @@ def _committed(
         for name in done.objects:
             _once(seen, name, rank)
         for fqn, tensor in done.tensors.items():
-            known = tensors.setdefault(fqn, {**tensor, "chunks": []})
+            known = plan.tensors.setdefault(fqn, {**tensor, "chunks": []})
             _alike(fqn, known, tensor)
             for key in tensor["chunks"]:
                 _once(seen, key, rank)
             known["chunks"] += tensor["chunks"]
-    for fqn, tensor in tensors.items():
+    for fqn, tensor in plan.tensors.items():
         brought, whole = sum(key.elements for key in tensor["chunks"]), math.prod(tensor["shape"])
         if brought != whole:
             raise SaveFailed(f"'{fqn}' has {whole} elements, {brought} were brought by the ranks: some are missing")
-    objects = [name for done in everybody for name in done.objects]
-    attachments = [file for done in everybody for file in done.attachments]
-    nesting = Nesting.merged(paths, [done.nesting for done in everybody])
-    manifest = commit(
-        path, agreement, [done.result for done in everybody], tensors, objects, nesting.as_json(), choice,
-        attachments, overwrite=overwrite, pinned=pinned, started=started,
+        _apart(fqn, tensor)
+    plan.nesting = Nesting.merged(paths, [done.nesting for done in everybody])
+    return plan
+
+
+def _apart(fqn: str, tensor: dict[str, Any]) -> None:
+    """Chunks that are as many elements as the tensor are all of it, if no two overlap."""
+    chunks: list[ChunkKey] = sorted(tensor["chunks"], key=lambda key: key.offsets)
+    if all(is_contiguous(tensor["shape"], key.shape) for key in chunks):  # then neighbours tell it all
+        pairs = list(pairwise(chunks))
+    else:
+        pairs = list(combinations(chunks, 2))
+    for one, other in pairs:
+        if one.elements and other.elements and all(
+            a < b + size_b and b < a + size_a
+            for a, size_a, b, size_b in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+        ):
+            raise SaveFailed(f"{one} and {other} of '{fqn}' overlap: one of them is not where it says")
+
+
+def _committed(
+    path: Path, agreement: Agreement, everybody: Sequence[_Done], plan: _Plan, choice: Choice, overwrite: bool,
+    pinned: bool, started: float,
+) -> None:
+    attached = [file for done in everybody for file in done.attachments]
+    commit(
+        path, agreement, [done.result for done in everybody], plan.tensors, plan.objects, plan.nesting.as_json(),
+        choice, attached, overwrite=overwrite, pinned=pinned, started=started,
     )
+    attachments.forget(path, [file.name for file in attached])
     retire(path, choice.config)
     with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
         gc.collect(path, time.time() - started)
-    return manifest
 
 
 def _once(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:

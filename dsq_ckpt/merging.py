@@ -79,6 +79,10 @@ def merge(source: StrPath, target: StrPath) -> Merged:
         storage.thread_count(), storage.block_elements
     ) as workers:
         before = max((len(_chain(checkpoint, ref)) - 1 for _, ref in checkpoint.chunks()), default=0)
+        if any(file.role == "attachment" for file in checkpoint.manifest.files):
+            raise SaveFailed(
+                f"'{source}' is a tag of DeepSpeed, whose own files belong to this very save; tags are not merged"
+            )
         if before < 2:
             raise SaveFailed(f"'{source}' has nothing to merge: no tensor is a sum of two differences or more")
         goal.mkdir(parents=True, exist_ok=True)
@@ -87,8 +91,7 @@ def merge(source: StrPath, target: StrPath) -> Merged:
         save_id = uuid.uuid4().hex[:16]
         files = [file for rank in ranks for file in rank.write(save_id)]
         manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
-    kept = manifest.bytes_in("own", "index", "refinement", "attachment")
-    return Merged(goal, before, max(rank.links for rank in ranks), kept)
+    return Merged(goal, before, max(rank.links for rank in ranks), manifest.bytes_in("own", "index", "refinement"))
 
 
 def _chain(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
@@ -105,10 +108,8 @@ def _commit(
         for kind, change in rank.grown.items():
             kinds[kind].base += change
     ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
-    attachments = [file for file in old.files if file.role == "attachment"]
-    link_files(checkpoint.directory, goal, ancestors | {file.name for file in attachments}, fsync=True)
-    linked = [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
-    files = files + attachments + linked
+    link_files(checkpoint.directory, goal, ancestors, fsync=True)
+    files = files + [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
     index = {**checkpoint.index, "files": [f"{save_id}{name[16:]}" for name in checkpoint.index["files"]]}
     files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))
     newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name))

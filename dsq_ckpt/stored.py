@@ -30,7 +30,16 @@ from dsq_ckpt.workers import Workers
 
 _VERSION = 1
 _source: ContextVar[tuple[Path, bool] | None] = ContextVar("_source", default=None)
-_decoded: ContextVar[dict[ChunkKey, Codes] | None] = ContextVar("_decoded", default=None)
+_kept: ContextVar[Kept | None] = ContextVar("_kept", default=None)
+_checked: set[tuple[Path, str, int]] = set()  # files that were compared with their checksums
+
+
+class Kept(NamedTuple):
+    """Codes of a checkpoint's chunks that are kept while its files are loaded."""
+
+    directory: Path
+    wanted: Callable[[ChunkKey], bool]
+    codes: dict[ChunkKey, Codes]
 
 
 class Piece(NamedTuple):
@@ -85,10 +94,18 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
         raise UnsupportedFormat(
             f"a tensor is stored in layout {spec.get('version')!r}, this dsq_ckpt reads {_VERSION}; upgrade it"
         )
-    directory, refined = _source.get() or (_being_loaded(), True)
+    file = _being_loaded()
+    directory, refined = _source.get() or (None if file is None else file.parent, True)
+    if directory is None:
+        raise LoadFailed(
+            "a tensor of this file lies in the dsq_ckpt checkpoint beside it, and where that is cannot be told, since "
+            "the file is not read by its path: torch.load(path), or load it within dsq_ckpt.stored.stored_in(directory)"
+        )
     if (directory / "zero").is_dir() and not (directory / MANIFEST).exists():
         return torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="meta")
     checkpoint = _opened(directory, spec["save_id"])
+    if file is not None and file.parent == directory:
+        _check(file, checkpoint)
     out = torch.zeros(spec["shape"], dtype=dtype_of(spec["dtype"]))
     flat = out.view(-1)
     storage = StorageConfig()
@@ -161,44 +178,63 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
 
 
 @contextmanager
-def keeping_codes() -> Iterator[dict[ChunkKey, Codes]]:
-    """No chunk's codes are decoded twice in here, however many files speak of it; one checkpoint only.
+def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
+    """Codes of a checkpoint are kept as they are decoded, and not decoded twice.
+
+    Args:
+        directory: of the checkpoint; DeepSpeed may read others meanwhile.
+        wanted: whether a chunk's are.
 
     Yields:
-        The codes, 1 byte per element.
+        The codes so far, 1 byte per element.
     """
-    kept: dict[ChunkKey, Codes] = {}
-    token = _decoded.set(kept)
+    kept = Kept(directory, wanted, {})
+    token = _kept.set(kept)
     try:
-        yield kept
+        yield kept.codes
     finally:
-        _decoded.reset(token)
+        _kept.reset(token)
 
 
 def _codes(checkpoint: Checkpoint, ref: RecordRef, key: ChunkKey, workers: Workers) -> Codes | None:
     """Codes of a record that has any, if they are to be kept; None: whoever decodes it finds them."""
-    kept, record = _decoded.get(), checkpoint.record(ref)
-    if kept is None or record["type"] != "coded" or "residual" in record:
+    kept, record = _kept.get(), checkpoint.record(ref)
+    if kept is None or kept.directory != checkpoint.directory or not kept.wanted(key):
         return None
-    if key not in kept:
-        kept[key] = checkpoint.codes(ref, workers)
-    return kept[key]
+    if record["type"] != "coded" or "residual" in record:
+        return None
+    if key not in kept.codes:
+        kept.codes[key] = checkpoint.codes(ref, workers)
+    return kept.codes[key]
 
 
-def _being_loaded() -> Path:
-    """The directory of the file that `torch.load` is reading further up the stack: unpickling itself is not told it."""
+def _check(file: Path, checkpoint: Checkpoint) -> None:
+    """Compare a file with its checksum, once.
+
+    Raises:
+        CorruptCheckpoint: it is not what was written.
+    """
+    key = (file, checkpoint.manifest.save_id, file.stat().st_mtime_ns)
+    if key in _checked:
+        return
+    for name, _, problem in checkpoint.verify([file.name]):
+        if problem:
+            raise CorruptCheckpoint(f"'{checkpoint.directory / name}' {problem}: altered; load another checkpoint")
+    _checked.add(key)
+
+
+def _being_loaded() -> Path | None:
+    """The file that `torch.load` is reading further up the stack, by its path: unpickling itself is not told it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == "torch.serialization":
             source = frame.f_locals.get("f")
             name = source if isinstance(source, str | os.PathLike) else getattr(source, "name", None)
             if isinstance(name, str | os.PathLike):
-                return Path(os.fspath(name)).absolute().parent
+                return Path(os.fspath(name)).absolute()
+            return None
         frame = frame.f_back  # type: ignore[assignment]
-    raise LoadFailed(
-        "a tensor of this file lies in the dsq_ckpt checkpoint beside it, and where that is cannot be told, since the "
-        "file is not read by its path: torch.load(path), or load it within dsq_ckpt.stored.stored_in(directory)"
-    )
+    return None
 
 
 class _Open(NamedTuple):

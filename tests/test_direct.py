@@ -126,3 +126,36 @@ def test_a_tensor_with_a_part_missing(tmp_path):
     with pytest.raises(SaveFailed, match="6144 elements, 3840 were brought"):
         save(tmp_path / "1", halves()[:1])
     assert dsq_ckpt.latest(tmp_path) is None
+
+
+def test_parts_that_overlap(tmp_path):
+    parts = [part(tensor=WEIGHT[:40], offsets=(0, 0)), part(tensor=WEIGHT[:24], offsets=(30, 0))]
+    with pytest.raises(SaveFailed, match="overlap"):
+        save(tmp_path / "1", parts)
+    left, right = WEIGHT[:, :50].contiguous(), WEIGHT[:, :46].contiguous()
+    with pytest.raises(SaveFailed, match="overlap"):
+        save(tmp_path / "1", [part(tensor=left, offsets=(0, 0)), part(tensor=right, offsets=(0, 40))])
+    save(tmp_path / "1", [part(tensor=left, offsets=(0, 0)), part(tensor=right, offsets=(0, 50))])
+
+
+def test_attachments_come_back_when_a_save_over_them_fails(tmp_path, monkeypatch):
+    def no_space(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path / "1", [part()], attachments={"a_states.pt": write})
+    before = (tmp_path / "1" / "a_states.pt").read_bytes()
+    monkeypatch.setattr("dsq_ckpt.direct.commit", no_space)
+    with pytest.raises(SaveFailed, match="No space left"):
+        save(tmp_path / "1", [part()], attachments={"a_states.pt": write, "b_states.pt": write}, overwrite=True)
+    assert (tmp_path / "1" / "a_states.pt").read_bytes() == before
+    with Checkpoint(tmp_path / "1") as checkpoint:
+        assert [problem for *_, problem in checkpoint.verify() if problem] == []
+
+
+def test_a_tag_of_deepspeed_is_not_merged(tmp_path):
+    config = DSQConfig(system="lc", storage={"fsync": False})
+    for name in "123":
+        contribution = Contribution([part(tensor=WEIGHT + int(name))], attachments={"a_states.pt": write})
+        save_parts(tmp_path / name, partial(lambda brought: brought, contribution), config, SingleProcess())
+    with pytest.raises(SaveFailed, match="tag of DeepSpeed"):
+        dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged")

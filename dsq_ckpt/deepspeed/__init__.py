@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,16 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
             f"{BLOCK} needs a directory that all nodes share, and checkpoint.use_node_local_storage is true; set it to "
             "false, and save to shared storage"
         )
+    if evaluate is not None and chosen.search.spread:
+        raise ConfigError(
+            f"{BLOCK}.search.spread is true, but ranks of DeepSpeed hold parts of one model and evaluate it together; "
+            "leave spread out"
+        )
     inner = engine.checkpoint_engine
     if isinstance(inner, DSQCheckpointEngine):
         group, inner = inner.group, inner.inner
     else:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=_timeout())
     gradients = None
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
@@ -125,10 +131,22 @@ def _check_before_loading(engine: Any) -> None:
             tag = latest.read_text().strip()
         if tag is None:
             return original(engine, load_dir, tag, *args, **kwargs)
-        with engine.checkpoint_engine.loading(Path(load_dir, tag).absolute()):
+        with engine.checkpoint_engine.loading(Path(load_dir, str(tag)).absolute()):
             return original(engine, load_dir, tag, *args, **kwargs)
 
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
+
+
+def _timeout() -> timedelta | None:
+    """How long the default group waits; None: what is usual."""
+    world = dist.group.WORLD
+    if world is None:
+        return None
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
 
 
 def _chooser(engine: Any, evaluate: Evaluate | None) -> Chooser:

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from dsq_ckpt import chain, stored
+from dsq_ckpt.attachments import restore
 from dsq_ckpt.chain import remember_loaded
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.comm import TorchCommunicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.gradients import FlatGradients
-from dsq_ckpt.deepspeed.partition import Inventory, inventory
+from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -123,17 +124,20 @@ class DSQCheckpointEngine(CheckpointEngine):
         Raises:
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
         """
-        together(self._comm, lambda: self._check(directory))
-        with stored.keeping_codes() as codes:
+        together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None)
+        manifest = together(self._comm, lambda: self._check(directory))
+        buffers = inventory(self._engine).buffers  # without moments, where there was no step yet
+        own = {
+            (parameter_in(part.key.fqn), *part.key[1:]) for part in parts_of(buffers, self._comm.rank, self._comm.size)
+        }
+        with stored.keeping_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
             try:
                 yield
             finally:
                 self._looked_at = None
-        if is_complete(directory):
-            manifest = Manifest.read(directory)
-            own = {part.key for part in parts_of(inventory(self._engine).buffers, self._comm.rank, self._comm.size)}
-            kept = {key: value for key, value in codes.items() if key in own}
-            remember_loaded(directory, manifest.save_id, chain.Memory(codes=kept))
+                stored.close()
+        if manifest is not None:
+            remember_loaded(directory, manifest.save_id, chain.Memory(codes=codes))
             self._last = directory
             self._resume(manifest)
 
@@ -178,19 +182,22 @@ class DSQCheckpointEngine(CheckpointEngine):
         finally:
             if self._gradients is not None:
                 self._gradients.reset()
+        if parent != "auto":
+            chain.forget(self._last)  # of every directory that a run uses, its codes would stay in memory
         self.quality, self._last = choice.quality, directory
 
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:
         return partial(_write_stored, found=found, unlike=unlike, state=state)
 
-    def _check(self, directory: Path) -> None:
+    def _check(self, directory: Path) -> Manifest | None:
         if not is_complete(directory):
-            return
+            return None
         with Checkpoint(directory) as checkpoint:
             names = [file.name for file in checkpoint.manifest.files][self._comm.rank :: self._comm.size]
             problems = [f"'{directory / name}' {problem}" for name, _, problem in checkpoint.verify(names) if problem]
         if problems:
             raise CorruptCheckpoint(f"{'; '.join(problems[:3])}; load another tag")
+        return checkpoint.manifest
 
     def _resume(self, manifest: Manifest) -> None:
         resume = getattr(self._chooser, "resume", None)

@@ -67,6 +67,13 @@ class Buffer:
         return "optimizer", "state", segment.name, self.kind
 
 
+def parameter_in(fqn: str) -> str:
+    """The parameter of which `Buffer.fqn` is the name, of the master or of a moment."""
+    if fqn.startswith("optimizer.state."):
+        return fqn.removeprefix("optimizer.state.").rpartition(".")[0]
+    return fqn.removeprefix("model.")
+
+
 @dataclass
 class Inventory:
     """All buffers of an engine.
@@ -169,7 +176,8 @@ def _masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[_Master
     elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         for masters, group in zip(optimizer.fp32_groups, groups, strict=True):
             for master, parameter in zip(masters, group, strict=True):
-                yield master, master, [_whole(names[parameter], parameter)], True
+                if parameter in names:
+                    yield master, master, [_whole(names[parameter], parameter)], True
     elif optimizer is engine.basic_optimizer:
         for group in base:
             for parameter in group["params"]:
@@ -195,7 +203,7 @@ def _cut(
     """What of parameters, placed in a flat group, lies in a partition of it."""
     for parameter, at in placed:
         first, last = max(at, start), min(at + parameter.numel(), start + length)
-        if first < last:
+        if first < last and parameter in names:  # others are not the module's; their values stay in DeepSpeed's files
             yield Segment(names[parameter], tuple(parameter.shape), first - at, last - first, first - start)
 
 
@@ -206,5 +214,5 @@ def _partitioned(optimizer: Any, group: Iterable[Any], names: Mapping[torch.Tens
         _, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * part
         length = min(part, int(parameter.ds_numel) - start)
-        if length > 0:
+        if length > 0 and parameter in names:
             yield Segment(names[parameter], tuple(parameter.ds_shape), start, length, at)

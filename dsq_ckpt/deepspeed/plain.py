@@ -86,5 +86,5 @@ def _tensor_sizes(node: Any) -> list[int]:
 
 def _is_plain_tag(directory: Path) -> bool:
     return directory.is_dir() and all(
-        entry.is_file() and entry.name.endswith(("_states.pt", "states.pt")) for entry in directory.iterdir()
+        entry.is_file() and entry.name.endswith("states.pt") for entry in directory.iterdir()
     )

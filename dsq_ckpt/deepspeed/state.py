@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,7 @@ class Substitution:
 
     def __init__(self, save_id: str, found: Inventory, differing: set[str]) -> None:
         self._save_id = save_id
+        self._views: dict[Any, torch.Tensor] = {}
         regions = [_region(buffer) for buffer in found.buffers]
         covered = {region.start for region in regions}
         for name, shape in found.masters.items():
@@ -137,9 +139,9 @@ class Substitution:
             changed = {key: self(value) for key, value in node.items()}
             if all(changed[key] is value for key, value in node.items()):
                 return node
-            copy = type(node)(changed)  # type: ignore[call-arg]
-            getattr(copy, "__dict__", {}).update(getattr(node, "__dict__", {}))  # the versions of a module's state dict
-            return copy
+            replaced = copy.copy(node)  # with all that it is besides, as the versions of a module's state dict
+            replaced.update(changed)  # type: ignore[attr-defined]
+            return replaced
         if type(node) in (list, tuple):
             changed_list = [self(value) for value in node]
             same = all(new is old for new, old in zip(changed_list, node, strict=True))
@@ -147,17 +149,24 @@ class Substitution:
         return node
 
     def _stored(self, tensor: torch.Tensor) -> Any:
-        if not tensor.numel() or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        if not tensor.numel() or tensor.layout is not torch.strided:
             return tensor
+        found = self._found(tensor) if tensor.is_contiguous() else None
+        if found is None and tensor.untyped_storage().nbytes() > tensor.nbytes:  # all of which a pickle would hold
+            view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            return self._views.setdefault(view, tensor.detach().clone())
+        return tensor if found is None else found
+
+    def _found(self, tensor: torch.Tensor) -> StoredTensor | None:
         address = tensor.data_ptr()
         place = bisect.bisect_right(self._starts, address) - 1
         if place < 0:
-            return tensor
+            return None
         region = self._regions[place]
         buffer = region.buffer
         own = (buffer.tensor.dtype, buffer.tensor.device)
         if address + tensor.nbytes > region.end or (tensor.dtype, tensor.device) != own:
-            return tensor
+            return None
         first = (address - region.start) // tensor.itemsize
         pieces, rest, at = [], [], 0
         for segment in sorted(buffer.segments, key=lambda segment: segment.at):

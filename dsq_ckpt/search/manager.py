@@ -108,7 +108,7 @@ class ConfigManager:
             return Choice(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
-        model = together(comm, lambda: TrialModel(self._model, local, workers, self._refresh).__enter__())
+        model = together(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
         save = SaveSearch(sketches, config, space, comm, model, usual, groups)
         try:
             choice = self._searched(save, record)

@@ -14,6 +14,7 @@ from dsq_ckpt import device, kernels
 from dsq_ckpt.analysis import Analysis
 from dsq_ckpt.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
 from dsq_ckpt.codebook import Fitted
+from dsq_ckpt.comm import Communicator, SingleProcess, together
 from dsq_ckpt.device.coding import TablesOf, decode
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.workers import Workers
@@ -29,18 +30,21 @@ class TrialModel:
         model: whose weights they are.
         chunks: all local chunks of weights; those that are views of the model's parameters take part.
         workers: threads.
-        refresh: where chunks are of master weights: puts these into the model; collective.
+        refresh: where chunks are of master weights: puts these into the model; collective over `comm`.
+        comm: of the ranks that evaluate.
 
     Raises:
         ConfigError: no chunk's tensor is the model's, so that evaluating the model would tell nothing.
     """
 
     def __init__(
-        self, model: nn.Module, chunks: Sequence[Chunk], workers: Workers, refresh: Callable[[], None] | None = None
+        self, model: nn.Module, chunks: Sequence[Chunk], workers: Workers, refresh: Callable[[], None] | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         self._model = model
         self._workers = workers
         self._refresh = refresh
+        self._comm = comm or SingleProcess()
         owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         own = [
             chunk for chunk in chunks if chunk.key.elements and (refresh or _storage(chunk.tensor) in owned)
@@ -57,6 +61,10 @@ class TrialModel:
 
     def __enter__(self) -> TrialModel:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        self._parameters = [] if self._refresh is None else [
+            (tensor, tensor.clone()) for parameter in self._model.parameters()
+            for tensor in (parameter.data, getattr(parameter, "ds_tensor", None)) if tensor is not None
+        ]  # those that differ from what their masters give are not to be lost
         self._training = [(module, module.training) for module in self._model.modules()]
         self._random = torch.get_rng_state()
         self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -68,6 +76,8 @@ class TrialModel:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 target.copy_(chunk.tensor)
             self._reshard()
+            for parameter, original in self._parameters:
+                parameter.data.copy_(original.data)
         self._undo()
 
     def metric(
@@ -98,10 +108,16 @@ class TrialModel:
             torch.cuda.set_rng_state_all(self._random_cuda)
 
     def _store(self, analysis: Analysis | None, refinement_bits: int) -> None:
-        for chunk, target in zip(self._chunks, self._targets, strict=True):
-            fitted = None if analysis is None else analysis.fitted.get(chunk.group)
-            with torch.no_grad():
-                target.copy_(chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits))
+        def store() -> None:
+            for chunk, target in zip(self._chunks, self._targets, strict=True):
+                fitted = None if analysis is None else analysis.fitted.get(chunk.group)
+                with torch.no_grad():
+                    target.copy_(chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits))
+
+        if self._refresh is None:
+            store()
+        else:
+            together(self._comm, store)  # what fails on one rank must not leave the others waiting in `refresh`
         self._reshard()
 
     def _reshard(self) -> None:

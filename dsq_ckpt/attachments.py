@@ -1,0 +1,66 @@
+"""Files of another format in a checkpoint: published together with its manifest, put back where that does not happen.
+
+DeepSpeed's files have names of their own, which a second save of a tag gives to other files. The old ones step aside
+before, as links that name the save they belong to, and go when the new manifest is there. If it never comes, because
+the save fails or is killed in between, `restore` brings them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dsq_ckpt.container import file_checksum, sync_directory
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.manifest import Manifest
+
+
+def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
+    """Give finished files their names; what had such a name in the checkpoint that is there steps aside first."""
+    try:
+        save_id = Manifest.read(directory).save_id
+    except DSQError:  # nothing to go back to
+        save_id = None
+    for name in hidden:
+        if save_id is not None and (directory / name).exists():
+            with contextlib.suppress(FileExistsError):
+                os.link(directory / name, _aside(directory, name, save_id))
+    if fsync and save_id is not None:
+        sync_directory(directory)
+    for name, temporary in hidden.items():
+        os.replace(temporary, directory / name)
+    if fsync:
+        sync_directory(directory)
+
+
+def forget(directory: Path, names: Iterable[str]) -> None:
+    """The new manifest is there: what stepped aside goes."""
+    for name in names:
+        for old in directory.glob(f".{name}.*.old"):
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+
+def restore(directory: Path) -> None:
+    """Bring back files that stepped aside for a save whose manifest never came.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    try:
+        manifest = Manifest.read(directory)
+    except DSQError:
+        return
+    for file in manifest.files:
+        aside = _aside(directory, file.name, manifest.save_id)
+        if file.role != "attachment" or not aside.exists():
+            continue
+        if file_checksum(aside) == (file.size, file.checksum):
+            os.replace(aside, directory / file.name)
+    sync_directory(directory)
+
+
+def _aside(directory: Path, name: str, save_id: str) -> Path:
+    return directory / f".{name}.{save_id}.old"
