@@ -61,10 +61,9 @@ class TrialModel:
 
     def __enter__(self) -> TrialModel:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        self._parameters = [] if self._refresh is None else [
-            (tensor, tensor.clone()) for parameter in self._model.parameters()
-            for tensor in (parameter.data, getattr(parameter, "ds_tensor", None)) if tensor is not None
-        ]  # those that differ from what their masters give are not to be lost
+        # Parameters may differ from what their masters give; `refresh` would make them the same.
+        changed = [] if self._refresh is None else list(self._model.parameters())
+        self._parameters = [(p, [part.detach().clone() for part in _parts(p)]) for p in changed]
         self._training = [(module, module.training) for module in self._model.modules()]
         self._random = torch.get_rng_state()
         self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -76,8 +75,10 @@ class TrialModel:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 target.copy_(chunk.tensor)
             self._reshard()
-            for parameter, original in self._parameters:
-                parameter.data.copy_(original.data)
+            for parameter, originals in self._parameters:
+                for part, original in zip(_parts(parameter), originals, strict=True):
+                    if part.shape == original.shape:  # ZeRO 3 gathers some, and lets go of them, as it likes
+                        part.copy_(original)
         self._undo()
 
     def metric(
@@ -156,6 +157,12 @@ class TrialModel:
         for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
             pass
         return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
+
+
+def _parts(parameter: nn.Parameter) -> list[torch.Tensor]:
+    """A parameter's memory, which may be another one after a refresh, and its partition under ZeRO 3."""
+    partition = getattr(parameter, "ds_tensor", None)
+    return [parameter.data] if partition is None else [parameter.data, partition.data]
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

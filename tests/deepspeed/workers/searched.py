@@ -21,7 +21,7 @@ def everything(engine: Any) -> list[torch.Tensor]:
     found = inventory(engine)
     tensors = [buffer.tensor for buffer in found.buffers] + list(engine.module.parameters())
     tensors += [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
-    return [tensor.detach().clone() for tensor in tensors]
+    return [tensor.detach().clone().view(torch.uint8) for tensor in tensors if tensor.numel()]  # NaN are equal then
 
 
 def search(run: Path, name: str, tree: dict[str, Any]) -> None:
