@@ -25,6 +25,10 @@ def test_chains_and_failures(tmp_path, stage, checks):
     assert ranks("chain", 2, tmp_path, stage).count("ok ") == checks
 
 
+def test_files_are_what_deepspeed_writes(tmp_path):
+    assert ranks("alike", 2, tmp_path).count("ok ") == 20
+
+
 def test_searches(tmp_path):
     assert ranks("searched", 2, tmp_path).count("ok ") == 24
 

@@ -1,0 +1,111 @@
+"""The same engine saved by us, exactly, and by DeepSpeed: `torch.load` gives the same. argv = a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import common
+import deepspeed
+import torch
+import torch.distributed as dist
+from common import EXACT, begin, check, end, settings, train
+from torch import nn
+
+import dsq_ckpt.deepspeed
+
+SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+
+
+class Tied(common.Model):
+    """A head that is its embedding, and a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(33, 97, bias=False)
+        self.head.weight = self.emb.weight
+        self.unused = nn.Linear(13, 11)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.head(self.emb(x))
+        return nn.functional.cross_entropy((h + 0.1 * self.frozen(h)).float(), y)
+
+
+KINDS: dict[str, tuple[dict[str, Any], type[nn.Module], dict[str, Any]]] = {
+    "tied, stage 0": (settings(0), Tied, {}),
+    "tied, stage 0, fp32": (settings(0, bf16=False), Tied, {}),
+    "tied, stage 2": (settings(2), Tied, {}),
+    "tied, stage 3": (settings(3), Tied, {}),
+    "SGD, stage 0, fp32": ({**settings(0, bf16=False), "optimizer": SGD}, common.Model, {}),
+    "SGD, stage 1": ({**settings(1), "optimizer": SGD, "zero_allow_untested_optimizer": True}, common.Model, {}),
+    "fp32 accumulation, stage 1": ({**settings(1), "data_types": {"grad_accum_dtype": "fp32"}}, common.Model, {}),
+    "elastic, stage 2": (settings(2, elastic_checkpoint=True), common.Model, {}),
+    "without frozen ones, stage 2": (settings(2), common.Model, {"exclude_frozen_parameters": True}),
+    "without frozen ones, stage 3": (settings(3), common.Model, {"exclude_frozen_parameters": True}),
+}
+
+
+def differences(ours: Any, plain: Any, where: str) -> Iterator[str]:
+    """Where two unpickled objects are not the same; tensors to the last bit."""
+    if isinstance(plain, torch.Tensor):
+        alike = isinstance(ours, torch.Tensor) and (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+        if not alike or not torch.equal(_bits(ours), _bits(plain)):
+            yield where
+    elif type(ours) is not type(plain):
+        yield f"{where}: {type(ours)}, {type(plain)}"
+    elif isinstance(plain, Mapping):
+        if list(ours) != list(plain):
+            yield f"{where}: {list(ours)}, {list(plain)}"
+        for key in plain:
+            yield from differences(ours[key], plain[key], f"{where}.{key}")
+    elif isinstance(plain, list | tuple):
+        if len(ours) != len(plain):
+            yield where
+        for place, (one, other) in enumerate(zip(ours, plain, strict=False)):
+            yield from differences(one, other, f"{where}.{place}")
+    elif hasattr(plain, "__dict__") and not callable(plain):
+        yield from differences(vars(ours), vars(plain), where)
+    elif ours != plain:
+        yield f"{where}: {ours!r}, {plain!r}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+def compare(run: Path, name: str, steps: int) -> None:
+    tree, kind, options = KINDS[name]
+    torch.manual_seed(0)
+    model = kind()
+    engine = dsq_ckpt.deepspeed.initialize(
+        model=model, model_parameters=[p for p in model.parameters() if p.requires_grad],
+        config={**tree, "dsq_checkpoint": EXACT},
+    )[0]
+    train(engine, 0, steps)
+    first = next(iter(engine.module.parameters())).detach()
+    client = {"numbers": torch.arange(5.0), "alias": first, "part": torch.arange(1000.0)[3:7], "step": steps}
+    ours = engine.checkpoint_engine
+    engine.save_checkpoint(str(run / "ours"), tag="t", client_state=client, **options)
+    engine.checkpoint_engine = ours.inner
+    engine.save_checkpoint(str(run / "plain"), tag="t", client_state=client, **options)
+    dist.barrier()
+    files = sorted(file.name for file in (run / "plain" / "t").glob("*.pt"))
+    found = [] if files == sorted(file.name for file in (run / "ours" / "t").glob("*.pt")) else ["files"]
+    for file in files:
+        two = [torch.load(run / who / "t" / file, weights_only=False) for who in ("ours", "plain")]
+        found += differences(*two, file)
+    check(found == [], f"{name}, after {steps} steps: {found[:3]}")
+
+
+def main() -> None:
+    directory = begin()
+    for name in KINDS:
+        for steps in (0, 2):
+            compare(directory / name.replace(" ", "_") / str(steps), name, steps)
+    end()
+
+
+if __name__ == "__main__":
+    deepspeed.logger.setLevel("ERROR")
+    main()
