@@ -88,12 +88,12 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def check(condition: bool, what: str) -> None:
-    """Fail on all ranks, or say on the first one that it holds on all."""
+    """Fail on all ranks, or say on the first one that it holds on all: `[ok]`."""
     found = everywhere(condition)
     if not all(found):
         raise AssertionError(f"{what}: {found}")
     if dist.get_rank() == 0:
-        print(f"ok {what}", flush=True)
+        print(f"[ok] {what}", flush=True)
 
 
 def error_of(call: Any) -> Exception:
