@@ -20,7 +20,7 @@ Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 
-class FailedElsewhere(SaveFailed):
+class FailedElsewhere(SaveFailed, LoadFailed):
     """Another rank failed; where both are at hand, its error says more."""
 
 

@@ -8,7 +8,9 @@ engine of this process look for the block, which `python -m dsq_ckpt.launch trai
 
 from __future__ import annotations
 
+import difflib
 import functools
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -45,9 +47,18 @@ def initialize(*args: Any, evaluate: Evaluate | None = None, **kwargs: Any) -> t
         ConfigError: the block has unknown keys or wrong values; all of them are named.
     """
     deepspeed = _deepspeed()
+    if isinstance(tree := kwargs.get("config"), dict):
+        block_of(tree)  # what is wrong with it is said before the engine is built
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
-    if _block(made[0]) is not None:
+    tree = made[0]._config._param_dict
+    if block_of(tree) is not None:
         attach(made[0], evaluate=evaluate)
+    elif tree.get(BLOCK) is None:
+        near = difflib.get_close_matches(BLOCK, tree, n=1)
+        warnings.warn(
+            f"the configuration has no block '{BLOCK}'" + (f", but '{near[0]}'" if near else "")
+            + ": checkpoints are DeepSpeed's own", stacklevel=2,
+        )
     return made
 
 
@@ -67,7 +78,7 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
     from dsq_ckpt.deepspeed.gradients import FlatGradients
 
-    chosen = _block(engine) or DSQConfig() if config is None else _as_config(config)
+    chosen = block_of(engine._config._param_dict) or DSQConfig() if config is None else _as_config(config)
     if engine.use_node_local_storage():
         raise ConfigError(
             f"{BLOCK} needs a directory that all nodes share, and checkpoint.use_node_local_storage is true; set it to "
@@ -107,7 +118,7 @@ def install() -> None:
     @functools.wraps(original)
     def configured(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if _block(self) is not None:
+        if block_of(self._config._param_dict) is not None:
             attach(self)
         return result
 
@@ -158,9 +169,13 @@ def _chooser(engine: Any, evaluate: Evaluate | None) -> Chooser:
     return ConfigManager(engine.module, evaluate, refresh=refresh_of(engine))
 
 
-def _block(engine: Any) -> DSQConfig | None:
-    """The configuration of the block; None if there is none, or it is not enabled."""
-    tree = engine._config._param_dict.get(BLOCK)
+def block_of(settings: dict[str, Any]) -> DSQConfig | None:
+    """The block in a configuration of DeepSpeed; None if there is none, or it is not enabled.
+
+    Raises:
+        ConfigError: it has unknown keys or wrong values; all of them are named.
+    """
+    tree = settings.get(BLOCK)
     if tree is None:
         return None
     if not isinstance(tree, dict):

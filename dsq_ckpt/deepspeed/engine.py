@@ -24,7 +24,7 @@ from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
 from dsq_ckpt.direct import Contribution, save_parts
-from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.targets import publish, temporary
@@ -62,17 +62,32 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._gradients = gradients
         self._queue: dict[Path, Any] = {}
         self._last: Path | None = None
+        self._unusable: OSError | None = None
         self._looked_at: tuple[Path, str, Any] | None = None
 
     # Names of arguments are those of the base class: DeepSpeed passes them by keyword.
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """A checkpoint begins; on all ranks."""
+        """A checkpoint begins; on all ranks.
+
+        Raises:
+            SaveFailed: on all ranks, if its directory could not be made.
+        """
         self._queue.clear()
+        unusable, self._unusable = self._unusable, None
+
+        def usable() -> None:
+            if unusable is not None:
+                raise SaveFailed(f"the directory for checkpoints cannot be made: {unusable}")
+
+        together(self._comm, usable)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory."""
-        os.makedirs(path, exist_ok=exist_ok)
+        """Make a directory. The others wait for this one rank at a barrier, so what fails is told in `create`."""
+        try:
+            os.makedirs(path, exist_ok=exist_ok)
+        except OSError as error:
+            self._unusable = error
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take note of a file to be written; DeepSpeed leaves its tensors alone until `commit`."""
@@ -123,9 +138,13 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         Raises:
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
+            CheckpointNotFound: on all ranks, if the tag's save did not complete.
         """
         together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None)
-        manifest = together(self._comm, lambda: self._check(directory))
+        problems, manifest = together(self._comm, lambda: self._checked(directory))
+        found = [problem for several in self._comm.gather(problems) for problem in several]
+        if found:  # the same error on all ranks, so that all of them handle it alike
+            raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
         buffers = inventory(self._engine).buffers  # without moments, where there was no step yet
         own = {
             (parameter_in(part.key.fqn), *part.key[1:]) for part in parts_of(buffers, self._comm.rank, self._comm.size)
@@ -189,15 +208,19 @@ class DSQCheckpointEngine(CheckpointEngine):
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:
         return partial(_write_stored, found=found, unlike=unlike, state=state)
 
-    def _check(self, directory: Path) -> Manifest | None:
+    def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
+        """What is wrong with this rank's share of a tag's files; and its manifest, if it is one of ours."""
         if not is_complete(directory):
-            return None
+            if any(directory.glob("*.dsq")):
+                raise CheckpointNotFound(
+                    f"'{directory}' holds no manifest.json: its save did not complete, or that file was deleted; load "
+                    "another tag"
+                )
+            return [], None
         with Checkpoint(directory) as checkpoint:
             names = [file.name for file in checkpoint.manifest.files][self._comm.rank :: self._comm.size]
             problems = [f"'{directory / name}' {problem}" for name, _, problem in checkpoint.verify(names) if problem]
-        if problems:
-            raise CorruptCheckpoint(f"{'; '.join(problems[:3])}; load another tag")
-        return checkpoint.manifest
+        return problems, checkpoint.manifest
 
     def _resume(self, manifest: Manifest) -> None:
         resume = getattr(self._chooser, "resume", None)

@@ -17,7 +17,7 @@ from common import LOSSY, begin, check, end, engine_of, error_of, everywhere, se
 import dsq_ckpt
 from dsq_ckpt import attachments, direct
 from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import Manifest
 
 
@@ -193,6 +193,8 @@ def failures(run: Path, stage: int) -> None:
     error = error_of(lambda: engine.save_checkpoint(str(run)))
     direct.write_rank = original
     check(isinstance(error, SaveFailed), f"one rank fails, all raise: {error}")
+    nowhere = error_of(lambda: engine.save_checkpoint(str(run / "latest" / "below a file")))
+    check(isinstance(nowhere, SaveFailed) and "cannot be made" in str(nowhere), f"a wrong directory: {nowhere}")
     check("No space left" in str(error), "and say why")
     check((run / "latest").read_text() == "global_step2", "latest did not move")
     check(not (run / "global_step4" / "manifest.json").exists(), "what failed is no checkpoint")
@@ -213,6 +215,13 @@ def failures(run: Path, stage: int) -> None:
     again = engine_of(settings(stage), LOSSY, seed=1)
     errors = everywhere(str(error_of(lambda: again.load_checkpoint(str(run)))))
     check(all("has checksum" in text for text in errors), f"an altered file is refused on all ranks: {errors}")
+    check(isinstance(error_of(lambda: again.load_checkpoint(str(run))), CorruptCheckpoint), "and alike on all of them")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tag / "manifest.json").unlink()
+    dist.barrier()
+    gone = error_of(lambda: again.load_checkpoint(str(run)))
+    check(isinstance(gone, LoadFailed | CheckpointNotFound) and "load another tag" in str(gone), f"no manifest: {gone}")
     again.load_checkpoint(str(run), tag="global_step2")
     check(train(again, 2, 3) != [], "an older tag loads")
 
