@@ -10,7 +10,6 @@ import math
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.nesting import Path as NestedPath
 from dsq_ckpt.parts import Part, items_of, layout_of
 from dsq_ckpt.quantizing import quantize_items
-from dsq_ckpt.session import Agreement, Item, RankResult, exact_values, too_many_resumes, untied, write_rank
+from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, untied, write_rank
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
@@ -130,17 +129,13 @@ def save_parts(
     own = brought.own
     layouts = comm.gather(layout_of(own.parts, config, types, bool(own.gradients), fractions))
 
-    def agree() -> Agreement | None:
+    def decide() -> Agreement | None:
         if comm.rank:
             return None
         refuse_checkpoint(path, overwrite)
-        previous = chain.predecessor(path, parent)
-        if (warning := too_many_resumes(previous, config)) is not None:
-            warnings.warn(warning, stacklevel=2)
-            return Agreement.new(comm.size, previous, None, layouts, exact=True)
-        return Agreement.new(comm.size, previous, chain.choose_parent(previous, parent, config), layouts)
+        return agree(path, parent, config, comm.size, layouts)
 
-    agreement: Agreement = comm.broadcast(together(comm, agree))
+    agreement: Agreement = comm.broadcast(together(comm, decide))
     hidden: dict[str, Path] = {}
     try:
         done, choice, memory = together(comm, lambda: _written(

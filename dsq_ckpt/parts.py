@@ -23,14 +23,12 @@ class Part:
         size: shape of the whole tensor.
         dtype: of the tensor.
         load: gives the chunk, on any device.
-        exact: it is stored bit for bit, whatever the configuration says.
     """
 
     key: ChunkKey
     size: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
-    exact: bool = False
 
 
 def layout_of(
@@ -51,7 +49,7 @@ def layout_of(
     for part in parts:
         fqn = part.key.fqn
         chosen = assign(fqn, part.size, part.dtype, config.quantize, types)
-        lossy = chosen.config is not None and chosen.config.method == "quantize" and not part.exact
+        lossy = chosen.config is not None and chosen.config.method == "quantize"
         # What is coded of lossy state are differences, and these do not tell the size of gradients.
         if not (residual and lossy) and (kind := kind_of(fqn)) in ("exp_avg_sq", "momentum"):
             state[fqn] = kind
@@ -67,7 +65,7 @@ def items_of(parts: Iterable[Part], config: DSQConfig, types: Mapping[str, str] 
     for part in parts:
         chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types)
         items.append(Item(
-            part.key, part.dtype, chosen.kind, chosen.group, None if part.exact else chosen.config, part.load,
+            part.key, part.dtype, chosen.kind, chosen.group, chosen.config, part.load,
             config.storage.on_device,
         ))
     return items

@@ -5,8 +5,10 @@ Nothing here knows DCP; the storage writer (and other integrations) drive these 
 
 from __future__ import annotations
 
+import os
 import platform
 import uuid
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -150,6 +152,28 @@ def too_many_resumes(previous: ParentRef | None, config: DSQConfig) -> str | Non
         f"the run was restored from lossy state {resumes} time(s), and search.max_lossy_resumes is {limit}: weights "
         "and optimizer state of this checkpoint are stored exactly"
     )
+
+
+def agree(
+    path: Path, parent: str | os.PathLike[str] | None, config: DSQConfig, ranks: int, layouts: Iterable[Layout]
+) -> Agreement:
+    """What the coordinator decides: what the checkpoint comes after, and what it is coded against.
+
+    Args:
+        path: the new checkpoint.
+        parent: see `chain.predecessor`.
+        config: of the save.
+        ranks: that save.
+        layouts: of all ranks.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: the parent cannot be read.
+    """
+    previous = chain.predecessor(path, parent)
+    if (warning := too_many_resumes(previous, config)) is not None:
+        warnings.warn(warning, stacklevel=2)
+        return Agreement.new(ranks, previous, None, layouts, exact=True)
+    return Agreement.new(ranks, previous, chain.choose_parent(previous, parent, config), layouts)
 
 
 def lossy_items(items: Sequence[Item]) -> list[Item]:

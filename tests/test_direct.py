@@ -21,8 +21,8 @@ WEIGHT = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
 CONFIG = DSQConfig(storage={"fsync": False})
 
 
-def part(fqn="model.weight", tensor=WEIGHT, offsets=(0, 0), size=(64, 96), exact=False):
-    return Part(ChunkKey(fqn, offsets, tuple(tensor.shape)), size, tensor.dtype, lambda: tensor, exact)
+def part(fqn="model.weight", tensor=WEIGHT, offsets=(0, 0), size=(64, 96)):
+    return Part(ChunkKey(fqn, offsets, tuple(tensor.shape)), size, tensor.dtype, lambda: tensor)
 
 
 def halves():
@@ -50,13 +50,6 @@ def test_parts_are_a_checkpoint_like_any_other(tmp_path):
     assert torch.equal(ours["model"]["weight"], dcp["model"]["weight"])
     assert [Manifest.read(tmp_path / name).depth for name in "12"] == [0, 1]
     assert Manifest.read(tmp_path / "1").refinement == "dropped"
-
-
-def test_an_exact_part_is_exact(tmp_path):
-    save(tmp_path / "1", [part(exact=True)])
-    loaded = {"model": {"weight": torch.empty_like(WEIGHT)}}
-    dsq_ckpt.load(loaded, tmp_path / "1", exact=["*"])
-    assert torch.equal(loaded["model"]["weight"], WEIGHT)
 
 
 def test_attachments_belong_to_the_checkpoint(tmp_path):

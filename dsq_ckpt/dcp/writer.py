@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +43,7 @@ from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.parts import items_of, layout_of
 from dsq_ckpt.quantizing import Quantized, quantize_items
-from dsq_ckpt.session import Agreement, Coded, Item, exact_values, remember, too_many_resumes, untied, write_rank
+from dsq_ckpt.session import Agreement, Coded, Item, agree, exact_values, remember, untied, write_rank
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
@@ -252,7 +251,7 @@ class DSQStorageWriter(StorageWriter):
             planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
             return replace(planner.create_local_plan(), planner_data=None)
 
-        def agree() -> Agreement | None:
+        def decide() -> Agreement | None:
             if comm.rank:
                 return None
             refuse_checkpoint(path, self._overwrite)  # before a search, which may take long
@@ -293,17 +292,13 @@ class DSQStorageWriter(StorageWriter):
         written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
         tied = {key: first for key, first in tied.items() if first in written}
         mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
-        agreement = comm.broadcast(together(comm, agree))
+        agreement = comm.broadcast(together(comm, decide))
         staged, self._staged, memory = together(comm, quantized)
         chain.remember_pending(path, agreement.save_id, memory)
         return staged
 
     def _agreement(self, ranks: int, layouts: list[Layout]) -> Agreement:
-        previous = chain.predecessor(self._target(), self._parent)
-        if (warning := too_many_resumes(previous, self.config)) is not None:
-            warnings.warn(warning, stacklevel=2)
-            return Agreement.new(ranks, previous, None, layouts, exact=True)
-        return Agreement.new(ranks, previous, chain.choose_parent(previous, self._parent, self.config), layouts)
+        return agree(self._target(), self._parent, self.config, ranks, layouts)
 
     def _target(self) -> Path:
         if self.path is None:

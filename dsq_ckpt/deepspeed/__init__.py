@@ -100,7 +100,7 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
     engine.checkpoint_engine = DSQCheckpointEngine(
         engine, inner, chosen, group, _chooser(engine, evaluate), gradients
     )
-    _check_before_loading(engine)
+    _check_and_remember_loads(engine)
 
 
 def install() -> None:
@@ -132,7 +132,7 @@ def quality(engine: Any) -> dict[str, Any] | None:
     return getattr(found, "quality", None)
 
 
-def _check_before_loading(engine: Any) -> None:
+def _check_and_remember_loads(engine: Any) -> None:
     """Let the engine load a tag only once all ranks have found it whole, and remember it."""
     original = type(engine).load_checkpoint
 

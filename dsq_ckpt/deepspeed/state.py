@@ -29,10 +29,8 @@ def parts_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool 
     """
     for buffer, segment in (pair for pair, own in _dealt(buffers, rank, ranks) if own == written):
         flat = buffer.tensor.detach().view(-1)
-        for box in boxes(segment.shape, segment.start, segment.length):
-            at = segment.at + box.start - segment.start
-            key = ChunkKey(buffer.fqn(segment), box.offsets, box.shape)
-            yield Part(key, segment.shape, flat.dtype, partial(_view, flat, at, box.shape))
+        for key, at in _chunks(buffer, segment):
+            yield Part(key, segment.shape, flat.dtype, partial(_view, flat, at, key.shape))
 
 
 def by_chunk(
@@ -47,12 +45,17 @@ def by_chunk(
     found = {}
     for buffer in buffers:
         flat = values(buffer) if buffer.kind == MASTER else None
-        for segment in buffer.segments if flat is not None else ():
-            for box in boxes(segment.shape, segment.start, segment.length):
-                at = segment.at + box.start - segment.start
-                assert flat is not None
-                found[ChunkKey(buffer.fqn(segment), box.offsets, box.shape)] = _view(flat, at, box.shape)
+        if flat is not None:
+            found.update({
+                key: _view(flat, at, key.shape) for segment in buffer.segments for key, at in _chunks(buffer, segment)
+            })
     return found
+
+
+def _chunks(buffer: Buffer, segment: Segment) -> Iterator[tuple[ChunkKey, int]]:
+    """The chunks that a segment is stored in, and where each begins in the buffer."""
+    for box in boxes(segment.shape, segment.start, segment.length):
+        yield ChunkKey(buffer.fqn(segment), box.offsets, box.shape), segment.at + box.start - segment.start
 
 
 def _dealt(buffers: Iterable[Buffer], rank: int, ranks: int) -> Iterator[tuple[tuple[Buffer, Segment], bool]]:
