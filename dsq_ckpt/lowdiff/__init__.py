@@ -1,0 +1,17 @@
+"""Checkpoints of every iteration: a snapshot now and then, and a log of the gradients in between.
+
+    log = dsq_ckpt.lowdiff.GradientLog("run", model, optimizer, compressor="topk:0.01")
+    ...
+    optimizer.step(); log.step()
+
+    state = dsq_ckpt.lowdiff.recover("run", model, optimizer)
+
+LowDiff and LowDiff+: Yao et al., "Optimizing Frequent Checkpointing via Low-Cost Differential for Distributed Training
+Systems".
+"""
+
+from dsq_ckpt.lowdiff.compressors import Compressor, compressor
+from dsq_ckpt.lowdiff.log import GradientLog
+from dsq_ckpt.lowdiff.recovery import Recovered, recover
+
+__all__ = ["Compressor", "GradientLog", "Recovered", "compressor", "recover"]

@@ -1,0 +1,128 @@
+"""Gradients as the optimizer is about to use them, put into shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff.compressors import Trace
+from dsq_ckpt.lowdiff.encoding import scales_from
+from dsq_ckpt.lowdiff.handle import Handle, Layout, nbytes
+from dsq_ckpt.lowdiff.subject import Entry, Subject, dtype_name
+
+
+class Captured(NamedTuple):
+    """A step that is in shared memory, but for what it leaves behind.
+
+    Attributes:
+        message: for the checkpointing process, with what was captured.
+        slot: where it is.
+        buffers_at: where buffers of the model go in it.
+        new: the slot's memory is new to the process.
+    """
+
+    message: dict[str, Any]
+    slot: int
+    buffers_at: int
+    new: bool
+
+
+def capture(
+    subject: Subject, own: Sequence[Entry], traces: Mapping[nn.Parameter, Trace], whole: bool,
+    room: int, handle: Handle,
+) -> Captured:
+    """Put this rank's share of the gradients into a free slot, waiting for one.
+
+    Args:
+        subject: whose parameters have the gradients.
+        own: the parameters that this rank logs.
+        traces: what compression knows of them.
+        whole: log gradients whole, whatever compression knows.
+        room: bytes for buffers of the model.
+        handle: of the checkpointing process.
+
+    Raises:
+        ConfigError: a gradient is sparse.
+        ProcessGone: the checkpointing process is.
+    """
+    layout = Layout()
+    sparse: list[dict[str, Any]] = []
+    dense: list[dict[str, Any]] = []
+    witnesses = []
+    halves = set()
+    for place, entry in enumerate(own):
+        parameter = subject.parameters[entry.name]
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of '{entry.name}' is sparse ({gradient.layout}), which is not logged; make the layer "
+                "with sparse=False"
+            )
+        trace = traces.get(parameter)
+        part: dict[str, Any] = {"param": place, "dtype": dtype_name(gradient.dtype)}
+        if trace is not None and trace.support is not None and not whole:
+            count = trace.support.numel()
+            sparse.append(part | {
+                "count": count, "places": layout.add(8 * count), "nonzero": layout.add(8),
+                "values": layout.add(gradient.element_size() * count),
+            })
+            continue
+        if trace is not None and trace.levels is not None:
+            part["levels"] = trace.levels.tolist()
+        if trace is not None and trace.witness is not None:
+            places, before = trace.witness
+            witnesses.append((before, gradient.detach().reshape(-1).index_select(0, places.to(gradient.device))))
+        if trace is not None and trace.dtype is not None:
+            halves.add(dtype_name(trace.dtype))
+        dense.append(part | {"at": layout.add(nbytes(gradient))})
+    buffers_at = layout.add(room)
+    slot = handle.slot()
+    arena, new = handle.room(slot, layout.size)
+    for part in sparse:
+        parameter = subject.parameters[own[part["param"]].name]
+        assert parameter.grad is not None
+        support = traces[parameter].support
+        assert support is not None
+        flat = parameter.grad.detach().reshape(-1)
+        arena.view(part["places"], (part["count"],), torch.int64).copy_(support)
+        values = arena.view(part["values"], (part["count"],), flat.dtype)
+        if flat.device.type == "cpu":
+            torch.index_select(flat, 0, support, out=values)
+        else:
+            values.copy_(flat.index_select(0, support))
+        arena.view(part["nonzero"], (1,), torch.int64).copy_(flat.count_nonzero().view(1))
+    for part in dense:
+        parameter = subject.parameters[own[part["param"]].name]
+        assert parameter.grad is not None
+        arena.view(part["at"], tuple(parameter.shape), parameter.grad.dtype).copy_(parameter.grad)
+    hints = {
+        "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in witnesses),
+        "half": halves.pop() if len(halves) == 1 else None,
+    }
+    return Captured({"sparse": sparse, "dense": dense, "hints": hints}, slot, buffers_at, new)
+
+
+def put_buffers(
+    buffers: Iterable[tuple[str, torch.Tensor]], handle: Handle, slot: int, at: int
+) -> tuple[list[list[Any]], bool]:
+    """Put buffers of the model into a slot.
+
+    Returns:
+        What the process needs to find them, and whether the slot's memory is new to it.
+    """
+    layout = Layout()
+    layout.size = at
+    found = [
+        (name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers
+    ]
+    arena, new = handle.room(slot, layout.size)
+    for _, buffer, place in found:
+        arena.view(place, tuple(buffer.shape), buffer.dtype).copy_(buffer.detach())
+    return [[name, dtype_name(buffer.dtype), list(buffer.shape), place] for name, buffer, place in found], new
+

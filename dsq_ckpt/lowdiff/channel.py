@@ -1,0 +1,99 @@
+"""Messages between the training process and its checkpointing process: plain data, in order, with shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.lowdiff.arena import Arena
+
+_LENGTH = struct.Struct("<II")
+_LARGEST = 1 << 30
+
+
+class ChannelClosed(DSQError):
+    """The other process is gone."""
+
+
+class Channel:
+    """One end of a connection between two processes. Messages are JSON, and may bring an arena along.
+
+    Nothing is pickled, so a message runs no code. Not for several threads at once.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """An end for this process, and a socket for the other one."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(ours), theirs
+
+    def send(self, message: dict[str, Any], arena: Arena | None = None, timeout: float | None = None) -> None:
+        """Send a message; the other process may map the arena from then on.
+
+        Raises:
+            ChannelClosed: the other process is gone, or did not take it within `timeout` seconds.
+        """
+        data = json.dumps(message, separators=(",", ":")).encode()
+        head = _LENGTH.pack(len(data), 0 if arena is None else 1)
+        self._socket.settimeout(timeout)
+        try:
+            if arena is None:
+                self._socket.sendall(head + data)
+            else:
+                socket.send_fds(self._socket, [head], [arena.descriptor])
+                self._socket.sendall(data)
+        except OSError as error:
+            raise ChannelClosed(f"the other process cannot be reached: {error}") from error
+
+    def receive(self, timeout: float | None = None) -> tuple[dict[str, Any], Arena | None] | None:
+        """The next message; None if there was none within `timeout` seconds (None: wait for one).
+
+        Raises:
+            ChannelClosed: the other process is gone, and everything it sent was received.
+        """
+        self._socket.settimeout(timeout)
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError as error:
+            raise ChannelClosed(f"the other process cannot be reached: {error}") from error
+        self._socket.settimeout(None)
+        try:
+            head += self._exactly(_LENGTH.size - len(head), begun=bool(head))
+            length, with_arena = _LENGTH.unpack(head)
+            if length > _LARGEST:
+                raise ChannelClosed(f"a message claims {length} bytes")
+            message = json.loads(self._exactly(length, begun=True))
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        arena = None
+        if with_arena:
+            arena = Arena(descriptors[0], os.fstat(descriptors[0]).st_size)
+        return message, arena
+
+    def close(self) -> None:
+        """Close this end; the other one receives what was sent, and then learns of it."""
+        self._socket.close()
+
+    def _exactly(self, size: int, begun: bool) -> bytes:
+        pieces = []
+        while size:
+            try:
+                piece = self._socket.recv(min(size, 1 << 20))
+            except OSError as error:
+                raise ChannelClosed(f"the other process cannot be reached: {error}") from error
+            if not piece:
+                raise ChannelClosed("the other process is gone" + (", in the middle of a message" if begun else ""))
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)

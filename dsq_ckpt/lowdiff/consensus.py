@@ -1,0 +1,58 @@
+"""What ranks decide together, one step late, so that nobody waits: each posts numbers after a step, and all have the
+largest of each after the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dsq_ckpt.errors import SaveFailed
+
+
+class Consensus:
+    """The largest of what the ranks posted, by name.
+
+    Args:
+        names: what is posted; a name that a rank does not post is 0 there.
+        group: of the ranks, for CPU tensors; None: this process is alone.
+    """
+
+    def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        self._names = tuple(names)
+        self._group = group
+        self._posted: tuple[torch.Tensor, dist.Work | None] | None = None
+
+    def post(self, values: Mapping[str, int]) -> None:
+        """Post this rank's numbers; returns at once."""
+        assert self._posted is None
+        tensor = torch.tensor([values.get(name, 0) for name in self._names], dtype=torch.int64)
+        work = None
+        if self._group is not None:
+            try:
+                work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            except RuntimeError as error:
+                raise _unreachable(error) from error
+        self._posted = tensor, work
+
+    def settle(self) -> dict[str, int]:
+        """What all posted last; all zeros before the first time.
+
+        Raises:
+            SaveFailed: another rank is gone.
+        """
+        if self._posted is None:
+            return dict.fromkeys(self._names, 0)
+        (tensor, work), self._posted = self._posted, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _unreachable(error) from error
+        return dict(zip(self._names, tensor.tolist(), strict=True))
+
+
+def _unreachable(error: RuntimeError) -> SaveFailed:
+    return SaveFailed(f"the ranks of the gradient log cannot reach each other; one of them is gone: {error}")

@@ -1,0 +1,189 @@
+"""The gradient of one step as bytes, and back, bit for bit.
+
+Parameters of one dtype are laid end to end, in their order, and stored in one of four ways:
+
+* sparse: where the gradient may be non-zero, as gaps between places, and the values there.
+* half: values that are 16-bit floats times one number, as clipping leaves what was synchronized in 16 bits.
+* palette: values that are among at most 256, as k-means leaves them.
+* raw: anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
+from dsq_ckpt.errors import CorruptCheckpoint
+
+Array = npt.NDArray[Any]
+_ESCAPE = 255
+_SAMPLE = 4096
+_HALVES = (torch.float16, torch.bfloat16)
+_LEVEL = 1  # zstd on what is hardly compressible: more effort gains nothing
+
+Add = Callable[[bytes], int]
+"""Keeps a block of bytes; returns its number."""
+Get = Callable[[int], bytes]
+"""The bytes of a block."""
+
+
+def encode_sparse(places: torch.Tensor, values: torch.Tensor, add: Add) -> dict[str, Any]:
+    """Values at places, int64, which may repeat if they have the same value; in any order.
+
+    Returns:
+        What `decode` needs, as plain data.
+    """
+    order, first = np.unique(places.numpy(), return_index=True)
+    gaps = np.diff(order, prepend=-1) - 1
+    escapes = gaps // _ESCAPE
+    stream = np.full(len(gaps) + int(escapes.sum()), _ESCAPE, np.uint8)
+    stream[np.arange(len(gaps)) + np.cumsum(escapes)] = gaps % _ESCAPE
+    kept = values[torch.from_numpy(first)]
+    return {
+        "as": "sparse", "count": len(order), "gaps": [add(shuffle_compress(stream.tobytes(), 1, _LEVEL)), stream.size],
+        "values": add(_pack(kept)),
+    }
+
+
+def encode_dense(
+    values: torch.Tensor, scales: Sequence[float], half: torch.dtype | None, levels: torch.Tensor | None, add: Add
+) -> dict[str, Any]:
+    """Values, flat, in the smallest way that gives them back bit for bit.
+
+    Args:
+        values: of any dtype.
+        scales: what they may be multiplied by since they were 16-bit floats or levels.
+        half: the 16-bit type that they may have been in; None: not known.
+        levels: float32, what they may be among, before they were multiplied.
+        add: keeps bytes.
+    """
+    if values.dtype == torch.float32 and values.numel():
+        for scale in scales if levels is not None else ():
+            assert levels is not None
+            found = _palette(values, levels * torch.tensor(scale, dtype=torch.float32))
+            if found is not None:
+                codes, palette = found
+                return {
+                    "as": "palette", "levels": add(_pack(palette)), "count": palette.numel(),
+                    "codes": add(shuffle_compress(codes.tobytes(), 1, 3)),
+                }
+        for dtype in _HALVES if half is None else (half,):
+            for scale in scales:
+                if (small := _halved(values, dtype, scale)) is not None:
+                    return {
+                        "as": "half", "stored": str(dtype).removeprefix("torch."), "scale": scale,
+                        "values": add(_pack(small)),
+                    }
+    return {"as": "raw", "values": add(_pack(values))}
+
+
+def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
+    """Undo `encode_sparse` or `encode_dense`, into `out`, flat, of the dtype that was encoded.
+
+    Raises:
+        CodingError, CorruptCheckpoint: the bytes are not as the entry says.
+    """
+    kind, elements = entry["as"], out.numel()
+    if kind == "raw":
+        out.copy_(_unpack(get(entry["values"]), out.dtype, elements))
+    elif kind == "half":
+        small = _unpack(get(entry["values"]), dtype_of(entry["stored"]), elements)
+        torch.mul(small.float(), torch.tensor(entry["scale"], dtype=torch.float32), out=out)
+    elif kind == "palette":
+        palette = _unpack(get(entry["levels"]), torch.float32, int(entry["count"]))
+        codes = np.frombuffer(shuffle_decompress(get(entry["codes"]), 1, elements), np.uint8)
+        if elements and int(codes.max()) >= palette.numel():
+            raise CorruptCheckpoint(f"a gradient has level {int(codes.max())} of {palette.numel()}")
+        out.copy_(torch.from_numpy(palette.numpy()[codes]))
+    elif kind == "sparse":
+        places = _places(entry, elements, get)
+        out.zero_()
+        out[places] = _unpack(get(entry["values"]), out.dtype, places.numel())
+    else:
+        raise CorruptCheckpoint(f"a gradient is stored as {kind!r}, which this version does not know")
+
+
+def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where a gradient may be non-zero, int64, if it is stored sparse."""
+    return _places(entry, elements, get), None
+
+
+def scales_from(witnesses: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Numbers that gradients may have been multiplied by since they were synchronized, the likeliest first.
+
+    Args:
+        witnesses: a few elements of each parameter before and after, in float32.
+    """
+    pairs = [(before.double(), after.double()) for before, after in witnesses]
+    if not pairs:
+        return [1.0]
+    before, after = (torch.cat(side) for side in zip(*pairs, strict=True))
+    usable = before.isfinite() & after.isfinite() & (before != 0)
+    if torch.equal(before[usable], after[usable]) or not usable.any():
+        return [1.0]
+    before, after = before[usable], after[usable]
+    largest = int(before.abs().argmax())
+    ratio = np.float32(float(after[largest] / before[largest]))
+    near = [ratio]
+    for direction in (np.float32(np.inf), np.float32(-np.inf)):
+        step = ratio
+        for _ in range(4):
+            step = np.nextafter(step, direction, dtype=np.float32)
+            near.append(step)
+    single = before.float()
+    return [float(scale) for scale in near if torch.equal(single * torch.tensor(scale), after.float())]
+
+
+def _places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Tensor:
+    block, size = entry["gaps"]
+    stream = np.frombuffer(shuffle_decompress(get(block), 1, int(size)), np.uint8)
+    ends = stream != _ESCAPE
+    # Every byte moves the place on; an escape does not stop there.
+    places = np.cumsum(stream.astype(np.int64) + ends)[ends] - 1
+    if len(places) != int(entry["count"]) or (len(places) and int(places[-1]) >= elements):
+        raise CorruptCheckpoint(f"{len(places)} places of a gradient of {elements} elements do not fit")
+    return torch.from_numpy(places)
+
+
+def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[npt.NDArray[np.uint8], torch.Tensor] | None:
+    palette = torch.unique(levels)
+    if palette.numel() > 256:
+        return None
+    for part in (values[:: max(values.numel() // _SAMPLE, 1)], values):
+        codes = torch.searchsorted(palette, part).clamp_(max=palette.numel() - 1)
+        if not _identical(palette[codes], part):
+            return None
+    return codes.to(torch.uint8).numpy(), palette
+
+
+def _halved(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor | None:
+    """The 16-bit floats that `values` are, multiplied by `scale`; None if they are not."""
+    if scale == 0:
+        return None
+    factor = torch.tensor(scale, dtype=torch.float32)
+    for part in (values[:: max(values.numel() // _SAMPLE, 1)], values):
+        small = (part / factor).to(dtype)
+        if not _identical(small.float() * factor, part):
+            return None
+    return small
+
+
+def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bit for bit: NaN equals itself, and zeros of different signs differ."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def _pack(values: torch.Tensor) -> bytes:
+    raw = values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    return shuffle_compress(raw, values.element_size(), _LEVEL)
+
+
+def _unpack(data: bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
+    raw = shuffle_decompress(data, dtype.itemsize, count * dtype.itemsize)
+    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)

@@ -1,0 +1,221 @@
+"""The training process's end of its checkpointing process: starting it, slots of shared memory, what it reports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.lowdiff.arena import Arena, aligned
+from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
+
+_PATIENCE = 1.0
+
+
+class ProcessGone(SaveFailed):
+    """The checkpointing process died, or cannot go on; the message says why."""
+
+
+class Handle:
+    """A checkpointing process.
+
+    Args:
+        begin: its first message; see `process.Server`.
+        queue: steps that may be on their way at most.
+        module: that it runs.
+
+    Attributes:
+        ready: what it said when it was up; None: it is still starting.
+        reports: what it told since they were last taken: written, snapshot.
+        saving: a snapshot is on its way.
+        waited: seconds that training waited for a free slot.
+    """
+
+    def __init__(self, begin: Mapping[str, Any], queue: int, module: str = "dsq_ckpt.lowdiff.process") -> None:
+        self.ready: dict[str, Any] | None = None
+        self.reports: list[dict[str, Any]] = []
+        self.saving = False
+        self.waited = 0.0
+        self._arenas: dict[int, Arena] = {}
+        self._free = deque(range(queue))
+        self._staging: Arena | None = None
+        self._channel, theirs = Channel.pair()
+        root = str(Path(dsq_ckpt.__file__).resolve().parent.parent)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        try:
+            # Not multiprocessing's spawn, which runs the user's script anew and so asks for a guard around all of it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError as error:
+            raise ProcessGone(f"the checkpointing process cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        self.send(begin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any], arena: Arena | None = None) -> None:
+        """Send it a message.
+
+        Raises:
+            ProcessGone: it is gone.
+        """
+        try:
+            self._channel.send(dict(message), arena)
+        except ChannelClosed:
+            self.poll()  # it may have said why
+            self._gone()
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Take what it reported; returns whether there was anything.
+
+        Raises:
+            ProcessGone: it is gone, or said that it cannot go on.
+        """
+        any_ = False
+        while True:
+            try:
+                received = self._channel.receive(timeout)
+            except ChannelClosed:
+                self._gone()
+            if received is None:
+                return any_
+            any_, timeout = True, 0.0
+            self._take(received[0])
+
+    def slot(self) -> int:
+        """A free slot; waits for one, which bounds what is on its way.
+
+        Raises:
+            ProcessGone: the process is.
+        """
+        self.poll()
+        started = time.perf_counter()
+        while not self._free:
+            self.poll(_PATIENCE)
+        self.waited += time.perf_counter() - started
+        return self._free.popleft()
+
+    def room(self, slot: int, size: int) -> tuple[Arena, bool]:
+        """Shared memory of a slot of at least `size` bytes, and whether it is new to the process."""
+        arena = self._arenas.get(slot)
+        if arena is not None and arena.size >= size:
+            return arena, False
+        if arena is not None:
+            arena.close()
+        self._arenas[slot] = Arena.create(aligned(size + size // 8))
+        return self._arenas[slot], True
+
+    def arena(self, slot: int) -> Arena:
+        """Shared memory of a slot that has some."""
+        return self._arenas[slot]
+
+    def staging(self, size: int) -> tuple[Arena, bool]:
+        """Shared memory for a snapshot, and whether it is new to the process; not while one is being saved."""
+        assert not self.saving
+        if self._staging is not None and self._staging.size >= size:
+            return self._staging, False
+        if self._staging is not None:
+            self._staging.close()
+        self._staging = Arena.create(aligned(size))
+        return self._staging, True
+
+    def wait(self, condition: str, timeout: float) -> None:
+        """Wait until it is "ready", or has "saved" the snapshot on its way.
+
+        Raises:
+            ProcessGone: the process is, or it took longer than `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (self.ready is None) if condition == "ready" else self.saving:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ProcessGone(f"the checkpointing process was not {condition} within {timeout:.0f} s")
+            self.poll(min(left, _PATIENCE))
+
+    def close(self, timeout: float | None) -> bool:
+        """Let it write what it has and end; returns whether it did within `timeout` seconds (None: do not wait)."""
+        ended = True
+        try:
+            self._channel.send({"kind": "close"}, timeout=timeout)
+            if timeout is not None:
+                deadline = time.monotonic() + timeout
+                while self._process.poll() is None and time.monotonic() < deadline:
+                    self.poll(0.05)
+        except (ChannelClosed, ProcessGone):
+            pass
+        if timeout is not None:
+            try:
+                self._process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                ended = False
+        self._channel.close()
+        for arena in (*self._arenas.values(), *filter(None, [self._staging])):
+            arena.close()
+        self._arenas.clear()
+        self._staging = None
+        return ended
+
+    def _take(self, report: dict[str, Any]) -> None:
+        kind = report["kind"]
+        if kind == "free":
+            self._free.append(report["slot"])
+        elif kind == "ready":
+            self.ready = report
+        elif kind == "failed":
+            raise ProcessGone(report["text"])
+        elif kind == "unfaithful":
+            raise NotSparse(report["name"])
+        else:
+            if kind == "snapshot":
+                self.saving = False
+            self.reports.append(report)
+
+    def _gone(self) -> NoReturn:
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            status = None
+        how = "is gone" if status is None else f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
+        raise ProcessGone(f"the checkpointing process {how}")
+
+
+class NotSparse(ProcessGone):
+    """A gradient was not zero where the compressor had left it so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the gradient of '{name}' is not zero where its compression had left it so: something changed it after "
+            "it was synchronized; from now on gradients are logged whole"
+        )
+
+
+class Layout:
+    """Places of tensors in shared memory, one after the other."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, size: int) -> int:
+        """Room for so many bytes; returns where."""
+        at, self.size = self.size, aligned(self.size + size)
+        return at
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of its elements."""
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,67 @@
+"""A lock that a checkpointing process holds while it lives, so that nobody reads or continues a log that is still
+being written by a process whose training process is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.lowdiff.segments import LOG
+
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+def path_of(run: Path, session: str, rank: int) -> Path:
+    """The file that a process locks."""
+    return run / LOG / f"{session}-{rank:05d}.lock"
+
+
+def hold(path: Path) -> int:
+    """Lock a file until this process ends; returns its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    return descriptor
+
+
+def wait_for_writers(run: Path, timeout: float) -> None:
+    """Wait until no checkpointing process writes into a run.
+
+    Raises:
+        SaveFailed: one still does after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
+        while not _released(path):
+            if time.monotonic() > deadline:
+                raise SaveFailed(
+                    f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "
+                    "another job logs there, or its disk is slow; wait for it, or end it"
+                )
+            time.sleep(0.02)
+
+
+def _released(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+    return True

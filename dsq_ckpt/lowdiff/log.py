@@ -1,0 +1,158 @@
+"""`GradientLog`: every step of training on disk, by the gradients that training synchronized anyway.
+
+LowDiff (Yao et al., section V): a snapshot now and then, and between snapshots the compressed gradient of every step,
+handed to a checkpointing process that batches and writes them while training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff.capture import capture
+from dsq_ckpt.lowdiff.compressors import Compressor
+from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
+from dsq_ckpt.lowdiff.recorder import Recorder
+from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.subject import Stateful
+from dsq_ckpt.lowdiff.tuning import Bounds, Tuner
+
+
+class GradientLog(Recorder):
+    """Logs every step of a training loop, so that `recover` gives the state after any of the last ones.
+
+    `log.step()` ends an iteration: call it after `optimizer.step()` and after the schedulers' steps. All ranks make it
+    together, and call `step` alike.
+
+    Args:
+        run: directory of the run; snapshots and the log lie in it, on storage that all ranks share.
+        model: under DDP, or plain in a single process. Its compressor's communication hook is registered here.
+        optimizer: of its parameters.
+        compressor: of gradients, before they are synchronized: "topk:0.01", "fp16", "bf16", "kmeans:16"; "none" logs
+            what the job's own communication hook (PowerSGD, fp16, none) left.
+        resume: what `recover` returned, None where it returned None.
+        state: schedulers, scalers and the like by name, logged with every step.
+        base: how snapshots are stored: "exact", "dsq" (small, and lossy), or a configuration of the engine's.
+        snapshot_every: steps between snapshots, or "auto": by the costs that are measured while it runs.
+        batch: steps that are written at once, or "auto".
+        mtbf: mean time between failures of the whole job, in seconds; None: as observed, hours at first.
+        queue: steps that may be on their way to the checkpointing process; training waits rather than exceed it.
+        keep: snapshots that are kept, with the log since the oldest of them.
+        cores: CPUs that the checkpointing process may use; None: as this one.
+        process_group: that DDP synchronizes over; None: the default one.
+        timeout: seconds after which ranks that cannot reach each other give up.
+
+    Attributes:
+        steps_done: optimizer steps done, with those before a recovery.
+
+    Raises:
+        CheckpointExists: the run has a log, and `resume` is None.
+        ConfigError: an argument is out of range, or the model or the optimizer cannot be logged.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        compressor: str | Compressor = "topk:0.01", resume: Recovered | None = None,
+        state: Mapping[str, Stateful] | None = None, base: str | Mapping[str, Any] = "exact",
+        snapshot_every: int | Literal["auto"] = "auto", batch: int | Literal["auto"] = "auto",
+        mtbf: float | None = None, queue: int = 4, keep: int = 1, cores: Collection[int] | None = None,
+        process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
+    ) -> None:
+        for name, value in (("snapshot_every", snapshot_every), ("batch", batch)):
+            if value != "auto" and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; expected a positive number of steps, or 'auto'")
+        self._compressor = compressor_of(compressor)
+        self._tuner = _tuner(snapshot_every, batch, mtbf, resume)
+        self._pace = self._settings()
+        super().__init__(
+            run, model, optimizer, resume=resume, state=state, base=base, queue=queue, keep=keep, cores=cores,
+            process_group=process_group, timeout=timeout,
+        )
+
+    @property
+    def snapshot_every(self) -> int:
+        """Steps between snapshots, at present."""
+        return self._pace["snapshot_every"]
+
+    @property
+    def batch(self) -> int:
+        """Steps that are written at once, at present."""
+        return self._pace["batch"]
+
+    @property
+    def bound(self) -> int:
+        """Steps that a failure of everything at once costs at most, while `logging`.
+
+        Those that are on their way, those that wait for their batch, and the one that is being done.
+        """
+        return self._queue + self.batch + 1
+
+    def _attach(self, resume: Recovered | None) -> None:
+        self._compressor.attach(self._subject.model)
+        if resume is None or resume.compressor != self._compressor.spec or resume.residual is None:
+            return
+        own, found = self._compressor.state(), resume.residuals()
+        if set(own) <= set(found):
+            self._compressor.load_state({name: found[name] for name in own})
+
+    def _detach(self) -> None:
+        self._compressor.detach()
+
+    def _begin(self) -> dict[str, Any]:
+        return {"batch": self.batch}
+
+    def _capture(self, room: int) -> None:
+        traces = self._compressor.take()
+        self._pending = capture(self._subject, self._own, traces, self._whole, room, self._running())
+
+    def _discard(self) -> None:
+        self._compressor.take()
+
+    def _snapshot_due(self) -> bool:
+        return self.steps_done - self._snapshot_at >= self.snapshot_every
+
+    def _settings(self) -> dict[str, int]:
+        return {"snapshot_every": self._tuner.choice.snapshot_every, "batch": self._tuner.choice.batch}
+
+    def _set(self, settings: Mapping[str, int]) -> None:
+        if not settings["batch"]:  # nothing was decided yet
+            return
+        if settings["batch"] != self.batch and self.logging:
+            self._guarded(lambda: self._running().send({"kind": "batch", "size": settings["batch"]}))
+        self._pace = dict(settings)
+
+    def _held_back(self) -> Mapping[str, torch.Tensor]:
+        return self._compressor.state()
+
+    def _observe(self, **measured: Any) -> None:
+        self._tuner.observe(**measured)
+        if "snapshot" in measured:  # the settings move a step with each
+            self._tuner.suggest()
+
+    def _about(self) -> dict[str, Any]:
+        return {"compressor": self._compressor.spec, "tuner": self._tuner.state()}
+
+
+def _tuner(
+    snapshot_every: int | Literal["auto"], batch: int | Literal["auto"], mtbf: float | None, resume: Recovered | None
+) -> Tuner:
+    """What chooses the two settings, or stays with what was given; it goes on from what the last run had learned."""
+    usual = Bounds()
+    every_bounds = usual.every if snapshot_every == "auto" else (snapshot_every, snapshot_every)
+    batch_bounds = usual.batch if batch == "auto" else (batch, batch)
+    bounds = Bounds((max(every_bounds[0], batch_bounds[0]), max(every_bounds[1], batch_bounds[0])), batch_bounds)
+    if resume is None or resume.tuner is None:
+        return Tuner(bounds=bounds, mtbf=mtbf)
+    tuner = Tuner.from_state(resume.tuner, bounds, mtbf)
+    steps = max(resume.replayed, 1)
+    tuner.observe(
+        failures=0 if resume.closed else 1, load=resume.seconds[0],
+        replay=resume.seconds[1] / steps if resume.replayed else None,
+    )
+    return tuner

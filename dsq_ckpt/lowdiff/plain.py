@@ -1,0 +1,106 @@
+"""Plain data as JSON and back: hyperparameters and states of schedulers, without pickle.
+
+JSON has no tuples, no keys but strings, no bytes and no tensors; these become an object with one key that begins with
+a dollar sign.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
+
+_LARGEST = 1 << 20
+_DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}
+
+
+def to_plain(value: Any, where: str) -> Any:
+    """What JSON can hold of a value; `from_plain` gives the same value back.
+
+    Args:
+        value: None, numbers, strings, bytes, lists, tuples, dicts, and tensors and arrays of up to 1 MiB.
+        where: what it belongs to, for the error.
+
+    Raises:
+        ConfigError: it holds something else; the message says where.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic):
+        return to_plain(value.item(), where)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        items = [to_plain(item, f"{where}[{place}]") for place, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _dict(value, where)
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), where)}
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, where)
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}, which cannot be written into the log: it takes numbers, strings, lists, "
+        "tuples, dicts and small tensors; leave it out of state_dict(), or keep it in a checkpoint of your own"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """The inverse of `to_plain`.
+
+    Raises:
+        CorruptCheckpoint: it is nothing that `to_plain` makes.
+    """
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: from_plain(item) for key, item in value.items()}
+    try:
+        inner = value[tag]
+        if tag == "$tuple":
+            return tuple(from_plain(inner))
+        if tag in _DICTS:
+            return _DICTS[tag]({from_plain(key): from_plain(item) for key, item in inner})
+        if tag == "$bytes":
+            return base64.b64decode(inner, validate=True)
+        if tag == "$array":
+            return from_plain(inner).numpy()
+        if tag == "$tensor":
+            dtype, shape, data = inner
+            raw = bytearray(base64.b64decode(data, validate=True))
+            flat = torch.frombuffer(raw, dtype=dtype_of(dtype)) if raw else torch.empty(0, dtype=dtype_of(dtype))
+            return flat.reshape(shape)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CorruptCheckpoint(f"plain data does not parse: {error}") from error
+    raise CorruptCheckpoint(f"plain data has {tag!r}, which this version does not know")
+
+
+def _dict(value: Mapping[Any, Any], where: str) -> Any:
+    tag = {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value))
+    if tag is None and all(isinstance(key, str) for key in value) and not next(iter(value), "").startswith("$"):
+        return {key: to_plain(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [
+        [to_plain(key, f"a key of {where}"), to_plain(item, f"{where}.{key}")] for key, item in value.items()
+    ]
+    return {tag or "$dict": pairs}
+
+
+def _tensor(value: torch.Tensor, where: str) -> Any:
+    if value.nbytes > _LARGEST:
+        raise ConfigError(
+            f"{where} is a tensor of {value.nbytes} bytes; what is logged with every step may have {_LARGEST}: make "
+            "it a buffer of the model, or keep it in a checkpoint of your own"
+        )
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    name = str(value.dtype).removeprefix("torch.")
+    return {"$tensor": [name, list(value.shape), base64.b64encode(raw).decode()]}

@@ -1,0 +1,224 @@
+"""Gradients as codes of a few levels that k-means finds, with error feedback.
+
+A bucket is averaged and quantized in two phases, as in an all-reduce made of its two halves: a reduce-scatter leaves
+each rank with the mean of its shard, the rank quantizes it, and an all-gather takes codes (one byte per element) and
+levels to all ranks. Everyone decodes the same bytes, so all replicas are bit-identical.
+
+Only the owner of a shard knows what quantization left out, so it keeps the residual of its elements. When DDP rebuilds
+its buckets, elements get new owners. What a rank holds of elements that are no longer its own then goes into the next
+average, times the world size because the average divides by it: nothing is lost, and nothing counts twice.
+
+The reduce-scatter is waited for. Collectives that were started by callbacks would start in another order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from dsq_ckpt import kernels
+from dsq_ckpt.codebook.kmeans import exact_kmeans
+from dsq_ckpt.codebook.table import nearest
+from dsq_ckpt.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
+from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
+from dsq_ckpt.lowdiff.contract import Trace
+from dsq_ckpt.lowdiff.feedback import Feedback
+from dsq_ckpt.lowdiff.witness import Places, Seen
+from dsq_ckpt.sketch import Sketch
+
+_OCTAVES = 12
+"""Below the largest magnitude that levels are sought in; what is smaller counts as zero."""
+_TRACED_LEVELS = 256
+
+F32 = npt.NDArray[np.float32]
+
+
+class _Owned(NamedTuple):
+    """Outside of these places in a parameter's memory, the residual of this rank is zero."""
+
+    first: int
+    last: int
+    strides: tuple[int, ...]
+
+
+class KMeans(Feedback):
+    """Quantizes each rank's shard of a bucket to at most that many levels; zero is one of them, and decodes to zero."""
+
+    name: ClassVar[str] = "kmeans"
+
+    def __init__(self, levels: int = 16, feedback: bool = True) -> None:
+        super().__init__(f"kmeans:{levels}{'' if feedback else ',feedback=off'}", feedback)
+        self.levels = levels
+        self._owned: dict[nn.Parameter, _Owned] = {}
+        self._places: dict[tuple[int, ...], Places] = {}
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._owned.clear()
+        self._places.clear()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See `Compressor.load_state`."""
+        super().load_state(state)
+        self._owned.clear()  # the buckets of the run that saved may have been others
+
+    def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
+        rank, world = (0, 1) if group is None else (group.rank(), group.size())
+        length = -(-bucket.flat.numel() // (4 * world)) * 4  # rows of the gathered bytes stay aligned
+        if not length:
+            return ready(self._look(bucket, np.zeros((world, self.levels), np.float32), 1))
+        shard = self._averaged(bucket, group, rank, world, length)
+        used = self._with_residuals(bucket, shard, rank * length)
+        levels, codes = quantized(shard.cpu().numpy(), self.levels)
+        if self.feedback and np.isfinite(levels).all():
+            decoded = torch.from_numpy(dequantized(codes, levels)).to(shard.device)
+            self._keep(used, shard - decoded, rank * length)
+        row = np.zeros(4 * self.levels + length, np.uint8)
+        row[: 4 * self.levels] = np.pad(levels, (0, self.levels - len(levels)), mode="edge").view(np.uint8)
+        row[4 * self.levels :][: len(codes)] = codes
+        mine = torch.from_numpy(row).to(bucket.flat.device)
+        if group is None:
+            return ready(self._decode(bucket, mine[None], length))
+        gathered = mine.new_empty((world, len(row)))
+
+        def decode(done: Future[object]) -> Tensor:
+            done.value()  # raises what the collective raised
+            return self._decode(bucket, gathered, length)
+
+        return all_gather(gathered.view(-1), mine, group).get_future().then(decode)
+
+    def _averaged(self, bucket: Bucket, group: Group | None, rank: int, world: int, length: int) -> Tensor:
+        """Mean over the ranks of this rank's shard, float32, with what other ranks held back of it before."""
+        elements = bucket.flat.numel()
+        whole = torch.zeros(world * length, dtype=torch.float32, device=bucket.flat.device)
+        whole[:elements] = bucket.flat
+        for part in bucket.parts if self.feedback else ():
+            self._hand_over(part, bucket.of(part), whole[part.start : part.stop], rank * length, length, world)
+        if group is None:
+            return whole[:elements]
+        shard = whole.new_empty(length)
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce(shard, whole, group=group)
+        return shard.div_(world)[: max(0, min(length, elements - rank * length))]
+
+    def _hand_over(self, part: Part, gradient: Tensor, sent: Tensor, first: int, length: int, world: int) -> None:
+        """Send residuals of elements that this rank no longer owns."""
+        own = _Owned(
+            min(max(first - part.start, 0), part.elements), min(max(first + length - part.start, 0), part.elements),
+            part.strides,
+        )
+        if self._owned.get(part.parameter) == own:
+            return
+        if part.parameter in self._residuals:
+            if self._dropped(gradient):
+                self._owned.pop(part.parameter, None)
+                return  # another time: now it would be lost
+            residual = self._flat_residual(part)
+            for here in (slice(0, own.first), slice(own.last, part.elements)):
+                sent[here].add_(residual[here], alpha=world)
+                residual[here] = 0.0
+        self._owned[part.parameter] = own
+
+    def _with_residuals(self, bucket: Bucket, shard: Tensor, first: int) -> list[Part]:
+        """Add residuals to a shard that begins at `first`, in place; returns the parts they were added to."""
+        used = []
+        for part in bucket.parts if self.feedback else ():
+            mine, theirs = _overlap(part, first, len(shard))
+            if mine.stop > mine.start and not self._dropped(shard[mine]):
+                shard[mine] += self._flat_residual(part)[theirs]
+                used.append(part)
+        return used
+
+    def _keep(self, used: list[Part], left: Tensor, first: int) -> None:
+        """Store what quantization left out of a shard."""
+        for part in used:
+            mine, theirs = _overlap(part, first, len(left))
+            self._flat_residual(part)[theirs] = left[mine]
+
+    def _decode(self, bucket: Bucket, gathered: Tensor, length: int) -> Tensor:
+        """Overwrite the bucket with what all ranks sent: levels, then codes, uint8[world, 4 * levels + length]."""
+        rows = gathered.cpu().numpy()
+        levels = np.ascontiguousarray(rows[:, : 4 * self.levels]).view(np.float32)
+        direct = bucket.flat.device.type == "cpu" and bucket.flat.dtype == torch.float32
+        whole = bucket.flat if direct else torch.empty(bucket.flat.shape)
+        values = whole.numpy()
+        for rank, row in enumerate(rows):
+            mine = values[rank * length : (rank + 1) * length]
+            mine[:] = dequantized(row[4 * self.levels :][: len(mine)], levels[rank])
+        if whole is not bucket.flat:
+            bucket.flat.copy_(whole)
+        return self._look(bucket, levels, length)
+
+    def _look(self, bucket: Bucket, levels: F32, length: int) -> Tensor:
+        if (places := self._places.get(bucket.key)) is None:
+            places = self._places[bucket.key] = Places.of(bucket)
+        held = torch.from_numpy(levels).to(bucket.flat.dtype).float()  # as the bucket rounds them
+        for part, witness in zip(bucket.parts, places.witnesses(bucket), strict=True):
+            if self._dropped(bucket.of(part)):
+                continue  # DDP may leave in p.grad what was there
+            ranks = slice(part.start // length, -(-part.stop // length))
+            self._left[part.parameter] = partial(_trace, held[ranks], witness)
+        return bucket.flat
+
+
+def _overlap(part: Part, first: int, length: int) -> tuple[slice, slice]:
+    """Where a part lies in a shard, and where that is in the part; empty if it does not."""
+    start = max(part.start, first)
+    stop = max(min(part.stop, first + length), start)
+    return slice(start - first, stop - first), slice(start - part.start, stop - part.start)
+
+
+def _trace(levels: Tensor, witness: Callable[[], Seen | None]) -> Trace:
+    distinct = levels.unique()
+    known = len(distinct) <= _TRACED_LEVELS and not bool(distinct.isnan().any())
+    seen = witness()
+    return Trace(None, None, distinct if known else None, seen and (on_this_stream(seen[0]), on_this_stream(seen[1])))
+
+
+def quantized(values: F32, most: int) -> tuple[F32, npt.NDArray[np.uint8]]:
+    """Levels and codes of a shard, by exact k-means on its sketch.
+
+    The level that is nearest to zero becomes zero. Infinite values and NaN must not vanish in a codebook: a shard that
+    holds any has NaN for its only level.
+
+    Args:
+        values: float32[n].
+        most: levels, 2..256.
+
+    Returns:
+        Levels float32[1..most], ascending, and uint8[n].
+    """
+    codes = np.zeros(len(values), np.uint8)
+    top = float(np.abs(values).max(initial=0.0))
+    if not np.isfinite(top):
+        return np.full(1, np.nan, np.float32), codes
+    key = int(np.float32(top).view(np.uint32)) >> SHIFT
+    if key < FIRST_NORMAL:  # nothing but zeros and subnormal numbers
+        return np.zeros(1, np.float32), codes
+    window = KeyWindow(max(FIRST_NORMAL, key + 1 - _OCTAVES * KEYS_PER_OCTAVE), key + 1)
+    counts, representatives = Sketch.of(values, window).counts, window.values()
+    held = np.flatnonzero(counts)
+    points, same = np.unique(representatives[held] + 0.0, return_inverse=True)  # zeros of both signs are one point
+    path = exact_kmeans(points, np.bincount(same, weights=counts[held]), most)
+    means = path.levels(path.k_max)
+    means[np.abs(means).argmin()] = 0.0
+    levels = np.unique(means.astype(np.float32) + np.float32(0.0))  # one zero, without a sign
+    with np.errstate(invalid="ignore"):
+        table = nearest(np.where(np.isfinite(representatives), representatives, 0.0), levels.astype(np.float64))
+    kernels.quantize(values, None, 0, window.lo, window.hi, 1.0, table.astype(np.uint8)[None], codes)
+    return levels, codes
+
+
+def dequantized(codes: npt.NDArray[np.uint8], levels: F32) -> F32:
+    """The level of each code, float32[n]."""
+    values = np.empty(len(codes), np.float32)
+    kernels.dequantize(np.ascontiguousarray(codes), levels, 1.0, -1, np.empty(0, np.float32), values)
+    return values

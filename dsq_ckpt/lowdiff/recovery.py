@@ -1,0 +1,304 @@
+"""`recover`: the latest snapshot, and every complete logged step after it."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsq_ckpt.comm import Communicator, communicator, together
+from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff.locks import wait_for_writers
+from dsq_ckpt.lowdiff.plain import from_plain
+from dsq_ckpt.lowdiff.replay import replay
+from dsq_ckpt.lowdiff.segments import Segment
+from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
+from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, entries_from
+from dsq_ckpt.manifest import local_path
+
+
+@dataclass
+class Recovered:
+    """What `recover` gave back.
+
+    Attributes:
+        step: optimizer steps done in the recovered state.
+        snapshot: of the snapshot it was replayed from.
+        path: of that snapshot.
+        lossy: the snapshot was stored lossy, so the state is near to what training had, not equal.
+        closed: the log was closed, so there was no failure.
+        ended: why the log ends where it does, where some of it is missing or damaged; None: it ends as it was left.
+        left_out: what was logged and could not be given back, with `partial`.
+        seconds: that loading the snapshot and replaying took.
+        residual: gradients that were not sent yet, by parameter, of this rank; None: there are none for it.
+        sent: by parameter, where gradients were sent since the snapshot, int64.
+    """
+
+    step: int
+    snapshot: int
+    path: Path
+    lossy: bool
+    closed: bool
+    ended: str | None
+    left_out: list[str]
+    seconds: tuple[float, float]
+    compressor: str
+    residual: dict[str, torch.Tensor] | None = None
+    sent: dict[str, torch.Tensor] = field(default_factory=dict)
+    tuner: dict[str, Any] | None = None
+
+    @property
+    def replayed(self) -> int:
+        """Steps that were replayed."""
+        return self.step - self.snapshot
+
+    @property
+    def exact(self) -> bool:
+        """Whether model, optimizer and states are bit for bit those after `step` steps of the run."""
+        return not self.lossy and not self.left_out
+
+    @property
+    def continues_exactly(self) -> bool:
+        """Whether the run goes on exactly as it would have without the failure. What error feedback holds back is known
+        at the snapshot; after steps that were replayed it is that of the snapshot, without what was sent since.
+        """
+        return self.exact and (self.replayed == 0 or self.residual is None)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What error feedback goes on with: that of the snapshot where nothing was sent since, zero elsewhere."""
+        found = {name: tensor.clone() for name, tensor in (self.residual or {}).items()}
+        for name, places in self.sent.items():
+            if name in found:
+                found[name].view(-1)[places] = 0
+        return found
+
+
+def recover(
+    run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    state: Mapping[str, Stateful] | None = None, replay_log: bool = True, partial: bool = False,
+    process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
+) -> Recovered | None:
+    """Give model and optimizer the state after the last step of a run that is complete on disk; collective.
+
+    The snapshot is loaded, and the optimizer run again over the logged gradients: bit for bit what training had, if the
+    snapshot is exact and the machine, its number of threads and torch are the same.
+
+    Args:
+        run: directory of the run.
+        model: as it was logged, of any values.
+        optimizer: of the same kind and with the same groups.
+        state: schedulers and the like, by the names they were logged under.
+        replay_log: go on from the snapshot through the log; False: the snapshot alone, from which a run with error
+            feedback goes on exactly.
+        partial: recover what is possible where parameters, groups or the number of ranks are others than were logged;
+            otherwise that is an error.
+        process_group: of the ranks that recover; None: the default one.
+        timeout: seconds to wait for checkpointing processes that still write what they were given before a failure.
+
+    Returns:
+        None where the run has nothing to recover from, on all ranks.
+
+    Raises:
+        LoadFailed: model, optimizer or ranks are not those that were logged; nothing was changed.
+        CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed.
+    """
+    directory = local_path(run)
+    comm = communicator(process_group)
+    started = time.perf_counter()
+    together(comm, lambda: wait_for_writers(directory, timeout))
+    subject = Subject(model, optimizer, state)
+    chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None))
+    if chosen is None:
+        return None
+    path, last, ended = chosen
+    if not replay_log:
+        last, ended = None, None
+
+    def load() -> Recovered:
+        with Snapshot(path) as snapshot:
+            recovered = _restore(subject, snapshot, comm, partial)
+        recovered.seconds = (time.perf_counter() - started, 0.0)
+        return recovered
+
+    recovered = together(comm, load)
+    recovered.ended = ended
+    if last is not None and not recovered.left_out:
+        together(comm, lambda: _replay(directory, subject, recovered, last))
+        if len(set(comm.gather(recovered.step))) > 1:
+            raise CorruptCheckpoint("ranks could replay different numbers of steps: they do not see the same files")
+    recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
+    return recovered
+
+
+def _choose(run: Path) -> tuple[Path, int, str | None] | None:
+    """The newest snapshot that can be read, the last step that follows it, and why there are no more."""
+    problems = []
+    for path, _ in newest_first(run) if run.is_dir() else ():
+        try:
+            with Snapshot(path) as snapshot:
+                damaged = [f"'{path / name}' {problem}" for name, problem in snapshot.damaged()]
+                if damaged:
+                    raise CorruptCheckpoint("; ".join(damaged[:3]))
+                meta = snapshot.meta
+        except DSQError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"an older snapshot is used, '{path}': {problems[0]}", stacklevel=3)
+        step = int(meta["step"])
+        course = segments.course(run, meta["session"], step)
+        return path, step + len(course.segments), course.ended
+    if problems:
+        raise CorruptCheckpoint(f"no snapshot of '{run}' can be read: {'; '.join(problems[:3])}")
+    return None
+
+
+def _restore(subject: Subject, snapshot: Snapshot, comm: Communicator, partial: bool) -> Recovered:
+    """Load a snapshot; nothing is changed if that fails."""
+    meta = snapshot.meta
+    entries, own = entries_from(meta["entries"]), subject.entries(1)
+    problems = [] if subject.optimizer.__class__.__name__ == meta["optimizer"] else [
+        f"the optimizer is {subject.optimizer.__class__.__name__}, logged was {meta['optimizer']}"
+    ]
+    problems += differences(entries, own)
+    if len(meta["hyper"]) != len(subject.optimizer.param_groups) and not problems:
+        problems.append(f"{len(meta['hyper'])} groups were logged, {len(subject.optimizer.param_groups)} are there")
+    if set(meta["states"]) != set(subject.states):
+        problems.append(
+            f"states {sorted(meta['states'])} were logged, {sorted(subject.states)} are to be recovered (state=)"
+        )
+    names = set(snapshot.names())
+    prefix = f"{'.'.join(RESIDUAL)}."
+    held_back = any(name.startswith(prefix) for name in names)
+    lost = []
+    if held_back and int(meta["ranks"]) != comm.size:
+        lost.append(
+            f"{meta['ranks']} ranks were logged, {comm.size} recover: what error feedback holds back belongs to ranks"
+        )
+    wanted = {".".join(path): tensor for path, tensor, _ in subject.tensors() if path[0] == MODEL}
+    for name, tensor in wanted.items():
+        if name not in names:
+            problems.append(f"'{name}' was not logged")
+        elif snapshot.shape(name)[0] != tuple(tensor.shape):
+            problems.append(f"'{name}' was logged with shape {snapshot.shape(name)[0]}, is {tuple(tensor.shape)}")
+    if (problems or lost) and not partial:
+        raise LoadFailed(
+            f"'{snapshot.path}' is of another run: {'; '.join([*problems, *lost][:5])}. Recover with the same model, "
+            "optimizer, states and ranks, or what is possible with partial=True"
+        )
+    # All is read before anything is changed.
+    values = {
+        name: snapshot.tensor(name) for name, tensor in wanted.items()
+        if name in names and snapshot.shape(name)[0] == tuple(tensor.shape)
+    }
+    state = _optimizer_state(subject, snapshot, {entry.name: entry for entry in own}) if not problems else None
+    residual = None
+    if held_back and not lost:
+        start = f"{prefix}{comm.rank}."
+        residual = {name.removeprefix(start): snapshot.tensor(name) for name in names if name.startswith(start)}
+    if state is not None:
+        subject.set_states(meta["states"])
+        subject.set_hyper(meta["hyper"])
+        _set_state(subject, state)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if name in values:
+                tensor.copy_(values[name])
+    return Recovered(
+        step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path,
+        lossy=bool(snapshot.lossy or meta["lossy"]), ended=None,
+        closed=segments.end_of(snapshot.path.parent, meta["session"]).exists(),
+        # Without the optimizer's state nothing can be replayed; without residuals everything can.
+        left_out=problems, seconds=(0.0, 0.0), compressor=meta["compressor"], residual=residual, tuner=meta["tuner"],
+    )
+
+
+def differences(logged: Sequence[Entry], own: Sequence[Entry]) -> list[str]:
+    """What is different about the parameters of an optimizer, in words."""
+    before, now = {entry.name: entry for entry in logged}, {entry.name: entry for entry in own}
+    found = [f"'{name}' was not logged" for name in now if name not in before]
+    found += [f"'{name}' was logged, and the optimizer has no such parameter" for name in before if name not in now]
+    for name in before.keys() & now.keys():
+        for what in ("shape", "dtype", "group"):
+            if getattr(before[name], what) != getattr(now[name], what):
+                found.append(
+                    f"'{name}' was logged with {what} {getattr(before[name], what)}, is {getattr(now[name], what)}"
+                )
+    if not found and [entry.name for entry in logged] != [entry.name for entry in own]:
+        found.append("the parameters of the optimizer are in another order than was logged")
+    return found
+
+
+def _optimizer_state(
+    subject: Subject, snapshot: Snapshot, entries: Mapping[str, Entry]
+) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter, as it was."""
+    state: dict[str, dict[str, Any]] = {}
+    prefix = f"{OPTIMIZER}.state."
+    for name in snapshot.names():
+        if name.startswith(prefix):
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            state.setdefault(parameter, {})[key] = snapshot.tensor(name)
+    for parameter, values in snapshot.meta["plain"].items():
+        state.setdefault(parameter, {}).update({key: from_plain(value) for key, value in values.items()})
+    if unknown := sorted(set(state) - set(entries)):
+        raise CorruptCheckpoint(f"'{snapshot.path}' has optimizer state of '{unknown[0]}', which it does not log")
+    order = snapshot.meta["state_keys"]
+    return {name: {key: values[key] for key in order.get(name, values)} for name, values in state.items()}
+
+
+def _set_state(subject: Subject, state: Mapping[str, Mapping[str, Any]]) -> None:
+    subject.optimizer.state.clear()
+    for name, values in state.items():
+        parameter = subject.parameters[name]
+        own: dict[str, Any] = {}
+        for key, value in values.items():
+            # Adam's count of steps stays on the CPU unless a kernel on the device wants it.
+            group = subject.optimizer.param_groups[subject.group_of(name)]
+            there = key != "step" or group.get("fused") or group.get("capturable")
+            if torch.is_tensor(value) and there:
+                value = value.to(parameter.device)
+                if value.shape == parameter.shape and not parameter.is_contiguous():
+                    value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            own[key] = value
+        subject.optimizer.state[parameter] = own
+
+
+def _replay(run: Path, subject: Subject, recovered: Recovered, last: int) -> None:
+    with Snapshot(recovered.path) as snapshot:
+        session = snapshot.meta["session"]
+    course = segments.course(run, session, recovered.snapshot, last)
+    if len(course.segments) != last - recovered.snapshot:
+        raise CorruptCheckpoint(f"the log of '{run}' changed while it was read: {course.ended}")
+    done = replay(subject, course.segments, recovered.snapshot + 1, StorageConfig().thread_count())
+    recovered.step += done.steps
+    recovered.ended = done.ended or recovered.ended
+    if done.steps:
+        subject.set_hyper(done.hyper)
+        subject.set_states(done.states)
+        with torch.no_grad():
+            for name, buffer in subject.buffers():
+                if name in done.buffers:
+                    buffer.copy_(done.buffers[name])
+    if recovered.residual is not None:
+        recovered.sent = _sent(course.segments[: done.steps], recovered.snapshot + 1)
+
+
+def _sent(course: Sequence[Sequence[Segment]], first: int) -> dict[str, torch.Tensor]:
+    """Where gradients were sent in these steps, by parameter."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for number, segments_of in enumerate(course, first):
+        for segment in segments_of:
+            for name, places in segment.gradients(number, places=True).items():
+                found.setdefault(name, []).append(places)
+    return {name: torch.cat(places).unique() for name, places in found.items()}

@@ -1,0 +1,275 @@
+"""Segments of a gradient log: files of consecutive steps, one for each rank and batch; `docs/format.md` has all of it.
+
+A segment is a container (`dsq_ckpt.container`): it appears complete or not at all, and every byte is checked. What is
+in it depends on no other segment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.container import Block, ContainerReader, ContainerWriter, FileInfo, sync_directory
+from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
+from dsq_ckpt.lowdiff.encoding import decode, sparse_places
+from dsq_ckpt.lowdiff.subject import Entry, entries_from
+
+LOG = "log"
+"""Name of the directory of segments in a run directory."""
+_VERSION = 1
+_NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
+_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}\.tmp")
+
+
+class Step(NamedTuple):
+    """One step as a segment has it.
+
+    Attributes:
+        number: steps done when it was done.
+        about: plain data: hyper, after, grads, buffers.
+        blocks: bytes that `about` refers to by number.
+    """
+
+    number: int
+    about: dict[str, Any]
+    blocks: list[bytes]
+
+
+class Name(NamedTuple):
+    """What the name of a segment tells: session, first and last step, rank."""
+
+    session: str
+    first: int
+    last: int
+    rank: int
+
+    @classmethod
+    def of(cls, path: Path) -> Name | None:
+        """That of a file; None if it is no segment."""
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            return None
+        return cls(match["session"], int(match["first"]), int(match["last"]), int(match["rank"]))
+
+    def __str__(self) -> str:
+        return f"{self.session}-{self.first:09d}-{self.last:09d}-{self.rank:05d}.grads"
+
+
+def write(
+    run: Path, session: str, rank: int, ranks: int, entries: Sequence[Entry], steps: Sequence[Step], fsync: bool
+) -> FileInfo:
+    """Write consecutive steps as one file.
+
+    Args:
+        run: the run directory, which has a log.
+        session: of the log.
+        rank: that logged them.
+        ranks: that share the parameters.
+        entries: the parameters that this rank logs.
+        steps: consecutive.
+        fsync: flush it to the device.
+
+    Raises:
+        OSError: it cannot be written; nothing of it stays.
+    """
+    name = str(Name(session, steps[0].number, steps[-1].number, rank))
+    with ContainerWriter(run / LOG, name, fsync) as writer:
+        told = []
+        for step in steps:
+            blocks = [list(writer.add(block)) for block in step.blocks]
+            told.append({"step": step.number, "blocks": blocks, **step.about})
+        info = writer.finish({
+            "log": _VERSION, "session": session, "rank": rank, "ranks": ranks,
+            "parameters": [list(entry) for entry in entries], "steps": told,
+        })
+    if fsync:
+        sync_directory(run / LOG)
+    return info
+
+
+class Segment:
+    """A segment opened for reading.
+
+    Attributes:
+        entries: the parameters it has gradients of.
+        steps: by number, what is known of a step.
+
+    Raises:
+        CorruptCheckpoint, UnsupportedFormat: it is truncated, altered, or not what its name says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        name = Name.of(path)
+        assert name is not None
+        self.path = path
+        self._reader: ContainerReader | None = ContainerReader(path)
+        try:
+            contents = self._reader.contents
+            if contents.get("log", _VERSION) > _VERSION:
+                raise UnsupportedFormat(
+                    f"'{path}' is a log of version {contents['log']}, this dsq_ckpt reads up to {_VERSION}; upgrade it"
+                )
+            self.ranks = int(contents["ranks"])
+            self.entries = entries_from(contents["parameters"])
+            self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in contents["steps"]}
+            found = Name(contents["session"], min(self.steps), max(self.steps), int(contents["rank"]))
+            if found != name or len(self.steps) != name.last - name.first + 1:
+                raise CorruptCheckpoint(f"'{path}' holds {found}, not what its name says: it was renamed or altered")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptCheckpoint(f"'{path}' is no segment of a gradient log: {error!r}") from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file until it is needed again: a log may have more files than a process may open."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def blocks(self, step: int) -> list[bytes]:
+        """The bytes of a step, each compared with its checksum."""
+        if self._reader is None:
+            self._reader = ContainerReader(self.path)
+        return [self._reader.read(Block(*block)) for block in self.steps[step]["blocks"]]
+
+    def gradients(self, step: int, places: bool = False) -> dict[str, torch.Tensor]:
+        """The gradients of a step by name, each flat; parameters that had none are absent.
+
+        Args:
+            step: its number.
+            places: instead of gradients, where they may be non-zero; only of those that are stored sparse.
+
+        Raises:
+            CorruptCheckpoint: the segment does not hold what it says.
+        """
+        about = self.steps[step]
+        try:
+            blocks = self.blocks(step)
+            found: dict[str, torch.Tensor] = {}
+            for part in about["grads"]:
+                entries = [self.entries[number] for number in part["params"]]
+                sizes = [entry.elements for entry in entries]
+                if places:
+                    if part["as"] == "sparse":
+                        flat, _ = sparse_places(part, sum(sizes), blocks.__getitem__)
+                        bounds = torch.tensor([0, *sizes]).cumsum(0)
+                        cuts = torch.searchsorted(flat, bounds).tolist()
+                        for place, entry in enumerate(entries):
+                            found[entry.name] = flat[cuts[place] : cuts[place + 1]] - bounds[place]
+                    continue
+                whole = torch.empty(sum(sizes), dtype=dtype_of(part["dtype"]))
+                decode(part, whole, blocks.__getitem__)
+                for entry, piece in zip(entries, whole.split(sizes), strict=True):
+                    found[entry.name] = piece
+        except (CodingError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"'{self.path}', step {step}: {error!r}") from error
+        return found
+
+    def buffers(self, step: int) -> dict[str, torch.Tensor]:
+        """Buffers of the model that changed in a step, by name."""
+        blocks = self.blocks(step)
+        found = {}
+        for name, dtype, shape, block in self.steps[step].get("buffers", ()):
+            raw, wanted = bytearray(blocks[block]), dtype_of(dtype)
+            if len(raw) != torch.Size(shape).numel() * wanted.itemsize:
+                raise CorruptCheckpoint(f"'{self.path}', step {step}: buffer '{name}' has {len(raw)} bytes")
+            found[name] = (torch.frombuffer(raw, dtype=wanted) if raw else torch.empty(0, dtype=wanted)).view(shape)
+        return found
+
+
+def names(run: Path, session: str | None = None) -> list[tuple[Name, Path]]:
+    """The segments of a run, of one session or of all, by rank and first step."""
+    directory = run / LOG
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        name = Name.of(path)
+        if name is not None and session in (None, name.session):
+            found.append((name, path))
+    return sorted(found)
+
+
+def end_of(run: Path, session: str) -> Path:
+    """The file that says that a session ended because it was closed, not by a failure."""
+    return run / LOG / f"{session}.closed"
+
+
+def leftovers(run: Path) -> Iterator[Path]:
+    """Temporary files of writers that were killed."""
+    directory = run / LOG
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if _TEMPORARY.fullmatch(path.name):
+            yield path
+
+
+class Course(NamedTuple):
+    """The steps that can be replayed.
+
+    Attributes:
+        segments: for each step, oldest first, one segment of each rank.
+        ended: why it ends where it does, if not for want of segments; None: nothing is known to be lost.
+    """
+
+    segments: list[list[Segment]]
+    ended: str | None
+
+
+def course(run: Path, session: str, after: int, last: int | None = None) -> Course:
+    """The steps after `after` of which every rank's share is there and opens.
+
+    Args:
+        run: the run directory.
+        session: of the snapshot.
+        after: steps done at the snapshot.
+        last: no step after this one.
+    """
+    ranks, problem = None, None
+    by_step: dict[int, dict[int, Path]] = {}
+    for name, path in names(run, session):
+        for step in range(max(name.first, after + 1), name.last + 1):
+            by_step.setdefault(step, {})[name.rank] = path
+    cache: dict[Path, Segment | DSQError] = {}
+    steps: list[list[Segment]] = []
+    step = after + 1
+    while (last is None or step <= last) and step in by_step and problem is None:
+        found: list[Segment] = []
+        for _, path in sorted(by_step[step].items()):
+            if path not in cache:
+                try:
+                    cache[path] = Segment(path)
+                except DSQError as error:
+                    cache[path] = error
+            segment = cache[path]
+            if isinstance(segment, DSQError):
+                problem = f"step {step} cannot be read: {segment}"
+                break
+            ranks = segment.ranks
+            found.append(segment)
+        if problem is None and len(found) != ranks:
+            missing = sorted(set(range(ranks or 0)) - set(by_step[step]))
+            problem = f"step {step} is not complete: the share of rank(s) {', '.join(map(str, missing))} is missing"
+        if problem is None:
+            steps.append(found)
+            step += 1
+    later = [number for number in by_step if number > step]
+    if problem is None and step not in by_step and later and (last is None or step <= last):
+        problem = f"step {step} is missing, although step {min(later)} is there"
+    return Course(steps, problem)
+
+
+def superseded(run: Path, snapshots: Mapping[str, int]) -> list[Path]:
+    """Files of the log that no snapshot needs.
+
+    Args:
+        run: the run directory.
+        snapshots: by session, the step of the oldest snapshot that is kept.
+    """
+    ends = (run / LOG).glob("*.closed")
+    return [path for path in ends if path.stem not in snapshots] + [
+        path for name, path in names(run)
+        if name.session not in snapshots or name.last <= snapshots[name.session]
+    ]

@@ -1,0 +1,215 @@
+"""Snapshots of a logged run: checkpoints of the engine, with what a log needs to go on from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dsq_ckpt.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.config import DSQConfig, StorageConfig
+from dsq_ckpt.container import sync_directory
+from dsq_ckpt.direct import Contribution, save_parts
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, UnsupportedFormat
+from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints
+from dsq_ckpt.parts import Part
+from dsq_ckpt.stored import read_flat
+from dsq_ckpt.workers import Workers
+
+META = ("lowdiff", "meta")
+RESIDUAL = ("lowdiff", "residual")
+_VERSION = 1
+_RESIDUALS = {"pattern": f"{'.'.join(RESIDUAL)}.*", "group": "residual"}
+
+
+class Piece(NamedTuple):
+    """A tensor of a snapshot: its path in the nested state dict, and the tensor."""
+
+    path: tuple[str, ...]
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def config_of(base: str | Mapping[str, Any]) -> DSQConfig:
+    """How snapshots are stored: "exact", "dsq" (the engine's defaults), or a configuration of the engine's.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(base, str) and base in ("exact", "dsq"):
+        tree: Mapping[str, Any] = {"system": base}
+    else:
+        tree = dict(base) if isinstance(base, Mapping) else {"system": base}
+    config = DSQConfig.create(dict(tree))
+    if not is_lossy(config):
+        return config
+    # What was not sent yet is distributed unlike weights, so it has codebooks of its own.
+    rules = [*(rule.model_dump() for rule in config.quantize.rules), _RESIDUALS]
+    return DSQConfig.create({**config.model_dump(), "quantize": {**config.quantize.model_dump(), "rules": rules}})
+
+
+def is_lossy(config: DSQConfig) -> bool:
+    """Whether a snapshot so stored gives other values back than were saved."""
+    quantize = config.quantize
+    kinds = [quantize.weights, quantize.exp_avg, quantize.exp_avg_sq, quantize.momentum, *quantize.groups.values()]
+    return any(kind.method != "exact" for kind in kinds)
+
+
+def directory_of(run: Path, step: int) -> Path:
+    """Where the snapshot after `step` steps lies."""
+    return run / f"step-{step:09d}"
+
+
+def save(
+    run: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any] | None, config: DSQConfig,
+    comm: Communicator,
+) -> Manifest:
+    """Save a snapshot; collective. It is complete on return, or was never there.
+
+    Args:
+        run: the run directory.
+        step: steps done.
+        pieces: of this rank; no other rank may bring the same.
+        meta: of rank 0, plain data; None on the others.
+        config: see `config_of`.
+        comm: of the checkpointing processes.
+
+    Raises:
+        DSQError: on all ranks, when any failed; earlier snapshots are untouched.
+    """
+    own = list(pieces)
+    if meta is not None:
+        text = json.dumps({"version": _VERSION, **meta}, separators=(",", ":")).encode()
+        own.append(Piece(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+    path = directory_of(run, step)
+    save_parts(
+        path, lambda: Contribution([_part(piece) for piece in own], nesting={piece.name: piece.path for piece in own}),
+        config, comm, parent="auto" if is_lossy(config) else None, overwrite=True,
+    )
+    return Manifest.read(path)
+
+
+def _part(piece: Piece) -> Part:
+    shape = tuple(piece.tensor.shape)
+    return Part(ChunkKey(piece.name, (0,) * len(shape), shape), shape, piece.tensor.dtype, lambda: piece.tensor)
+
+
+class Snapshot:
+    """A snapshot opened for reading. Use as a context manager.
+
+    Attributes:
+        meta: what was saved beside the tensors.
+
+    Raises:
+        CheckpointNotFound: it is a checkpoint, but no snapshot of a log.
+        CorruptCheckpoint, UnsupportedFormat: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checkpoint = Checkpoint(path)
+        self._workers = Workers(StorageConfig().thread_count(), StorageConfig().block_elements)
+        try:
+            if ".".join(META) not in self._checkpoint.index["tensors"]:
+                raise CheckpointNotFound(f"'{path}' is a checkpoint, but not a snapshot of a gradient log")
+            self.meta: dict[str, Any] = self._read_meta()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files."""
+        self._checkpoint.close()
+        self._workers.__exit__()
+
+    @property
+    def lossy(self) -> bool:
+        return self._checkpoint.manifest.lossy
+
+    def damaged(self) -> Iterator[tuple[str, str]]:
+        """Files that are not what was written, and what is wrong with each."""
+        for name, _, problem in self._checkpoint.verify():
+            if problem is not None:
+                yield name, problem
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._checkpoint.index["tensors"])
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor."""
+        tensor = self._checkpoint.index["tensors"][name]
+        return tuple(tensor["shape"]), dtype_of(tensor["dtype"])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU.
+
+        Raises:
+            CorruptCheckpoint: it is not there, or damaged.
+        """
+        if name not in self._checkpoint.index["tensors"]:
+            raise CorruptCheckpoint(f"'{self.path}' has no '{name}'")
+        shape, dtype = self.shape(name)
+        out = torch.empty(shape, dtype=dtype)
+        read_flat(self._checkpoint, name, 0, out.view(-1), True, self._workers)
+        return out
+
+    def _read_meta(self) -> dict[str, Any]:
+        try:
+            meta = json.loads(self.tensor(".".join(META)).numpy().tobytes())
+            version = int(meta["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpoint(f"'{self.path}': what belongs to the log does not parse: {error!r}") from error
+        if version > _VERSION:
+            raise UnsupportedFormat(f"'{self.path}' is of a log of version {version}, this reads {_VERSION}; upgrade")
+        return dict(meta)
+
+
+def newest_first(run: Path) -> list[tuple[Path, Manifest]]:
+    """Complete checkpoints of a run that look like snapshots, by their names."""
+    found = [(path, manifest) for path, manifest in checkpoints(run) if path.name.startswith("step-")]
+    return found[::-1]
+
+
+def about(path: Path) -> dict[str, Any] | None:
+    """What a snapshot says of itself; None if it is none, or cannot be read."""
+    with suppress(DSQError), Snapshot(path) as snapshot:
+        return snapshot.meta
+    return None
+
+
+def retire(run: Path, keep: int) -> None:
+    """Remove snapshots but the newest `keep`, and the segments that those left do not need.
+
+    A manifest goes first, so that a crash in between leaves garbage, never a checkpoint that does not load.
+    """
+    found = [(path, meta) for path, manifest in newest_first(run)
+             if not manifest.pinned and (meta := about(path)) is not None]
+    oldest: dict[str, int] = {}
+    for _, meta in found[:keep]:
+        step = int(meta["step"])
+        oldest[meta["session"]] = min(step, oldest.get(meta["session"], step))
+    for path, _ in found[keep:]:
+        (path / MANIFEST).unlink()
+        sync_directory(path)
+        shutil.rmtree(path)
+    if oldest:
+        for path in segments.superseded(run, oldest):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,213 @@
+"""What is logged and recovered: a model, its optimizer and states beside them, all by names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.lowdiff.plain import from_plain, to_plain
+
+MODEL, OPTIMIZER = "model", "optim"
+_STRUCTURE = frozenset({"params", "param_names"})
+_UNLOGGABLE = {
+    "LBFGS": "it calls the model several times in a step",
+    "SparseAdam": "sparse gradients are not logged",
+}
+
+
+class Stateful(Protocol):
+    """A scheduler, a gradient scaler, a data loader: what has a state of plain data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class Entry(NamedTuple):
+    """A parameter that the optimizer updates: name, shape, torch's name of its dtype, group, the rank that logs it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+    owner: int
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class Subject:
+    """A model and its optimizer by names.
+
+    Args:
+        model: plain, or wrapped by DDP or torch.compile.
+        optimizer: of parameters of the model.
+        states: by name; what is logged with every step besides.
+
+    Attributes:
+        parameters: by name, those that the optimizer updates, in its order.
+
+    Raises:
+        ConfigError: the optimizer updates what is no parameter of the model, or a step of it cannot be repeated from
+            gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful] | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.states = dict(states or {})
+        if why := _UNLOGGABLE.get(type(optimizer).__name__):
+            raise ConfigError(f"{type(optimizer).__name__} cannot be logged: {why}")
+        self._names: dict[nn.Parameter, str] = {}
+        self.aliases: dict[str, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first = self._names.setdefault(parameter, unwrapped(name))
+            if first != unwrapped(name):
+                self.aliases[unwrapped(name)] = first
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._groups: list[list[str]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            names = []
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in self._names:
+                    raise ConfigError(
+                        f"parameter {place} of the optimizer's group {number} is no parameter of the model; make the "
+                        "optimizer from the parameters of the model that is given here"
+                    )
+                name = self._names[parameter]
+                if isinstance(parameter, DTensor):
+                    raise ConfigError(
+                        f"'{name}' is sharded (DTensor); gradients are logged under DDP or in one process. For FSDP "
+                        "save checkpoints with dsq_ckpt.Compressor"
+                    )
+                self.parameters[name] = parameter
+                names.append(name)
+            self._groups.append(names)
+
+    def entries(self, ranks: int) -> list[Entry]:
+        """The parameters, dealt to ranks, the largest first, so that all log about as much."""
+        loads = [0] * ranks
+        owners: dict[str, int] = {}
+        for name, parameter in sorted(self.parameters.items(), key=lambda pair: -pair[1].nbytes):
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += parameter.nbytes + 1
+        found = []
+        for group, names in enumerate(self._groups):
+            for name in names:
+                parameter = self.parameters[name]
+                found.append(Entry(name, tuple(parameter.shape), dtype_name(parameter.dtype), group, owners[name]))
+        return found
+
+    def group_of(self, name: str) -> int:
+        """The number of the group that a parameter is in."""
+        return next(number for number, names in enumerate(self._groups) if name in names)
+
+    def changed(self) -> bool:
+        """Whether the optimizer has other parameters than when this was made."""
+        groups = self.optimizer.param_groups
+        return [len(group["params"]) for group in groups] != [len(names) for names in self._groups] or any(
+            parameter is not self.parameters[name]
+            for group, names in zip(groups, self._groups, strict=True)
+            for parameter, name in zip(group["params"], names, strict=True)
+        )
+
+    def hyper(self) -> list[dict[str, Any]]:
+        """Hyperparameters of each group, as plain data."""
+        return [
+            {key: to_plain(value, f"'{key}' of the optimizer's group {number}")
+             for key, value in group.items() if key not in _STRUCTURE}
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    def set_hyper(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Set the hyperparameters of each group; tensors, as a learning rate may be, are filled in place."""
+        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, plain in values.items():
+                value = from_plain(plain)
+                own = group.get(key)
+                if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+                    own.copy_(value)
+                else:
+                    group[key] = value
+
+    def states_now(self) -> dict[str, Any]:
+        """States of schedulers and the like, as plain data."""
+        return {name: to_plain(state.state_dict(), f"the state of '{name}'") for name, state in self.states.items()}
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Give schedulers and the like their states back.
+
+        Raises:
+            LoadFailed: others were logged.
+        """
+        if set(states) != set(self.states):
+            raise LoadFailed(
+                f"states of {sorted(states)} were logged, {sorted(self.states)} are to be recovered: pass the same "
+                "names in state= as to GradientLog"
+            )
+        for name, state in self.states.items():
+            state.load_state_dict(from_plain(states[name]))
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Persistent buffers, by name."""
+        wanted = {id(value) for value in self.model.state_dict(keep_vars=True).values() if torch.is_tensor(value)}
+        for name, buffer in self.model.named_buffers():
+            if id(buffer) in wanted:
+                yield unwrapped(name), buffer
+
+    def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
+        """All tensors of a snapshot: path, tensor, and the parameter they belong to (None: to none that is logged)."""
+        for parameter, name in self._names.items():
+            yield (MODEL, name), parameter.detach(), name if name in self.parameters else None
+        for alias, name in self.aliases.items():
+            yield (MODEL, alias), self._by_name(name).detach(), name if name in self.parameters else None
+        for name, buffer in self.buffers():
+            yield (MODEL, name), buffer.detach(), None
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if torch.is_tensor(value):
+                    yield (OPTIMIZER, "state", name, key), value.detach(), name
+
+    def plain_state(self) -> dict[str, dict[str, Any]]:
+        """What of the optimizer's state is no tensor, by parameter."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if not torch.is_tensor(value):
+                    found.setdefault(name, {})[key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
+        return found
+
+    def state_keys(self) -> dict[str, list[str]]:
+        """Keys of the optimizer's state in their order, by parameter."""
+        state = self.optimizer.state
+        return {name: list(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
+
+    def _by_name(self, name: str) -> nn.Parameter:
+        return next(parameter for parameter, own in self._names.items() if own == name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch names it, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def entries_from(tree: Iterable[Iterable[Any]]) -> list[Entry]:
+    """Entries as a file has them.
+
+    Raises:
+        CorruptCheckpoint: a dtype is unknown.
+    """
+    entries = [Entry(name, tuple(shape), dtype, group, owner) for name, shape, dtype, group, owner in tree]
+    for entry in entries:
+        dtype_of(entry.dtype)
+    return entries

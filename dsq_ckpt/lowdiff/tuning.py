@@ -1,0 +1,400 @@
+"""How often to snapshot, and how many logged steps to write at once: LowDiff's equations, the model used here, a tuner.
+
+*Wasted time* is what a job takes beyond its iterations: steady overhead, and after each failure the recovery and the
+work that is lost (§II-B).  `wasted_time` and `optimum` are equations 8 and 10 of LowDiff (§V-C); `Model` is what
+holds for this package and what `Tuner` follows while a job runs.
+
+**The equations.**  The paper counts the lost work of a failure, ``b / 2``, in iterations, and writes ``1 / f`` for the
+iterations between snapshots: its unit of time is the iteration, so W, R_F, R_D and M have to be in iterations too.
+With seconds and an iteration of ``t`` seconds, f being snapshots per iteration, equation 8 reads ::
+
+    wasted = N T / M (b t / 2 + R_F + R_D / 2 (1 / (f b) - 1)) + N T S f / (W t)
+
+Its derivatives vanish where ``f² b = R_D W t / (2 S M)`` and ``f b² = R_D / t``: equation 9 with ``t = 1``.  Division
+of the second, squared, by the first leaves ``b³ = 2 S R_D M / (W t³)``, and then ``f³ = R_D W² t³ / (4 S² M²)``:
+equation 10 is right, and ``f b = (R_D² W / (2 S M))^(1/3)``.  It is the minimum: the three terms that depend on f and b
+are exponentials of linear functions of ``log f`` and ``log b``, so their sum is convex in those, and at the optimum
+they are equal.  It need not be allowed, though: nothing keeps ``b >= 1``, nor ``f b <= 1`` (a batch that is no longer
+than a snapshot's interval), which holds only for ``R_D² <= 2 S M / W``.
+
+**What they leave out.**
+
+* R_D is the time to merge one *batch*: batches are counted, so a batch of summed gradients must merge in the time of
+  one gradient.  That is true of SGD; Adam cannot be replayed from a sum.  Where each step of a batch is replayed, R_D
+  is ``b`` times the replay of a step: steps are merged, ``(1 / f - b) / 2`` of them, the derivative by b has no root,
+  and nothing but ``b = 1`` is left.
+* A batch costs nothing to write, although Table I is explained by "many writes due to insufficient batching".
+  Equation 8 does not describe that table: fitted to its 24 cells (1, b, 1/(f b) and f) it misses them by 0.17 rms.
+  With a cost per batch and replay per step (1, b, 1/b, f and 1/f, the terms of `Model`) it misses by 0.05.
+* The table's FCF must be iterations between snapshots, as in Exp. 5: best batches grow with it.  The text around it
+  reads it as a frequency, and explains it the wrong way round.
+* A snapshot stops training for all of S / W; here it stops it for `Costs.stall`, and is written beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from dsq_ckpt.errors import ConfigError
+
+KEEPS_UP = 0.8
+"""Share of an iteration that the checkpointing process may be busy: iterations are not all alike, and a process
+that needs all of each falls behind for good at the first slow write."""
+HYSTERESIS = 1.02
+"""Settings stay while they waste at most this many times what the optimum would, as an interval 1.2 times the best."""
+PRIOR = 2 * 3600.0
+"""Seconds.  Before a failure was seen, one is assumed to come within this time: the middle, on a logarithmic scale,
+of "minutes to days" that the paper cites for the mean time between failures (5 minutes, 2 days)."""
+UNMEASURED_REPLAY = 1 / 3
+"""Of an iteration: replay of a step until a recovery was measured; rather too slow, and snapshots too frequent."""
+SMOOTHING = 0.2
+"""Weight of the newest measurement in the running means."""
+_LEAST = 1e-9  # seconds or bytes, for what must not be 0 but may be below a clock's resolution
+
+
+class Choice(NamedTuple):
+    """Steps from one snapshot to the next, and steps written at once."""
+
+    snapshot_every: int
+    batch: int
+
+
+START = Choice(50, 2)
+"""Settings until enough was measured."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What may be chosen, both ends included; equal ends fix a setting.
+
+    Attributes:
+        every: steps from one snapshot to the next.  The upper end bounds the log on disk and the time of a recovery.
+        batch: steps written at once.  The upper end bounds the steps that a failure loses.
+
+    Raises:
+        ConfigError: an end below 1, ends in the wrong order, or batches that no interval is long enough for.
+    """
+
+    every: tuple[int, int] = (1, 1000)
+    batch: tuple[int, int] = (1, 64)
+
+    def __post_init__(self) -> None:
+        (least, most), (smallest, largest) = self.every, self.batch
+        if not (1 <= least <= most and 1 <= smallest <= min(largest, most)):
+            given = f"every={self.every}, batch={self.batch}"
+            raise ConfigError(f"bounds are (lowest, highest), at least 1, a batch within an interval; not {given}")
+
+    def clip(self, choice: Choice) -> Choice:
+        """The nearest that is allowed; a batch is never longer than the interval between snapshots."""
+        every = min(max(choice.snapshot_every, self.every[0], self.batch[0]), self.every[1])
+        return Choice(every, min(max(choice.batch, self.batch[0]), self.batch[1], every))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a job and its machine cost; in seconds and bytes.
+
+    Attributes:
+        iteration: t, seconds of one step, without waiting for checkpoints.
+        bandwidth: W, bytes per second at which snapshots are written.
+        snapshot_bytes: S.
+        load: R_F, seconds to load a snapshot, and what else a restart takes whatever the settings.
+        replay: seconds to replay one logged step.
+        mtbf: M, mean seconds between failures of the whole job: that of one rank divided by their number.
+        ranks: N, only to count GPU-seconds.
+        merge: R_D, seconds to merge one batch of summed gradients; as to replay one step where None.
+        stall: seconds that a snapshot stops training; S / W, all of its writing, where None.
+        batch_fixed: seconds of the checkpointing process for each batch: file, fsync, commit.
+        batch_step: seconds of the checkpointing process for each step of a batch: encoding and writing it.
+        contention: share of the checkpointing process's busy time that training loses, as to a common disk or cache.
+
+    Raises:
+        ConfigError: naming all values that are out of range.
+    """
+
+    iteration: float
+    bandwidth: float
+    snapshot_bytes: float
+    load: float
+    replay: float
+    mtbf: float
+    ranks: int = 1
+    merge: float | None = None
+    stall: float | None = None
+    batch_fixed: float = 0.0
+    batch_step: float = 0.0
+    contention: float = 0.0
+
+    def __post_init__(self) -> None:
+        may_be_zero = {"load", "stall", "batch_fixed", "batch_step", "contention"}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        wrong = [
+            f"{name}={value}" for name, value in given.items()
+            if value is not None and not (0 < value < math.inf or (value == 0 and name in may_be_zero))
+        ]
+        if self.contention > 1:
+            wrong.append(f"contention={self.contention} (a share, at most 1)")
+        if wrong:
+            raise ConfigError(f"costs are seconds and bytes, finite and positive, not {', '.join(wrong)}")
+
+    @property
+    def write(self) -> float:
+        """S / W, seconds to write a snapshot."""
+        return self.snapshot_bytes / self.bandwidth
+
+    @property
+    def merging(self) -> float:
+        """R_D, seconds to merge one batch."""
+        return self.replay if self.merge is None else self.merge
+
+    @property
+    def stopped(self) -> float:
+        """Seconds that a snapshot stops training."""
+        return self.write if self.stall is None else self.stall
+
+
+def wasted_time(costs: Costs, f: float, b: float, run_time: float) -> float:
+    """Equation 8 of LowDiff, with its units made right (see the module's docstring).
+
+    Args:
+        costs: `merging`, `write`, `load`, `iteration`, `mtbf` and `ranks` of them count.
+        f: snapshots per iteration, > 0.
+        b: steps of a batch, > 0.
+        run_time: T, seconds.
+
+    Returns:
+        Wasted GPU-seconds of all ranks.
+    """
+    merges = (1 / (f * b) - 1) / 2
+    failure = b / 2 * costs.iteration + costs.load + costs.merging * merges
+    return costs.ranks * run_time * (failure / costs.mtbf + costs.write * f / costs.iteration)
+
+
+def optimum(costs: Costs) -> tuple[float, float]:
+    """Equation 10 of LowDiff: ``(f, b)`` at the minimum of `wasted_time`, snapshots per iteration and steps.
+
+    Neither is rounded or bounded: b may be below 1 and ``f b`` above it.
+    """
+    merge, write, mtbf = (seconds / costs.iteration for seconds in (costs.merging, costs.write, costs.mtbf))
+    return (merge / (4 * write**2 * mtbf**2)) ** (1 / 3), (2 * write * merge * mtbf) ** (1 / 3)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Wasted time where each logged step is replayed by itself and a process beside training writes.
+
+    Let F be ``snapshot_every``, t an iteration, c what a snapshot stops training for, ``p = S / W`` the time to write
+    it, r the replay of a step, ``w = batch_fixed + b batch_step`` the time to write a batch, M the mean time between
+    failures.  A failure comes at any moment alike.  On average it finds
+
+    * ``age = F t / 2 + p - c`` seconds of training since the newest snapshot that is complete on disk was taken
+      (training goes on while one is written, for p - c after its stall);
+    * ``lost = b t / 2 + w`` seconds of training since the last step that is complete on disk.
+
+    What lies in between is replayed, at r instead of t.  With the time that training pays at every step, ::
+
+        wasted / run_time = (R_F + lost + r / t max(0, age - lost)) / M + (c / F + slowdown) / t
+        busy = batch_fixed / b + batch_step + p / F                      (of the checkpointing process, per step)
+        slowdown = contention busy + max(0, busy - t)                    (per step; the latter where it falls behind)
+
+    Where it does not fall behind, F and b separate, and with k for contention ::
+
+        F = sqrt(2 (c + k p) M / (r t))        Young's interval, its lost work shrunk to replay
+        b = sqrt(k batch_fixed M / ((t - r) (t / 2 + batch_step)))
+
+    So without contention the smallest batch that the process can keep up with is best, and a little contention makes
+    it much larger: failures are rare and writes are not.  To first order in wasted / run_time; failures during a
+    recovery are left out.
+    """
+
+    costs: Costs
+
+    def busy(self, every: float, batch: float) -> float:
+        """Seconds of the checkpointing process per step."""
+        return self.costs.batch_fixed / batch + self.costs.batch_step + self.costs.write / every
+
+    def slowdown(self, every: float, batch: float, full: float = 1.0) -> float:
+        """Seconds that each step takes longer, snapshots' stalls not counted; it waits once busy > full t."""
+        busy = self.busy(every, batch)
+        return self.costs.contention * busy + max(0.0, busy - full * self.costs.iteration)
+
+    def wasted_time(self, every: float, batch: float, run_time: float, full: float = 1.0) -> float:
+        """Wasted GPU-seconds of all ranks in ``run_time`` seconds; ``full`` as for `slowdown`."""
+        c = self.costs
+        age, lost = every * c.iteration / 2 + max(0.0, c.write - c.stopped), self._lost(batch)
+        failure = c.load + lost + c.replay / c.iteration * max(0.0, age - lost)
+        steady = (c.stopped / every + self.slowdown(every, batch, full)) / c.iteration
+        return c.ranks * run_time * (failure / c.mtbf + steady)
+
+    def optimum(self) -> tuple[float, float]:
+        """``(snapshot_every, batch)`` where nothing but the two formulas matters; batch is infinite where r >= t."""
+        c, every = self.costs, self._intervals(1)[0]
+        if c.replay >= c.iteration:  # then losing a step is cheaper than replaying it
+            return every, math.inf
+        gain = (c.iteration - c.replay) * (c.iteration / 2 + c.batch_step)
+        return every, math.sqrt(c.contention * c.batch_fixed * c.mtbf / gain)
+
+    def choice(self, bounds: Bounds | None = None) -> Choice:
+        """The best whole numbers within bounds, with `KEEPS_UP` to spare for the checkpointing process.
+
+        Exact: for each batch the waste is convex in the interval, in pieces (falling behind or not, anything to replay
+        or not), so the best whole number is next to a piece's minimum or to where two meet.
+        """
+        bounds = bounds or Bounds()
+        tried = {
+            bounds.clip(Choice(max(whole(min(near, bounds.every[1])), batch), batch))
+            for batch in range(bounds.batch[0], bounds.batch[1] + 1)
+            for near in self._intervals(batch)
+            for whole in (math.floor, math.ceil)
+        }
+        return min(tried, key=lambda one: (self.rate(one), one))
+
+    def rate(self, choice: Choice) -> float:
+        """What `choice` minimises: wasted seconds per second, with `KEEPS_UP` of an iteration as if it were all."""
+        return self.wasted_time(choice.snapshot_every, choice.batch, 1.0, KEEPS_UP) / self.costs.ranks
+
+    def _lost(self, batch: float) -> float:
+        return batch * self.costs.iteration / 2 + self.costs.batch_fixed + batch * self.costs.batch_step
+
+    def _intervals(self, batch: int) -> list[float]:
+        """Where the best interval of a batch may lie, were it no whole number and had no bounds."""
+        c = self.costs
+        stops = c.stopped + c.contention * c.write
+        found = [math.sqrt(2 * cost * c.mtbf / (c.replay * c.iteration)) for cost in (stops, stops + c.write)]
+        found.append(max(0.0, self._lost(batch) - max(0.0, c.write - c.stopped)) * 2 / c.iteration)
+        spare = KEEPS_UP * c.iteration - c.batch_step - c.batch_fixed / batch
+        return [*found, c.write / spare] if spare > 0 else found
+
+
+class Tuner:
+    """Follows `Model.choice` while a job runs, a step at a time (§VII-A, "stepwise adjustments").
+
+    Args:
+        start: settings until an iteration, a snapshot and a batch were measured.
+        bounds: of the settings.
+        mtbf: mean seconds between failures, where it is known.  None: observed, as
+            ``(PRIOR + run time) / (1 + failures)``, as if the job had run `PRIOR` seconds before and failed once.  A
+            job without failures thus relaxes as it runs.
+        contention: see `Costs`.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    def __init__(
+        self, start: Choice = START, bounds: Bounds | None = None, mtbf: float | None = None, contention: float = 0.0,
+    ) -> None:
+        if mtbf is not None and not (math.isfinite(mtbf) and mtbf > 0):
+            raise ConfigError(f"mtbf is in seconds and positive, not {mtbf}")
+        if not 0 <= contention <= 1:
+            raise ConfigError(f"contention is a share, from 0 to 1, not {contention}")
+        self.bounds = bounds or Bounds()
+        self.choice = self.bounds.clip(start)
+        self._given, self._contention = mtbf, contention
+        self._means: dict[str, float] = {}
+        self._run_time = 0.0
+        self._failures = 0
+
+    @property
+    def mtbf(self) -> float:
+        """Mean seconds between failures, given or observed."""
+        return (PRIOR + self._run_time) / (1 + self._failures) if self._given is None else self._given
+
+    def observe(
+        self, *, iteration: float | None = None, steps: int = 1, stall: float | None = None,
+        snapshot: tuple[float, int] | None = None, batch: tuple[float, int, int] | None = None,
+        encoding: float | None = None, load: float | None = None, replay: float | None = None, failures: int = 0,
+    ) -> None:
+        """Take measurements into the running means.
+
+        Args:
+            iteration: seconds of one step.  Without waiting for checkpoints: else a checkpointing process that falls
+                behind would seem to keep up, since it slows the steps that it is measured by.
+            steps: how many steps took that long; counted as run time.
+            stall: seconds that a snapshot stopped training.
+            snapshot: seconds and bytes of writing one.
+            batch: seconds, bytes and steps of writing one.  What its bytes take at a snapshot's bandwidth is taken as
+                a cost of its steps, the rest as a cost of each batch.
+            encoding: seconds to encode one step, not part of ``batch``.
+            load: seconds to load a snapshot.
+            replay: seconds to replay one step.
+            failures: so many more.
+
+        Raises:
+            ValueError: a measurement is negative or not finite.
+        """
+        measured = {
+            "iteration": iteration, "stall": stall, "encoding": encoding, "load": load, "replay": replay,
+            "snapshot_seconds": snapshot and snapshot[0], "snapshot_bytes": snapshot and snapshot[1],
+            "batch_seconds": batch and batch[0], "batch_bytes": batch and batch[1], "batch_steps": batch and batch[2],
+        }
+        taken = {name: float(value) for name, value in measured.items() if value is not None}
+        checked = {**taken, "steps": steps, "failures": failures}
+        if wrong := [f"{name}={value}" for name, value in checked.items() if not 0 <= value < math.inf]:
+            raise ValueError(f"measurements are finite and not negative: {', '.join(wrong)}")
+        for name, value in taken.items():
+            known = self._means.get(name, value)
+            self._means[name] = known + SMOOTHING * (value - known)
+        self._run_time += steps * taken.get("iteration", 0.0)
+        self._failures += failures
+
+    def costs(self) -> Costs | None:
+        """What was measured; None before an iteration, a snapshot and a batch were."""
+        known = self._means
+        if not {"iteration", "snapshot_seconds", "batch_seconds"} <= known.keys():
+            return None
+        needed = ("iteration", "snapshot_seconds", "snapshot_bytes")
+        iteration, written, size = (max(known[name], _LEAST) for name in needed)
+        transfer = min(known["batch_bytes"] * written / size, known["batch_seconds"])
+        return Costs(
+            iteration=iteration, bandwidth=size / written, snapshot_bytes=size, mtbf=self.mtbf,
+            load=known.get("load", written),  # of the choice only what `HYSTERESIS` is a share of
+            replay=max(known.get("replay", UNMEASURED_REPLAY * iteration), _LEAST),
+            stall=known.get("stall"), contention=self._contention,
+            batch_fixed=known["batch_seconds"] - transfer,
+            batch_step=known.get("encoding", 0.0) + transfer / max(known["batch_steps"], 1.0),
+        )
+
+    def suggest(self) -> Choice:
+        """The settings to go on with, which the next call starts from; each at most doubled or halved.
+
+        They stay where the optimum is not better by more than `HYSTERESIS`.
+        """
+        if costs := self.costs():
+            model, now = Model(costs), self.choice
+            aim = model.choice(self.bounds)
+            if model.rate(now) > HYSTERESIS * model.rate(aim):
+                self.choice = self.bounds.clip(Choice(*(_towards(*pair) for pair in zip(now, aim, strict=True))))
+        return self.choice
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as JSON has it; what the constructor was given is not part of it."""
+        known = {"means": dict(self._means), "run_time": self._run_time, "failures": self._failures}
+        return {"choice": list(self.choice), **known}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Any], bounds: Bounds | None = None, mtbf: float | None = None, contention: float = 0.0,
+    ) -> Tuner:
+        """Goes on from `state`, under bounds and a time between failures that may be others.
+
+        Raises:
+            ConfigError: a value out of range, or this is no state of a tuner.
+        """
+        tuner = cls(START, bounds, mtbf, contention)
+        try:
+            every, batch = (int(number) for number in state["choice"])
+            tuner.choice = tuner.bounds.clip(Choice(every, batch))
+            tuner._means = {str(name): float(value) for name, value in state["means"].items()}
+            tuner._run_time, tuner._failures = float(state["run_time"]), int(state["failures"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"not the state of a tuner: {error!r}") from error
+        return tuner
+
+
+def _towards(now: int, aim: int) -> int:
+    """One step of at most a factor of two."""
+    return min(aim, 2 * now) if aim > now else max(aim, (now + 1) // 2)
