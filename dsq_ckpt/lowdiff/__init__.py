@@ -13,5 +13,6 @@ Systems".
 from dsq_ckpt.lowdiff.compressors import Compressor, compressor
 from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovery import Recovered, recover
+from dsq_ckpt.lowdiff.replica import Replica
 
-__all__ = ["Compressor", "GradientLog", "Recovered", "compressor", "recover"]
+__all__ = ["Compressor", "GradientLog", "Recovered", "Replica", "compressor", "recover"]

@@ -118,6 +118,7 @@ class Hooked(Compressor):
             raise ConfigError(f"{type(model).__name__} contains a DistributedDataParallel: give that to the compressor")
         names = {p: unwrapped(name) for name, p in model.named_parameters() if p.requires_grad}
         self._check(names)
+        self._skips = False
         if isinstance(model, DistributedDataParallel):
             self._take_seat(model)
         else:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.compressors import Trace
-from dsq_ckpt.lowdiff.encoding import scales_from
+from dsq_ckpt.lowdiff.encoding import as_integers, scales_from
 from dsq_ckpt.lowdiff.handle import Handle, Layout, nbytes
 from dsq_ckpt.lowdiff.subject import Entry, Subject, dtype_name
 
@@ -96,7 +96,7 @@ def capture(
             torch.index_select(flat, 0, support, out=values)
         else:
             values.copy_(flat.index_select(0, support))
-        arena.view(part["nonzero"], (1,), torch.int64).copy_(flat.count_nonzero().view(1))
+        arena.view(part["nonzero"], (1,), torch.int64).copy_(as_integers(flat).count_nonzero().view(1))
     for part in dense:
         parameter = subject.parameters[own[part["param"]].name]
         assert parameter.grad is not None

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from dsq_ckpt.comm import Communicator, TorchCommunicator
 from dsq_ckpt.errors import SaveFailed
 
 
@@ -52,6 +53,19 @@ class Consensus:
             except RuntimeError as error:
                 raise _unreachable(error) from error
         return dict(zip(self._names, tensor.tolist(), strict=True))
+
+
+def cpu_group(comm: Communicator) -> dist.ProcessGroup | None:
+    """A group of gloo over the ranks of a communicator of torch.distributed; collective. None: one process alone."""
+    if not isinstance(comm, TorchCommunicator):
+        return None
+    base = comm.group if comm.group is not None else dist.group.WORLD
+    assert base is not None
+    group = dist.new_group(
+        dist.get_process_group_ranks(base), backend="gloo", use_local_synchronization=comm.group is not None
+    )
+    assert group is not None
+    return group
 
 
 def _unreachable(error: RuntimeError) -> SaveFailed:

@@ -52,7 +52,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module) -> None:
-        """Compress the gradients of a model from now on.
+        """Compress the gradients of a model from now on; residuals start as zeros.
 
         On `DistributedDataParallel` this is its communication hook. On any other module each gradient is compressed
         where it is accumulated, and nothing is synchronized; a gradient that is accumulated over several backward

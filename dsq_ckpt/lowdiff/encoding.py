@@ -25,6 +25,7 @@ Array = npt.NDArray[Any]
 _ESCAPE = 255
 _SAMPLE = 4096
 _HALVES = (torch.float16, torch.bfloat16)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEVEL = 1  # zstd on what is hardly compressible: more effort gains nothing
 
 Add = Callable[[bytes], int]
@@ -109,6 +110,16 @@ def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
         raise CorruptCheckpoint(f"a gradient is stored as {kind!r}, which this version does not know")
 
 
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """The bits of values, as integers of their size: NaN equals itself, and only +0 is 0."""
+    return values.view(_INTEGERS.get(values.dtype.itemsize, values.dtype))
+
+
+def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one dtype are equal bit for bit."""
+    return torch.equal(as_integers(one), as_integers(other))
+
+
 def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where a gradient may be non-zero, int64, if it is stored sparse."""
     return _places(entry, elements, get), None
@@ -155,9 +166,9 @@ def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[npt.NDArray[np
     palette = torch.unique(levels)
     if palette.numel() > 256:
         return None
-    for part in (values[:: max(values.numel() // _SAMPLE, 1)], values):
+    for part in (values[:: max(values.numel() // _SAMPLE, 1)].contiguous(), values):
         codes = torch.searchsorted(palette, part).clamp_(max=palette.numel() - 1)
-        if not _identical(palette[codes], part):
+        if not identical(palette[codes], part):
             return None
     return codes.to(torch.uint8).numpy(), palette
 
@@ -167,16 +178,11 @@ def _halved(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Ten
     if scale == 0:
         return None
     factor = torch.tensor(scale, dtype=torch.float32)
-    for part in (values[:: max(values.numel() // _SAMPLE, 1)], values):
+    for part in (values[:: max(values.numel() // _SAMPLE, 1)].contiguous(), values):
         small = (part / factor).to(dtype)
-        if not _identical(small.float() * factor, part):
+        if not identical(small.float() * factor, part):
             return None
     return small
-
-
-def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bit for bit: NaN equals itself, and zeros of different signs differ."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _pack(values: torch.Tensor) -> bytes:

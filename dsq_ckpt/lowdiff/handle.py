@@ -110,6 +110,13 @@ class Handle:
         self.waited += time.perf_counter() - started
         return self._free.popleft()
 
+    def release(self, slot: int) -> None:
+        """Give back a slot that nothing was sent in; the process may not know its memory, which is let go."""
+        arena = self._arenas.pop(slot, None)
+        if arena is not None:
+            arena.close()
+        self._free.append(slot)
+
     def room(self, slot: int, size: int) -> tuple[Arena, bool]:
         """Shared memory of a slot of at least `size` bytes, and whether it is new to the process."""
         arena = self._arenas.get(slot)
@@ -181,7 +188,7 @@ class Handle:
         elif kind == "unfaithful":
             raise NotSparse(report["name"])
         else:
-            if kind == "snapshot":
+            if kind in ("snapshot", "unsaved"):
                 self.saving = False
             self.reports.append(report)
 

@@ -21,15 +21,24 @@ def path_of(run: Path, session: str, rank: int) -> Path:
     return run / LOG / f"{session}-{rank:05d}.lock"
 
 
-def hold(path: Path) -> int:
-    """Lock a file until this process ends; returns its descriptor."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-    return descriptor
+class Lock:
+    """A file that is locked until it is released, or this process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+
+    def release(self) -> None:
+        """Nothing is written any more."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def wait_for_writers(run: Path, timeout: float) -> None:

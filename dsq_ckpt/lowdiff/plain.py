@@ -1,12 +1,13 @@
 """Plain data as JSON and back: hyperparameters and states of schedulers, without pickle.
 
-JSON has no tuples, no keys but strings, no bytes and no tensors; these become an object with one key that begins with
-a dollar sign.
+JSON has no tuples, no keys but strings, no bytes, no tensors, and no numbers that are not finite; these become an
+object with one key that begins with a dollar sign.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ def to_plain(value: Any, where: str) -> Any:
     Raises:
         ConfigError: it holds something else; the message says where.
     """
+    if type(value) is float and not math.isfinite(value):
+        return {"$float": repr(value)}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):
@@ -71,6 +74,8 @@ def from_plain(value: Any) -> Any:
             return tuple(from_plain(inner))
         if tag in _DICTS:
             return _DICTS[tag]({from_plain(key): from_plain(item) for key, item in inner})
+        if tag == "$float":
+            return float(inner)
         if tag == "$bytes":
             return base64.b64decode(inner, validate=True)
         if tag == "$array":

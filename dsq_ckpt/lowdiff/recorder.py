@@ -21,9 +21,11 @@ from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import Captured, put_buffers
-from dsq_ckpt.lowdiff.consensus import Consensus
+from dsq_ckpt.lowdiff.consensus import Consensus, cpu_group
+from dsq_ckpt.lowdiff.encoding import identical
 from dsq_ckpt.lowdiff.handle import Handle, Layout, NotSparse, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.locks import wait_for_writers
+from dsq_ckpt.lowdiff.memory import Survivors
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 from dsq_ckpt.lowdiff.watch import Watch
@@ -77,7 +79,7 @@ class Recorder(ABC):
         self._hooks: list[Any] = []
         together(self._comm, lambda: self._prepare(resume))
         self._seed, self._starts = self._comm.broadcast(uuid.uuid4().int >> 80), 0
-        self._group = _cpu_group(process_group) if self._comm.size > 1 else None
+        self._group = cpu_group(self._comm)
         self._consensus = Consensus((*_POSTED, *self._settings()), self._group)
         together(self._comm, lambda: self._attach(resume))
         self._hooks = [
@@ -123,6 +125,12 @@ class Recorder(ABC):
     def _set(self, settings: Mapping[str, int]) -> None:
         """What rank 0 decided."""
 
+    def _started(self) -> None:  # noqa: B027
+        """A checkpointing process was started."""
+
+    def _sent(self, saving: bool) -> None:  # noqa: B027
+        """A step was sent; `saving`: some rank is still saving."""
+
     def _held_back(self) -> Mapping[str, torch.Tensor]:
         """What of the gradients was not sent yet, by parameter."""
         return {}
@@ -149,6 +157,8 @@ class Recorder(ABC):
             SaveFailed: another rank is gone. What goes wrong with the log itself is a warning, and training goes on.
         """
         self.steps_done += 1
+        if not self._hooks:  # closed
+            return
         self._measure()
         agreed = self._consensus.settle()
         self._whole = self._whole or bool(agreed["whole"])
@@ -158,6 +168,8 @@ class Recorder(ABC):
                 self._suspend()
             else:
                 self._guarded(self._send_step)
+                if not self._gap:
+                    self._guarded(lambda: self._sent(bool(agreed["saving"])))
         self._stepped = False
         if self._state == "running" and (self._snapshot_due() or agreed["wanted"]) and not agreed["saving"]:
             self._guarded(self._send_snapshot)
@@ -208,29 +220,36 @@ class Recorder(ABC):
             raise SaveFailed("optimizer.step() ran twice since the last log.step(): call log.step() after each")
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
             raise ConfigError("optimizer.step(closure) cannot be logged: call backward() before, and step() without it")
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise ConfigError("the optimizer unscales gradients by itself; call scaler.unscale_(optimizer) before step")
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            raise ConfigError("with a GradScaler, fused optimizers skip steps by themselves; make it with fused=False")
         self._stepped = True
         if self._state != "running" or self._broken or self._subject.changed():
             self._discard()
             return
+        if self._has_gap():
+            self._discard()
+            return
+        self._hyper = self._subject.hyper()
+        self._guarded(lambda: self._capture(self._buffer_room()))
+
+    def _buffer_room(self) -> int:
+        """Bytes that buffers of the model may take in a slot."""
+        if self._comm.rank:
+            return 0
+        return sum(nbytes(buffer) + 64 for _, buffer in self._subject.buffers())
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._watch.look()
+
+    def _has_gap(self) -> bool:
+        """Whether gradients do not lead to the parameters as they are, so that the next to be sent is a snapshot."""
         if self._watch.changed():
             self._gap = True
             self._warn(
                 "parameters were changed by something other than the optimizer, of which gradients tell nothing; "
                 "whenever that happens, the log goes on with a snapshot"
             )
-        if self._gap:
-            self._discard()
-            return
-        self._hyper = self._subject.hyper()
-        room = 0
-        if self._comm.rank == 0:
-            room = sum(nbytes(buffer) + 64 for _, buffer in self._subject.buffers())
-        self._guarded(lambda: self._capture(room))
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._watch.look()
+        return self._gap
 
     # What is sent.
 
@@ -238,7 +257,9 @@ class Recorder(ABC):
         """The step that was captured, with what it left behind."""
         assert self._handle is not None
         pending, self._pending = self._pending, None
-        if self._gap:
+        if self._has_gap():
+            if pending is not None:
+                self._handle.release(pending.slot)
             return
         if pending is None:
             if self._stepped:  # it could not be captured, so nothing after it can be replayed
@@ -247,17 +268,15 @@ class Recorder(ABC):
             slot = self._handle.slot()
             pending = Captured({"sparse": [], "dense": [], "hints": {"scales": [1.0]}}, slot, 0, False)
         message: dict[str, Any] = {"kind": "step", "step": self.steps_done, "slot": pending.slot, **pending.message}
-        message |= {"hyper": None, "after": None, "buffers": []}
-        new = pending.new
+        hyper, new = self._subject.hyper(), pending.new
+        message |= {
+            "stepped": self._stepped, "hyper": self._hyper if self._stepped else None, "buffers": [],
+            "after": {"hyper": None if self._stepped and hyper == self._hyper else hyper, "states": {}},
+        }
         if self._comm.rank == 0:
-            hyper = self._subject.hyper()
-            message["hyper"] = self._hyper if self._stepped else None
-            message["after"] = {
-                "hyper": None if self._stepped and hyper == self._hyper else hyper,
-                "states": self._subject.states_now(),
-            }
+            message["after"]["states"] = self._subject.states_now()
             changed = [(name, buffer) for name, buffer in self._subject.buffers()
-                       if name not in self._buffers or not torch.equal(self._buffers[name], buffer)]
+                       if name not in self._buffers or not identical(self._buffers[name], buffer)]
             if changed:
                 message["buffers"], grown = put_buffers(changed, self._handle, pending.slot, pending.buffers_at)
                 new = new or grown
@@ -286,9 +305,7 @@ class Recorder(ABC):
         arena, new = self._handle.staging(layout.size)
         for at, tensor in copies.values():
             arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        message: dict[str, Any] = {"kind": "snapshot", "step": self.steps_done, "tensors": told}
-        if rank == 0:
-            message["meta"] = self._meta()
+        message = {"kind": "snapshot", "step": self.steps_done, "tensors": told, "meta": self._meta()}
         self._handle.saving = True
         self._handle.send(message, arena if new else None)
         self._snapshot_at = self.steps_done
@@ -304,7 +321,7 @@ class Recorder(ABC):
             "session": self._session, "step": self.steps_done, "ranks": self._comm.size,
             "entries": [list(entry) for entry in self._entries], "optimizer": type(subject.optimizer).__name__,
             "hyper": subject.hyper(), "states": subject.states_now(), "plain": subject.plain_state(),
-            "state_keys": subject.state_keys(), "lossy": self._lossy, **self._about(),
+            "state_keys": subject.state_keys(), "aliases": subject.aliases, "lossy": self._lossy, **self._about(),
         }
 
     # The checkpointing process.
@@ -312,6 +329,8 @@ class Recorder(ABC):
     def _prepare(self, resume: Recovered | None) -> None:
         """What can be wrong before anything was started."""
         (self.run / segments.LOG).mkdir(parents=True, exist_ok=True)
+        survivors = Survivors(self.run, self._comm)
+        survivors.dismiss()  # its state was recovered, or is not wanted
         wait_for_writers(self.run, self._timeout)
         if resume is None and (found := snapshots.newest_first(self.run)):
             raise CheckpointExists(
@@ -331,7 +350,7 @@ class Recorder(ABC):
             together(self._comm, lambda: self._running().wait("ready", _START))
             self._join()
             together(self._comm, self._send_snapshot)
-            together(self._comm, lambda: self._running().wait("saved", self._timeout + _START))
+            together(self._comm, self._saved)
         except BaseException:
             for hook in self._hooks:
                 hook.remove()
@@ -342,6 +361,14 @@ class Recorder(ABC):
         self._state = "running"
         self._last_step = time.perf_counter()
         atexit.register(self._at_exit)
+
+    def _saved(self) -> None:
+        """Wait for the first snapshot."""
+        handle = self._running()
+        handle.wait("saved", self._timeout + _START)
+        for report in handle.reports:
+            if report["kind"] == "unsaved":
+                raise SaveFailed(report["text"])
 
     def _start(self) -> None:
         self._session = self._comm_session()
@@ -356,6 +383,7 @@ class Recorder(ABC):
             **self._begin(),
         }, self._queue)
         self._gap = False
+        self._started()
 
     def _comm_session(self) -> str:
         """The name of a session, the same on all ranks without asking: each start gives the next."""
@@ -425,6 +453,8 @@ class Recorder(ABC):
             if report["kind"] == "snapshot":
                 self._observe(snapshot=(report["seconds"], report["bytes"]))
                 self._failures = 0
+            elif report["kind"] == "unsaved":
+                self._warn(f"{report['text']}. Training goes on, and so does its replica; it is saved again later")
             elif report["kind"] == "written":
                 count = report["last"] - report["first"] + 1
                 self._observe(batch=(report["seconds"], report["bytes"], count), encoding=report["encoding"])
@@ -438,14 +468,3 @@ class Recorder(ABC):
     def _at_exit(self) -> None:
         if self._hooks:
             self.close()
-
-
-def _cpu_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of gloo over the same ranks; collective."""
-    base = process_group if process_group is not None else dist.group.WORLD
-    assert base is not None
-    group = dist.new_group(
-        dist.get_process_group_ranks(base), backend="gloo", use_local_synchronization=process_group is not None
-    )
-    assert group is not None
-    return group

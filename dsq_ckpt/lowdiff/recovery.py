@@ -19,6 +19,7 @@ from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.locks import wait_for_writers
+from dsq_ckpt.lowdiff.memory import InMemory, Survivors
 from dsq_ckpt.lowdiff.plain import from_plain
 from dsq_ckpt.lowdiff.replay import replay
 from dsq_ckpt.lowdiff.segments import Segment
@@ -34,8 +35,9 @@ class Recovered:
     Attributes:
         step: optimizer steps done in the recovered state.
         snapshot: of the snapshot it was replayed from.
-        path: of that snapshot.
+        path: of that snapshot; of the run, where the state came from memory.
         lossy: the snapshot was stored lossy, so the state is near to what training had, not equal.
+        from_memory: the state came from a process that survived.
         closed: the log was closed, so there was no failure.
         ended: why the log ends where it does, where some of it is missing or damaged; None: it ends as it was left.
         left_out: what was logged and could not be given back, with `partial`.
@@ -49,6 +51,7 @@ class Recovered:
     path: Path
     lossy: bool
     closed: bool
+    from_memory: bool
     ended: str | None
     left_out: list[str]
     seconds: tuple[float, float]
@@ -85,7 +88,7 @@ class Recovered:
 
 def recover(
     run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
-    state: Mapping[str, Stateful] | None = None, replay_log: bool = True, partial: bool = False,
+    state: Mapping[str, Stateful] | None = None, replay_log: bool = True, partial: bool = False, memory: bool = True,
     process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
 ) -> Recovered | None:
     """Give model and optimizer the state after the last step of a run that is complete on disk; collective.
@@ -100,6 +103,7 @@ def recover(
         state: schedulers and the like, by the names they were logged under.
         replay_log: go on from the snapshot through the log; False: the snapshot alone, from which a run with error
             feedback goes on exactly.
+        memory: take the state from the memory of a `Replica` that survived its training process, if there is one.
         partial: recover what is possible where parameters, groups or the number of ranks are others than were logged;
             otherwise that is an error.
         process_group: of the ranks that recover; None: the default one.
@@ -115,8 +119,18 @@ def recover(
     directory = local_path(run)
     comm = communicator(process_group)
     started = time.perf_counter()
+    subject = together(comm, lambda: Subject(model, optimizer, state))
+    survivors = Survivors(directory, comm)
+    try:
+        in_memory = survivors.state() if memory else None
+        if in_memory is not None:
+            kept = in_memory
+            recovered = together(comm, lambda: _restore(subject, kept, comm, partial))
+            recovered.seconds = (time.perf_counter() - started, 0.0)
+            return recovered
+    finally:
+        survivors.dismiss()
     together(comm, lambda: wait_for_writers(directory, timeout))
-    subject = Subject(model, optimizer, state)
     chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None))
     if chosen is None:
         return None
@@ -163,7 +177,7 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
     return None
 
 
-def _restore(subject: Subject, snapshot: Snapshot, comm: Communicator, partial: bool) -> Recovered:
+def _restore(subject: Subject, snapshot: Snapshot | InMemory, comm: Communicator, partial: bool) -> Recovered:
     """Load a snapshot; nothing is changed if that fails."""
     meta = snapshot.meta
     entries, own = entries_from(meta["entries"]), subject.entries(1)
@@ -217,7 +231,8 @@ def _restore(subject: Subject, snapshot: Snapshot, comm: Communicator, partial: 
     return Recovered(
         step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path,
         lossy=bool(snapshot.lossy or meta["lossy"]), ended=None,
-        closed=segments.end_of(snapshot.path.parent, meta["session"]).exists(),
+        from_memory=isinstance(snapshot, InMemory),
+        closed=isinstance(snapshot, Snapshot) and segments.end_of(snapshot.path.parent, meta["session"]).exists(),
         # Without the optimizer's state nothing can be replayed; without residuals everything can.
         left_out=problems, seconds=(0.0, 0.0), compressor=meta["compressor"], residual=residual, tuner=meta["tuner"],
     )
@@ -240,7 +255,7 @@ def differences(logged: Sequence[Entry], own: Sequence[Entry]) -> list[str]:
 
 
 def _optimizer_state(
-    subject: Subject, snapshot: Snapshot, entries: Mapping[str, Entry]
+    subject: Subject, snapshot: Snapshot | InMemory, entries: Mapping[str, Entry]
 ) -> dict[str, dict[str, Any]]:
     """The optimizer's state by parameter, as it was."""
     state: dict[str, dict[str, Any]] = {}

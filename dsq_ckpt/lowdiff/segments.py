@@ -269,7 +269,8 @@ def superseded(run: Path, snapshots: Mapping[str, int]) -> list[Path]:
         snapshots: by session, the step of the oldest snapshot that is kept.
     """
     ends = (run / LOG).glob("*.closed")
+    # A session without a snapshot may have begun just now, after all of these; its first is on its way then.
+    newest = max(snapshots.values(), default=0)
     return [path for path in ends if path.stem not in snapshots] + [
-        path for name, path in names(run)
-        if name.session not in snapshots or name.last <= snapshots[name.session]
+        path for name, path in names(run) if name.last <= snapshots.get(name.session, newest)
     ]

@@ -19,7 +19,7 @@ from dsq_ckpt.container import sync_directory
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
-from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints
+from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
 from dsq_ckpt.parts import Part
 from dsq_ckpt.stored import read_flat
 from dsq_ckpt.workers import Workers
@@ -182,10 +182,17 @@ class Snapshot:
         return dict(meta)
 
 
-def newest_first(run: Path) -> list[tuple[Path, Manifest]]:
-    """Complete checkpoints of a run that look like snapshots, by their names."""
-    found = [(path, manifest) for path, manifest in checkpoints(run) if path.name.startswith("step-")]
-    return found[::-1]
+def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
+    """Complete checkpoints of a run that look like snapshots, by their names; None: the manifest cannot be read."""
+    found: list[tuple[Path, Manifest | None]] = [
+        (path, manifest) for path, manifest in checkpoints(run) if path.name.startswith("step-")
+    ][::-1]
+    known = {path for path, _ in found}
+    for path in sorted(run.glob("step-*")):
+        if is_complete(path) and path not in known:
+            older = (place for place, (other, _) in enumerate(found) if other.name < path.name)
+            found.insert(next(older, len(found)), (path, None))
+    return found
 
 
 def about(path: Path) -> dict[str, Any] | None:
@@ -201,7 +208,7 @@ def retire(run: Path, keep: int) -> None:
     A manifest goes first, so that a crash in between leaves garbage, never a checkpoint that does not load.
     """
     found = [(path, meta) for path, manifest in newest_first(run)
-             if not manifest.pinned and (meta := about(path)) is not None]
+             if manifest is not None and not manifest.pinned and (meta := about(path)) is not None]
     oldest: dict[str, int] = {}
     for _, meta in found[:keep]:
         step = int(meta["step"])

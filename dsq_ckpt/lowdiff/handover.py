@@ -1,0 +1,201 @@
+"""Gradients handed over layer by layer, while the backward pass goes on (LowDiff+, section VI-A)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff.handle import Handle, Layout, ProcessGone, nbytes
+from dsq_ckpt.lowdiff.subject import Entry, Subject
+
+Hook = Any
+"""A communication hook of DDP, and its state."""
+
+
+class HandOver:
+    """Copies gradients into shared memory as they are synchronized, with threads of its own.
+
+    Under DDP a bucket is handed over when its all-reduce is done; in a process alone each gradient when it is
+    accumulated. The backward pass does not end before all of it was copied, since clipping may come next.
+
+    Args:
+        subject: whose gradients they are.
+        own: the parameters that this rank hands over.
+        hook: how DDP is to synchronize, as `register_comm_hook` takes it; None: by an all-reduce.
+        cores: that the threads run on; empty: wherever.
+    """
+
+    def __init__(self, subject: Subject, hook: Hook | None, cores: Collection[int]) -> None:
+        self._subject = subject
+        self._hook = hook
+        self._cores = cores
+        self._pool = ThreadPoolExecutor(2, "snapshot", initializer=self._settle)
+        self._places: dict[nn.Parameter, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        self._handle: Handle | None = None
+        self._room = 0
+        self._copies: list[Future[Any]] = []
+        self._synchronized: list[torch.futures.Future[Any]] = []
+        self._waits = False
+        self._removable: list[Any] = []
+        self.failed: ProcessGone | OSError | None = None
+        self.slot: int | None = None
+        self.new = False
+        """The slot's memory is new to the process."""
+        self.handed: set[nn.Parameter] = set()
+
+    def attach(self) -> None:
+        """Hook into the synchronization of gradients.
+
+        Raises:
+            ConfigError: the model has a communication hook already.
+        """
+        model = self._subject.model
+        if isinstance(model, DistributedDataParallel):
+            try:
+                model.register_comm_hook(None, lambda state, bucket: self._bucket(bucket))
+            except (RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"the model has a communication hook already ({error}); give it as hook=(state, hook) instead"
+                ) from error
+            return
+        if self._hook is not None:
+            raise ConfigError("hook= is for models under DistributedDataParallel")
+        for parameter in self._subject.parameters.values():
+            if parameter.requires_grad:
+                self._removable.append(parameter.register_post_accumulate_grad_hook(self._gradient))
+
+    def detach(self) -> None:
+        """Hand nothing over any more."""
+        self.stop()
+        for hook in self._removable:
+            hook.remove()
+        self._pool.shutdown()
+
+    def start(self, handle: Handle, own: Sequence[Entry], room: int) -> None:
+        """Hand over to a checkpointing process from now on.
+
+        Args:
+            handle: of the process.
+            own: the parameters that this rank hands over.
+            room: bytes for buffers of the model, behind the gradients.
+        """
+        layout = Layout()
+        self._places = {}
+        for entry in own:
+            parameter = self._subject.parameters[entry.name]
+            self._places[parameter] = layout.add(nbytes(parameter)), tuple(parameter.shape), parameter.dtype
+        self.buffers_at = layout.add(room)
+        self._room = layout.size
+        self._handle = handle
+        self.slot, self.failed = None, None
+        self.handed.clear()
+
+    def stop(self) -> None:
+        """Hand nothing over until `start`."""
+        self._handle = None
+        self._wait()
+
+    def view(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Where a gradient is in the slot."""
+        assert self._handle is not None and self.slot is not None
+        offset, shape, dtype = self._places[parameter]
+        return self._handle.arena(self.slot).view(offset, shape, dtype)
+
+    def place(self, parameter: nn.Parameter) -> int:
+        """Where that is, in bytes."""
+        return self._places[parameter][0]
+
+    def take_slot(self) -> None:
+        """Have a slot, waiting for one."""
+        if self.slot is None:
+            assert self._handle is not None
+            slot = self._handle.slot()
+            _, self.new = self._handle.room(slot, self._room)
+            self.slot = slot
+
+    def give(self) -> tuple[int, bool]:
+        """The slot, which is somebody else's from now on, and whether its memory is new to the process."""
+        assert self.slot is not None
+        slot, self.slot = self.slot, None
+        self.handed.clear()
+        return slot, self.new
+
+    def _bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._hook is None:
+            model = self._subject.model
+            assert isinstance(model, DistributedDataParallel)
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+            done = allreduce_hook(model.process_group, bucket)
+        else:
+            done = self._hook[1](self._hook[0], bucket)
+        if self._handle is None:
+            return done
+        self._begin()
+        parameters = bucket.parameters()
+
+        def hand_over(finished: torch.futures.Future[Any]) -> torch.Tensor:
+            value = finished.value()
+            whole: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+            flat, start = whole.view(-1), 0
+            for parameter in parameters:
+                piece = flat[start : start + parameter.numel()]
+                start += parameter.numel()
+                self._copy(parameter, torch.as_strided(
+                    piece, parameter.shape, _strides(parameter), piece.storage_offset()
+                ))
+            return whole
+
+        handed = done.then(hand_over)
+        self._synchronized.append(handed)
+        return handed
+
+    def _gradient(self, parameter: nn.Parameter) -> None:
+        if self._handle is not None and parameter.grad is not None:
+            self._begin()
+            self._copy(parameter, parameter.grad)
+
+    def _begin(self) -> None:
+        if not self._waits:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+        if self.failed is None:
+            try:
+                self.take_slot()
+            except (ProcessGone, OSError) as error:
+                self.failed = error
+
+    def _copy(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self.failed is None and parameter in self._places and gradient.layout is torch.strided:
+            assert isinstance(parameter, nn.Parameter)
+            self.handed.add(parameter)
+            self._copies.append(self._pool.submit(self.view(parameter).copy_, gradient.detach()))
+
+    def _wait(self) -> None:
+        """Until all that was handed over is copied; called when the backward pass is done."""
+        self._waits = False
+        for synchronized in self._synchronized:
+            synchronized.wait()
+        self._synchronized.clear()
+        for copy in self._copies:
+            copy.result()
+        self._copies.clear()
+
+    def _settle(self) -> None:
+        """A thread goes where it was told to run; Linux's call is for the thread that makes it."""
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+
+
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """How DDP lays the gradient out in its bucket: as the parameter, if that has no holes, else row by row."""
+    dense = parameter.is_non_overlapping_and_dense() if hasattr(parameter, "is_non_overlapping_and_dense") else True
+    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()

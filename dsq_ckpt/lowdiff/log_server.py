@@ -1,0 +1,124 @@
+"""The server of a gradient log: encodes steps, batches them, writes segments (LowDiff, section V-B)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff.arena import Arena
+from dsq_ckpt.lowdiff.channel import Channel
+from dsq_ckpt.lowdiff.encoding import as_integers, encode_dense, encode_sparse
+from dsq_ckpt.lowdiff.locks import Lock
+from dsq_ckpt.lowdiff.segments import Step
+from dsq_ckpt.lowdiff.server import Server, Unfaithful
+
+
+class LogServer(Server):
+    """Writes each step that it is handed; several at once. See `Server` for the arguments."""
+
+    def __init__(self, channel: Channel, begin: Mapping[str, Any], lock: Lock) -> None:
+        super().__init__(channel, begin, lock)
+        self._batch = int(begin["batch"])
+        self._buffered: list[Step] = []
+        self._encoding = 0.0
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if message["kind"] == "batch":
+            self._batch = int(message["size"])
+        elif message["kind"] == "step":
+            started = time.perf_counter()
+            step = self._encode(message)
+            self._encoding += time.perf_counter() - started
+            self._tell({"kind": "free", "slot": message["slot"]})
+            if self._buffered and step.number != self._buffered[-1].number + 1:
+                self._flush()  # steps that were not logged lie between: a segment is of consecutive ones
+            self._buffered.append(step)
+        else:
+            meta = message["meta"] if self.rank == 0 else None
+            self._save_later(message["step"], self._pieces(message["tensors"]), meta)
+        if len(self._buffered) >= self._batch:
+            self._flush()
+
+    def _end(self, closing: bool) -> None:
+        self._flush()
+        self.wait()
+        if closing and self.rank == 0:
+            segments.end_of(self.run, self.session).touch()
+
+    def _encode(self, message: Mapping[str, Any]) -> Step:
+        """A step with its gradients as bytes; its slot is free afterwards."""
+        blocks: list[bytes] = []
+
+        def add(block: bytes) -> int:
+            blocks.append(block)
+            return len(blocks) - 1
+
+        slot = self._slots.get(message["slot"])
+        about: dict[str, Any] = {key: message[key] for key in ("hyper", "after")}
+        about["grads"] = [] if slot is None else [*self._sparse(message, slot, add), *self._dense(message, slot, add)]
+        about["buffers"] = []
+        for name, dtype, shape, offset in message["buffers"]:
+            assert slot is not None
+            buffer = slot.view(offset, tuple(shape), dtype_of(dtype))
+            raw = buffer.reshape(-1).view(torch.uint8).numpy().tobytes() if buffer.numel() else b""
+            about["buffers"].append([name, dtype, shape, add(raw)])
+        return Step(int(message["step"]), about, blocks)
+
+    def _sparse(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:
+        """Gradients whose places are known, each dtype by itself, the parameters end to end."""
+        found = []
+        for dtype in sorted({part["dtype"] for part in message["sparse"]}):
+            parts = [part for part in message["sparse"] if part["dtype"] == dtype]
+            places, values, start = [], [], 0
+            for part in parts:
+                own = slot.view(part["places"], (part["count"],), torch.int64)
+                picked = slot.view(part["values"], (part["count"],), dtype_of(dtype))
+                # Each place once, and together they must be all that is not +0: what is not logged is lost.
+                nonzero = int(slot.view(part["nonzero"], (1,), torch.int64))
+                unique = torch.zeros(self.entries[part["param"]].elements, dtype=torch.bool)
+                unique[own[as_integers(picked) != 0]] = True
+                if int(unique.count_nonzero()) != nonzero:
+                    raise Unfaithful(self.entries[part["param"]].name)
+                places.append(own + start)
+                values.append(picked)
+                start += self.entries[part["param"]].elements
+            entry = encode_sparse(torch.cat(places), torch.cat(values), add)
+            found.append({"params": [part["param"] for part in parts], "dtype": dtype, **entry})
+        return found
+
+    def _dense(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:
+        found = []
+        hints = message["hints"]
+        half = dtype_of(hints["half"]) if hints.get("half") else None
+        # Parameters with levels of their own are stored apart: a palette has at most 256.
+        apart = [[part] for part in message["dense"] if part.get("levels")]
+        rest = [part for part in message["dense"] if not part.get("levels")]
+        together = [[part for part in rest if part["dtype"] == dtype] for dtype in sorted({p["dtype"] for p in rest})]
+        for parts in (*apart, *together):
+            dtype = dtype_of(parts[0]["dtype"])
+            pieces = [slot.view(part["at"], (self.entries[part["param"]].elements,), dtype) for part in parts]
+            levels = torch.tensor(parts[0]["levels"], dtype=torch.float32) if parts[0].get("levels") else None
+            entry = encode_dense(torch.cat(pieces), hints["scales"], half, levels, add)
+            found.append({"params": [part["param"] for part in parts], "dtype": parts[0]["dtype"], **entry})
+        return found
+
+    def _flush(self) -> None:
+        """Write the steps that are buffered as one segment."""
+        if not self._buffered:
+            return
+        started = time.perf_counter()
+        info = segments.write(
+            self.run, self.session, self.rank, self.ranks, self.entries, self._buffered, self.config.storage.fsync
+        )
+        first, last = self._buffered[0].number, self._buffered[-1].number
+        encoding = self._encoding / len(self._buffered)
+        self._buffered, self._encoding = [], 0.0
+        self._tell({
+            "kind": "written", "first": first, "last": last, "bytes": info.size,
+            "seconds": time.perf_counter() - started, "encoding": encoding,
+        })

@@ -1,0 +1,224 @@
+"""A replica's state handed from its process to a new training process on the same host (LowDiff+, section VI-C).
+
+The process listens under a name that is made of the run and the rank, without a file. Who connects must be of the same
+user. Answers are plain data and shared memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.lowdiff.arena import Arena
+from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
+from dsq_ckpt.lowdiff.consensus import cpu_group
+
+_PEER = struct.Struct("3i")
+_PATIENCE = 30.0
+
+
+class Holder(Protocol):
+    """What holds a share of a replica.
+
+    Attributes:
+        session: that it belongs to.
+        ranks: that share the replica.
+        applied: steps that it has done.
+        newest: steps that it was handed, and can `advance` to.
+    """
+
+    session: str
+    ranks: int
+    applied: int
+
+    @property
+    def newest(self) -> int: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def pack(self) -> tuple[list[list[Any]], Arena]: ...
+
+    def meta(self) -> dict[str, Any]: ...
+
+
+def listen(run: Path, rank: int) -> socket.socket | None:
+    """Be there for a new training process; None if another process of the run is."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(_address(run, rank))
+        listener.listen(2)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def serve(listener: socket.socket, server: Holder, seconds: float) -> None:
+    """Answer whoever asks, until the state was taken, or nobody came within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return
+        if not _same_user(connection):
+            connection.close()
+            continue
+        with suppress(ChannelClosed):
+            if _answer(Channel(connection), server):
+                return
+
+
+def _answer(channel: Channel, server: Holder) -> bool:
+    """Answer one training process; returns whether it is done with this one."""
+    try:
+        while (received := channel.receive(_PATIENCE)) is not None:
+            message, _ = received
+            if message["kind"] == "status":
+                channel.send({"newest": server.newest, "session": server.session, "ranks": server.ranks})
+            elif message["kind"] == "state":
+                server.advance(int(message["step"]))
+                if server.applied != message["step"]:
+                    channel.send({"step": server.applied, "tensors": None})
+                    continue
+                tensors, arena = server.pack()
+                channel.send({"step": server.applied, "tensors": tensors, "meta": server.meta()}, arena)
+                arena.close()
+            elif message["kind"] == "end":
+                return True
+        return False
+    finally:
+        channel.close()
+
+
+class InMemory:
+    """The state of a run in the memory of the processes that survived it; has what a `Snapshot` has.
+
+    Attributes:
+        meta: see `Snapshot`.
+        path: of the run.
+    """
+
+    lossy = False
+
+    def __init__(self, run: Path, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.path = run
+        self.meta = meta
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor."""
+        return tuple(self._tensors[name].shape), self._tensors[name].dtype
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, which is the caller's."""
+        if name not in self._tensors:
+            raise CorruptCheckpoint(f"the replica of '{self.path}' has no '{name}'")
+        return self._tensors[name]
+
+
+class Survivors:
+    """The processes that hold the replica of a run, as one rank sees them; collective.
+
+    Args:
+        run: the run directory.
+        comm: of the ranks that recover.
+    """
+
+    def __init__(self, run: Path, comm: Communicator) -> None:
+        self._run = run
+        self._comm = comm
+        self._channel = _connect(run, comm.rank)
+
+    def state(self) -> InMemory | None:
+        """The state at the last step that all ranks can give; None if any of them is gone."""
+        told = self._comm.gather(self._ask({"kind": "status"}))
+        if any(status is None or status[0]["ranks"] != self._comm.size for status in told):
+            return None
+        if len({status[0]["session"] for status in told}) > 1:
+            return None
+        step = min(int(status[0]["newest"]) for status in told)
+        own = self._ask({"kind": "state", "step": step})
+        usable = own is not None and own[0]["tensors"] is not None
+        if not all(self._comm.gather(usable)):
+            return None
+        assert own is not None
+        answer, arena = own
+        group = cpu_group(self._comm)
+        shares = self._comm.gather((answer["tensors"], 0 if arena is None else arena.size, answer["meta"]["plain"]))
+        tensors: dict[str, torch.Tensor] = {}
+        for rank, (told_tensors, size, _) in enumerate(shares):
+            whole = torch.empty(0, dtype=torch.uint8)
+            if rank == self._comm.rank and arena is not None:
+                whole = arena.tensor
+            elif size:
+                whole = torch.empty(size, dtype=torch.uint8)
+            if group is not None and size:
+                dist.broadcast(whole, group=group, group_src=rank)
+            for path, dtype, shape, at in told_tensors:
+                nbytes = torch.Size(shape).numel() * dtype_of(dtype).itemsize
+                tensors[".".join(path)] = whole[at : at + nbytes].view(dtype_of(dtype)).view(shape)
+        if group is not None:
+            dist.destroy_process_group(group)
+        plain = {name: values for share in shares for name, values in share[2].items()}
+        meta = {**self._comm.broadcast(answer["meta"]), "plain": plain}
+        return InMemory(self._run, meta, tensors)
+
+    def dismiss(self) -> None:
+        """Let this rank's process end; what it still has to write it writes."""
+        if self._channel is not None:
+            with suppress(ChannelClosed):
+                self._channel.send({"kind": "end"})
+            self._channel.close()
+            self._channel = None
+
+    def _ask(self, question: dict[str, Any]) -> tuple[dict[str, Any], Arena | None] | None:
+        if self._channel is None:
+            return None
+        try:
+            self._channel.send(question)
+            return self._channel.receive(_PATIENCE)
+        except ChannelClosed:
+            return None
+
+
+def _connect(run: Path, rank: int) -> Channel | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(_address(run, rank))
+    except OSError:
+        connection.close()
+        return None
+    if not _same_user(connection):
+        connection.close()
+        return None
+    return Channel(connection)
+
+
+def _address(run: Path, rank: int) -> str:
+    """A name in Linux's abstract namespace: it is gone with the process, whatever happens to that."""
+    digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
+    return f"\0dsq_ckpt-{os.getuid()}-{digest}-{rank}"
+
+
+def _same_user(connection: socket.socket) -> bool:
+    _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(user == os.getuid())

@@ -1,0 +1,199 @@
+"""`Replica`: model and optimizer kept up to date in another process, without compressed gradients.
+
+LowDiff+ (Yao et al., section VI): gradients are handed over while the backward pass goes on, a checkpointing process on
+the CPU applies them to its replica, which is saved as often as the disk keeps up, and which survives the training
+process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff.capture import Captured
+from dsq_ckpt.lowdiff.encoding import scales_from
+from dsq_ckpt.lowdiff.handover import HandOver
+from dsq_ckpt.lowdiff.plain import to_plain
+from dsq_ckpt.lowdiff.recorder import Recorder
+from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.subject import Stateful, dtype_name
+
+_STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
+_WITNESSES = 64
+_SLOWED = 0.01
+
+
+class Replica(Recorder):
+    """Keeps a replica of a training loop's state in another process, after every step.
+
+    `replica.step()` ends an iteration, as that of `GradientLog`. A new training process on the same host gets the state
+    from memory (`recover`); after a failure of the host, it gets the last one that was saved.
+
+    The replica does what the optimizer does, on the CPU: bit for bit the same where training is on the CPU too, and
+    within rounding where it is on a GPU.
+
+    Args:
+        run: directory of the run, on storage that all ranks share.
+        model: under DDP, or plain in a single process.
+        optimizer: of its parameters; of a class that can be imported, which keeps all it knows in its groups and state.
+        resume: what `recover` returned, None where it returned None.
+        state: schedulers, scalers and the like by name.
+        base: how the replica is saved: "exact", "dsq" (small, and lossy), or a configuration of the engine's.
+        hook: (state, hook), a communication hook that DDP is to synchronize with; None: an all-reduce.
+        persist_every: steps between saves at least; more where saving slows training down.
+        queue: steps that may be on their way; training waits rather than exceed it.
+        keep: saved states that are kept.
+        cores: CPUs that the checkpointing process, and the threads that copy gradients, may use; None: all.
+        linger: seconds that the replica is kept after the training process died.
+        process_group: that DDP synchronizes over; None: the default one.
+        timeout: seconds after which ranks that cannot reach each other give up.
+
+    Raises:
+        CheckpointExists: the run has saved states, and `resume` is None.
+        ConfigError: an argument is out of range, or the optimizer cannot be made again in another process.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        resume: Recovered | None = None, state: Mapping[str, Stateful] | None = None,
+        base: str | Mapping[str, Any] = "exact", hook: tuple[Any, Callable[..., Any]] | None = None,
+        persist_every: int = 1, queue: int = 4, keep: int = 1, cores: Collection[int] | None = None,
+        linger: float = 600.0, process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
+    ) -> None:
+        if not isinstance(persist_every, int) or persist_every < 1:
+            raise ConfigError(f"persist_every is {persist_every!r}; expected a positive number of steps")
+        if queue < 2:
+            raise ConfigError(f"queue is {queue}; a replica needs at least 2, since it may be a step behind")
+        self._kind = _importable(optimizer)
+        self._hook, self._linger = hook, linger
+        self._persist_every = self._pace = persist_every
+        self._persisted_at, self._waited_then, self._began = 0, 0.0, 0.0
+        super().__init__(
+            run, model, optimizer, resume=resume, state=state, base=base, queue=queue, keep=keep, cores=cores,
+            process_group=process_group, timeout=timeout,
+        )
+
+    @property
+    def bound(self) -> int:
+        """Steps that a failure of training processes alone costs at most, while `logging`."""
+        return 1
+
+    def _attach(self, resume: Recovered | None) -> None:
+        self._handover = HandOver(self._subject, self._hook, self._cores)
+        self._handover.attach()
+
+    def _detach(self) -> None:
+        self._handover.detach()
+
+    def _begin(self) -> dict[str, Any]:
+        return {"optimizer": self._kind, "linger": self._linger}
+
+    def _started(self) -> None:
+        room = self._buffer_room()
+        self._handover.start(self._running(), self._own, room)
+
+    def _capture(self, room: int) -> None:
+        over = self._handover
+        if over.failed is not None:
+            raise over.failed
+        over.take_slot()
+        scale = self._scale()
+        parts: list[dict[str, Any]] = []
+        for place, entry in enumerate(self._own):
+            parameter = self._subject.parameters[entry.name]
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided or parameter.grad.dtype != parameter.dtype:
+                raise ConfigError(
+                    f"the gradient of '{entry.name}' is {parameter.grad.dtype}, {parameter.grad.layout}; a replica "
+                    f"needs it dense and of the parameter's {parameter.dtype}"
+                )
+            if scale is None:
+                over.view(parameter).copy_(parameter.grad)
+            parts.append({"param": place, "dtype": dtype_name(parameter.dtype), "at": over.place(parameter)})
+        slot, new = over.give()
+        hints = {"scales": [1.0 if scale is None else scale], "half": None}
+        self._pending = Captured({"sparse": [], "dense": parts, "hints": hints}, slot, over.buffers_at, new)
+
+    def _scale(self) -> float | None:
+        """What the gradients that were handed over have been multiplied by since; None: something else was done."""
+        over = self._handover
+        own = [self._subject.parameters[entry.name] for entry in self._own]
+        if any(parameter.grad is not None and parameter not in over.handed for parameter in own):
+            return None
+        pairs = [(over.view(parameter), parameter.grad) for parameter in own if parameter.grad is not None]
+        witnesses = []
+        for before, after in pairs:
+            every = max(before.numel() // _WITNESSES, 1)
+            witnesses.append((before.view(-1)[::every].float(), after.detach().reshape(-1)[::every].cpu().float()))
+        for scale in scales_from(witnesses):
+            if scale == 1.0:
+                if all(torch.equal(before, after.cpu()) for before, after in pairs):
+                    return scale
+            elif all(
+                before.dtype == torch.float32
+                and torch.equal(before * torch.tensor(scale, dtype=torch.float32), after.cpu())
+                for before, after in pairs
+            ):
+                return scale
+        return None
+
+    def _discard(self) -> None:
+        self._handover.handed.clear()
+
+    def _snapshot_due(self) -> bool:
+        return False
+
+    def _sent(self, saving: bool) -> None:
+        """Have the replica saved again, as soon as it is; CheckFreq's rule, by what training waited for."""
+        if saving or self._running().saving or self.steps_done - self._persisted_at < self._pace:
+            return
+        self._running().saving = True
+        self._running().send({"kind": "persist", "step": self.steps_done})
+        self._persisted_at = self.steps_done
+
+    def _settings(self) -> dict[str, int]:
+        return {"persist": self._wanted_pace}
+
+    def _set(self, settings: Mapping[str, int]) -> None:
+        self._pace = max(settings["persist"], self._persist_every)
+
+    def _observe(self, **measured: Any) -> None:
+        if "snapshot" not in measured:
+            return
+        seconds = max(self._last_step - self._began, 1e-9)
+        waited = 0.0 if self._handle is None else self._handle.waited
+        if waited - self._waited_then > _SLOWED * seconds:
+            self._wanted_pace = min(2 * self._pace, 1 << 20)
+        else:
+            self._wanted_pace = max(self._pace // 2, 1)
+        self._waited_then, self._began = waited, self._last_step
+
+    _wanted_pace = 1
+
+
+def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """How another process makes such an optimizer.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    kind = type(optimizer)
+    extra = sorted(set(vars(optimizer)) - _STANDARD - {"step"} - {name for name in vars(optimizer) if "hook" in name})
+    if kind.__module__ == "__main__" or "<" in kind.__qualname__ or inspect.getmodule(kind) is None or extra:
+        why = f"it has attributes of its own ({', '.join(extra)})" if extra else "its class cannot be imported"
+        raise ConfigError(
+            f"a replica of {kind.__qualname__} cannot be made in another process: {why}. Use GradientLog, which "
+            "replays with your own optimizer"
+        )
+    return {
+        "module": kind.__module__, "name": kind.__name__,
+        "defaults": to_plain(dict(optimizer.defaults), "the optimizer's defaults"),
+    }
