@@ -131,11 +131,15 @@ def verify(
         output.print_json(result.as_json())
     else:
         result.print()
+    wrong = []
     if result.damaged:
-        raise output.fail(
-            f"{len(result.damaged)} of {len(result.reports)} checkpoint(s) damaged: "
-            + ", ".join(report.name for report in result.damaged)
-        )
+        wrong.append(f"{len(result.damaged)} of {len(result.reports)} checkpoint(s) damaged: "
+                     + ", ".join(report.name for report in result.damaged))
+    if result.damaged_segments:
+        count = f"{len(result.damaged_segments)} of {len(result.segments)} segment(s) of the gradient log damaged: "
+        wrong.append(count + ", ".join(name for name, _ in result.damaged_segments))
+    if wrong:
+        raise output.fail("; ".join(wrong))
 
 
 @app.command()

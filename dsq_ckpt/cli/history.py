@@ -9,6 +9,7 @@ from typing import Any
 
 from dsq_ckpt.api import describe
 from dsq_ckpt.cli import output
+from dsq_ckpt.cli.gradients import LogSession, sessions, show
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.gc import is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
@@ -130,6 +131,7 @@ class History:
     total: dict[str, Bytes]
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     incomplete: list[Path] = field(default_factory=list)
+    gradients: list[LogSession] = field(default_factory=list)
 
     @classmethod
     def read(cls, run: Path) -> History:
@@ -155,7 +157,7 @@ class History:
             for name, part in entry.classes.items():
                 total[name].add(part)
         total["everything"].kept = disk_use(entries)
-        return cls(run, entries, total, damaged, incomplete)
+        return cls(run, entries, total, damaged, incomplete, sessions(run))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -164,6 +166,7 @@ class History:
             "seconds": sum(entry.manifest.seconds for entry in self.entries),
             "damaged": [{"name": path.name, "problem": problem} for path, problem in self.damaged],
             "incomplete": [path.name for path in self.incomplete],
+            "gradient_log": [session.as_json() for session in self.gradients],
         }
 
     def print(self) -> None:
@@ -202,6 +205,9 @@ class History:
         screen.print(totals)
         spent = output.seconds(sum(entry.manifest.seconds for entry in self.entries))
         screen.print(", ".join([f"{count} checkpoint{'s' if count > 1 else ''}", f"{spent} of saving", *self._told()]))
+        if self.gradients:
+            screen.print()
+            show(self.gradients)
         self.print_leftovers()
 
     def _searches(self) -> Any:

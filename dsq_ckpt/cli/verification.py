@@ -9,6 +9,7 @@ from typing import Any
 
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.cli import output
+from dsq_ckpt.cli.gradients import check
 from dsq_ckpt.cli.history import leftovers, print_incomplete
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.container import file_checksum
@@ -58,6 +59,12 @@ class Verification:
     path: Path
     reports: list[Report]
     incomplete: list[Path]
+    segments: list[tuple[str, int, str | None]] = field(default_factory=list)
+    """Of a run's gradient log: name, bytes, and what is wrong."""
+
+    @property
+    def damaged_segments(self) -> list[tuple[str, str]]:
+        return [(name, problem) for name, _, problem in self.segments if problem is not None]
 
     @property
     def damaged(self) -> list[Report]:
@@ -65,9 +72,12 @@ class Verification:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "path": str(self.path), "ok": not self.damaged,
+            "path": str(self.path), "ok": not (self.damaged or self.damaged_segments),
             "checkpoints": [report.as_json() for report in self.reports],
             "incomplete": [path.name for path in self.incomplete],
+            "gradient_log": [
+                {"name": name, "bytes": size, "problem": problem} for name, size, problem in self.segments
+            ],
         }
 
     def print(self) -> None:
@@ -91,6 +101,12 @@ class Verification:
                 screen.print(f"  {problem.where}: {problem.problem}", soft_wrap=True)
             if len(report.problems) > _SHOWN:
                 screen.print(f"  ... and {len(report.problems) - _SHOWN} more; --json lists them all")
+        if self.segments:
+            wrong, total = self.damaged_segments, sum(size for _, size, _ in self.segments)
+            result = f"{len(wrong)} damaged" if wrong else "ok"
+            screen.print(f"\ngradient log: {len(self.segments)} segment(s), {output.size(total)}: {result}")
+            for _, text in wrong[:_SHOWN]:
+                screen.print(f"  {text}", soft_wrap=True)
         print_incomplete(self.incomplete)
 
 
@@ -112,6 +128,7 @@ def verify(path: Path, deep: bool) -> Verification:
     """
     reports: list[Report] = []
     incomplete: list[Path] = []
+    segments: list[tuple[str, int, str | None]] = []
     if is_complete(path):
         Manifest.read(path)
         reports = [Report(path)]
@@ -119,6 +136,7 @@ def verify(path: Path, deep: bool) -> Verification:
         reports = [Report(directory) for directory, _ in checkpoints(path)]
         if path.is_dir():
             damaged, incomplete = leftovers(path)
+            segments = check(path, deep)
             reports += [Report(entry, problems=[Problem("manifest.json", text)]) for entry, text in damaged]
         if not reports:
             Manifest.read(path)  # raises, and says what is there instead
@@ -130,7 +148,7 @@ def verify(path: Path, deep: bool) -> Verification:
     _check_files(readable)
     if deep:
         _decode(readable)
-    return Verification(path, reports, incomplete)
+    return Verification(path, reports, incomplete, segments)
 
 
 def _read_manifest(report: Report) -> None:

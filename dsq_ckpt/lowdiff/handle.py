@@ -154,28 +154,33 @@ class Handle:
                 raise ProcessGone(f"the checkpointing process was not {condition} within {timeout:.0f} s")
             self.poll(min(left, _PATIENCE))
 
-    def close(self, timeout: float | None) -> bool:
-        """Let it write what it has and end; returns whether it did within `timeout` seconds (None: do not wait)."""
-        ended = True
+    def close(self, timeout: float | None) -> str | None:
+        """Let it write what it has and end; returns what is wrong if it did not.
+
+        Args:
+            timeout: seconds to wait for it; None: do not wait, and never mind.
+        """
+        problem = None
         try:
             self._channel.send({"kind": "close"}, timeout=timeout)
             if timeout is not None:
                 deadline = time.monotonic() + timeout
                 while self._process.poll() is None and time.monotonic() < deadline:
                     self.poll(0.05)
-        except (ChannelClosed, ProcessGone):
-            pass
+                self.poll()  # what it said last
+        except (ChannelClosed, ProcessGone) as error:
+            problem = str(error)
         if timeout is not None:
             try:
-                self._process.wait(0.5)
+                problem = None if self._process.wait(0.5) == 0 else problem
             except subprocess.TimeoutExpired:
-                ended = False
+                problem = problem or "the checkpointing process still has work to do, and goes on with it"
         self._channel.close()
         for arena in (*self._arenas.values(), *filter(None, [self._staging])):
             arena.close()
         self._arenas.clear()
         self._staging = None
-        return ended
+        return problem
 
     def _take(self, report: dict[str, Any]) -> None:
         kind = report["kind"]

@@ -195,8 +195,8 @@ class Recorder(ABC):
         self._hooks = []
         self._detach()
         if self._handle is not None:
-            if not self._handle.close(self._timeout):
-                self._warn("the checkpointing process still has work to do, and goes on with it")
+            if (problem := self._handle.close(self._timeout)) is not None:
+                self._warn(f"{problem}. The last steps may not be in the log")
             self._handle = None
         self._state = "waiting"
 

@@ -43,6 +43,7 @@ class Recovered:
         left_out: what was logged and could not be given back, with `partial`.
         seconds: that loading the snapshot and replaying took.
         residual: gradients that were not sent yet, by parameter, of this rank; None: there are none for it.
+        merged: steps were merged, so the state is that of a replay up to rounding.
         sent: by parameter, where gradients were sent since the snapshot, int64.
     """
 
@@ -59,6 +60,7 @@ class Recovered:
     residual: dict[str, torch.Tensor] | None = None
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
     tuner: dict[str, Any] | None = None
+    merged: bool = False
 
     @property
     def replayed(self) -> int:
@@ -68,7 +70,7 @@ class Recovered:
     @property
     def exact(self) -> bool:
         """Whether model, optimizer and states are bit for bit those after `step` steps of the run."""
-        return not self.lossy and not self.left_out
+        return not (self.lossy or self.left_out or self.merged)
 
     @property
     def continues_exactly(self) -> bool:
@@ -89,6 +91,7 @@ class Recovered:
 def recover(
     run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
     state: Mapping[str, Stateful] | None = None, replay_log: bool = True, partial: bool = False, memory: bool = True,
+    merge: bool = False,
     process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
 ) -> Recovered | None:
     """Give model and optimizer the state after the last step of a run that is complete on disk; collective.
@@ -103,6 +106,7 @@ def recover(
         state: schedulers and the like, by the names they were logged under.
         replay_log: go on from the snapshot through the log; False: the snapshot alone, from which a run with error
             feedback goes on exactly.
+        merge: merge the logged steps in pairs instead of replaying them, which SGD allows: the same up to rounding.
         memory: take the state from the memory of a `Replica` that survived its training process, if there is one.
         partial: recover what is possible where parameters, groups or the number of ranks are others than were logged;
             otherwise that is an error.
@@ -147,7 +151,8 @@ def recover(
     recovered = together(comm, load)
     recovered.ended = ended
     if last is not None and not recovered.left_out:
-        together(comm, lambda: _replay(directory, subject, recovered, last))
+        together(comm, lambda: _replay(directory, subject, recovered, last, merge))
+        recovered.merged = merge
         if len(set(comm.gather(recovered.step))) > 1:
             raise CorruptCheckpoint("ranks could replay different numbers of steps: they do not see the same files")
     recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
@@ -289,13 +294,13 @@ def _set_state(subject: Subject, state: Mapping[str, Mapping[str, Any]]) -> None
         subject.optimizer.state[parameter] = own
 
 
-def _replay(run: Path, subject: Subject, recovered: Recovered, last: int) -> None:
+def _replay(run: Path, subject: Subject, recovered: Recovered, last: int, merge: bool) -> None:
     with Snapshot(recovered.path) as snapshot:
         session = snapshot.meta["session"]
     course = segments.course(run, session, recovered.snapshot, last)
     if len(course.segments) != last - recovered.snapshot:
         raise CorruptCheckpoint(f"the log of '{run}' changed while it was read: {course.ended}")
-    done = replay(subject, course.segments, recovered.snapshot + 1, StorageConfig().thread_count())
+    done = replay(subject, course.segments, recovered.snapshot + 1, StorageConfig().thread_count(), merge)
     recovered.step += done.steps
     recovered.ended = done.ended or recovered.ended
     if done.steps:

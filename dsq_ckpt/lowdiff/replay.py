@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.errors import DSQError
+from dsq_ckpt.lowdiff.linear import Merging
 from dsq_ckpt.lowdiff.segments import Segment
 from dsq_ckpt.lowdiff.subject import Subject
 
@@ -48,7 +49,9 @@ class Replayed(NamedTuple):
     ended: str | None
 
 
-def replay(subject: Subject, course: Sequence[Sequence[Segment]], first: int, threads: int) -> Replayed:
+def replay(
+    subject: Subject, course: Sequence[Sequence[Segment]], first: int, threads: int, merge: bool = False
+) -> Replayed:
     """Replay steps, in place; it ends at the last one that can be read.
 
     Args:
@@ -56,18 +59,23 @@ def replay(subject: Subject, course: Sequence[Sequence[Segment]], first: int, th
         course: see `segments.course`.
         first: number of the first step.
         threads: over which parameters on the CPU are dealt, where the optimizer updates each by itself.
+        merge: merge the steps with each other instead; see `linear`.
+
+    Raises:
+        ConfigError: the optimizer's steps cannot be merged.
     """
+    way = Merging(subject, threads) if merge else _Shards(subject, threads)
     done, ended = 0, None
     hyper: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
-    with _Shards(subject, threads) as shards, _ahead(course, first) as steps:
+    with way, _ahead(course, first) as steps:
         for step in steps:
             if isinstance(step, DSQError):
                 ended = f"step {first + done} cannot be read: {step}"
                 break
             if step.hyper is not None:
-                shards.step(step.hyper, step.gradients)
+                way.step(step.hyper, step.gradients)
             done += 1
             hyper, states = step.after["hyper"] or step.hyper or hyper, step.after["states"]
             buffers |= step.buffers

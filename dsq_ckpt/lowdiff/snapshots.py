@@ -184,9 +184,10 @@ class Snapshot:
 
 def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
     """Complete checkpoints of a run that look like snapshots, by their names; None: the manifest cannot be read."""
-    found: list[tuple[Path, Manifest | None]] = [
-        (path, manifest) for path, manifest in checkpoints(run) if path.name.startswith("step-")
-    ][::-1]
+    found: list[tuple[Path, Manifest | None]] = []
+    for path, manifest in checkpoints(run):
+        if path.name.startswith("step-"):
+            found.insert(0, (path, manifest))
     known = {path for path, _ in found}
     for path in sorted(run.glob("step-*")):
         if is_complete(path) and path not in known:
