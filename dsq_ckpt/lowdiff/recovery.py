@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.memory import InMemory, Survivors
 from dsq_ckpt.lowdiff.plain import from_plain
-from dsq_ckpt.lowdiff.replay import replay
+from dsq_ckpt.lowdiff.replay import Replayed, by_parameter, replay, share
 from dsq_ckpt.lowdiff.segments import Segment
+from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
 from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, entries_from
 from dsq_ckpt.manifest import local_path
@@ -91,8 +93,7 @@ class Recovered:
 def recover(
     run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
     state: Mapping[str, Stateful] | None = None, replay_log: bool = True, partial: bool = False, memory: bool = True,
-    merge: bool = False,
-    process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
+    merge: bool = False, process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
 ) -> Recovered | None:
     """Give model and optimizer the state after the last step of a run that is complete on disk; collective.
 
@@ -151,10 +152,7 @@ def recover(
     recovered = together(comm, load)
     recovered.ended = ended
     if last is not None and not recovered.left_out:
-        together(comm, lambda: _replay(directory, subject, recovered, last, merge))
-        recovered.merged = merge
-        if len(set(comm.gather(recovered.step))) > 1:
-            raise CorruptCheckpoint("ranks could replay different numbers of steps: they do not see the same files")
+        recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
     recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
     return recovered
 
@@ -228,7 +226,8 @@ def _restore(subject: Subject, snapshot: Snapshot | InMemory, comm: Communicator
     if state is not None:
         subject.set_states(meta["states"])
         subject.set_hyper(meta["hyper"])
-        _set_state(subject, state)
+        subject.optimizer.state.clear()
+        subject.set_state(state)
     with torch.no_grad():
         for name, tensor in wanted.items():
             if name in values:
@@ -277,41 +276,58 @@ def _optimizer_state(
     return {name: {key: values[key] for key in order.get(name, values)} for name, values in state.items()}
 
 
-def _set_state(subject: Subject, state: Mapping[str, Mapping[str, Any]]) -> None:
-    subject.optimizer.state.clear()
-    for name, values in state.items():
-        parameter = subject.parameters[name]
-        own: dict[str, Any] = {}
-        for key, value in values.items():
-            # Adam's count of steps stays on the CPU unless a kernel on the device wants it.
-            group = subject.optimizer.param_groups[subject.group_of(name)]
-            there = key != "step" or group.get("fused") or group.get("capturable")
-            if torch.is_tensor(value) and there:
-                value = value.to(parameter.device)
-                if value.shape == parameter.shape and not parameter.is_contiguous():
-                    value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            own[key] = value
-        subject.optimizer.state[parameter] = own
+def _replayed(
+    run: Path, subject: Subject, recovered: Recovered, last: int, merge: bool, comm: Communicator,
+    load: Callable[[], Recovered],
+) -> Recovered:
+    """The state after step `last`, or after an earlier one where the log turns out to be damaged; collective."""
+    while True:
+        course, done, shared = together(comm, functools.partial(_replay, run, subject, recovered, last, merge, comm))
+        steps = comm.gather((done.steps, done.ended))
+        if len({count for count, _ in steps}) == 1:
+            break
+        # Some rank could not read all of its share: once more, to where all can.
+        count, ended = min(steps, key=lambda pair: pair[0])
+        last = recovered.snapshot + count
+        recovered = together(comm, load)
+        recovered.ended = ended
+    if shared and done.steps:
+        exchange(subject, share(subject, course, comm.rank), comm)
+    recovered.step += done.steps
+    recovered.merged = merge
+    recovered.ended = done.ended or recovered.ended
+
+    def finish() -> None:
+        if done.steps:
+            subject.set_hyper(done.hyper)
+            subject.set_states(done.states)
+            with torch.no_grad():
+                for name, buffer in subject.buffers():
+                    if name in done.buffers:
+                        buffer.copy_(done.buffers[name])
+        if recovered.residual is not None:
+            recovered.sent = _sent(course[: done.steps], recovered.snapshot + 1)
+
+    together(comm, finish)
+    return recovered
 
 
-def _replay(run: Path, subject: Subject, recovered: Recovered, last: int, merge: bool) -> None:
+def _replay(
+    run: Path, subject: Subject, recovered: Recovered, last: int, merge: bool, comm: Communicator
+) -> tuple[list[list[Segment]], Replayed, bool]:
+    """Replay what is this rank's to replay: the log, what came of it, and whether the other ranks have the rest."""
     with Snapshot(recovered.path) as snapshot:
         session = snapshot.meta["session"]
     course = segments.course(run, session, recovered.snapshot, last)
     if len(course.segments) != last - recovered.snapshot:
         raise CorruptCheckpoint(f"the log of '{run}' changed while it was read: {course.ended}")
-    done = replay(subject, course.segments, recovered.snapshot + 1, StorageConfig().thread_count(), merge)
-    recovered.step += done.steps
-    recovered.ended = done.ended or recovered.ended
-    if done.steps:
-        subject.set_hyper(done.hyper)
-        subject.set_states(done.states)
-        with torch.no_grad():
-            for name, buffer in subject.buffers():
-                if name in done.buffers:
-                    buffer.copy_(done.buffers[name])
-    if recovered.residual is not None:
-        recovered.sent = _sent(course.segments[: done.steps], recovered.snapshot + 1)
+    shared = (
+        comm.size > 1 and not merge and by_parameter(subject.optimizer)
+        and bool(course.segments) and course.segments[0][0].ranks == comm.size
+    )
+    threads, rank = StorageConfig().thread_count(), comm.rank if shared else None
+    done = replay(subject, course.segments, recovered.snapshot + 1, threads, merge, rank)
+    return course.segments, done, shared
 
 
 def _sent(course: Sequence[Sequence[Segment]], first: int) -> dict[str, torch.Tensor]:

@@ -50,7 +50,8 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    subject: Subject, course: Sequence[Sequence[Segment]], first: int, threads: int, merge: bool = False
+    subject: Subject, course: Sequence[Sequence[Segment]], first: int, threads: int, merge: bool = False,
+    rank: int | None = None,
 ) -> Replayed:
     """Replay steps, in place; it ends at the last one that can be read.
 
@@ -60,16 +61,18 @@ def replay(
         first: number of the first step.
         threads: over which parameters on the CPU are dealt, where the optimizer updates each by itself.
         merge: merge the steps with each other instead; see `linear`.
+        rank: replay what this rank logged, and nothing else; None: all of it.
 
     Raises:
         ConfigError: the optimizer's steps cannot be merged.
     """
-    way = Merging(subject, threads) if merge else _Shards(subject, threads)
+    names = share(subject, course, rank)
+    way = Merging(subject, threads) if merge else _Shards(subject, names, threads)
     done, ended = 0, None
     hyper: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
-    with way, _ahead(course, first) as steps:
+    with way, _ahead(course, first, rank) as steps:
         for step in steps:
             if isinstance(step, DSQError):
                 ended = f"step {first + done} cannot be read: {step}"
@@ -82,21 +85,32 @@ def replay(
     return Replayed(done, hyper, states, buffers, ended)
 
 
+def share(subject: Subject, course: Sequence[Sequence[Segment]], rank: int | None) -> list[str]:
+    """Names of the parameters that a rank logged; of all, where that is None or nothing was logged."""
+    if rank is None or not course:
+        return list(subject.parameters)
+    return [entry.name for segment in course[0] if segment.rank == rank for entry in segment.entries]
+
+
+def by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to update each parameter by itself."""
+    return type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_PARAMETER
+
+
 class _Shards:
     """The optimizer in parts, each with some of the parameters, that do their steps at the same time."""
 
-    def __init__(self, subject: Subject, threads: int) -> None:
+    def __init__(self, subject: Subject, own: Sequence[str], threads: int) -> None:
         self._subject = subject
         optimizer = subject.optimizer
         on_host = all(parameter.device.type == "cpu" for parameter in subject.parameters.values())
-        known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_PARAMETER
-        count = max(min(threads, len(subject.parameters)), 1) if on_host and known else 1
+        count = max(min(threads, len(own)), 1) if on_host and by_parameter(optimizer) else 1
         dealt: list[list[str]] = [[] for _ in range(count)]
         loads = [0] * count
-        for name, parameter in sorted(subject.parameters.items(), key=lambda pair: -pair[1].numel()):
+        for name in sorted(own, key=lambda name: -subject.parameters[name].numel()):
             lightest = loads.index(min(loads))
             dealt[lightest].append(name)
-            loads[lightest] += parameter.numel()
+            loads[lightest] += subject.parameters[name].numel()
         self._parts = [(names, _part(optimizer, {subject.parameters[name] for name in names})) for names in dealt]
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
@@ -148,7 +162,9 @@ def _part(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Parameter])
 
 
 @contextmanager
-def _ahead(course: Sequence[Sequence[Segment]], first: int) -> Iterator[Iterator[Decoded | DSQError]]:
+def _ahead(
+    course: Sequence[Sequence[Segment]], first: int, rank: int | None
+) -> Iterator[Iterator[Decoded | DSQError]]:
     """Steps, read and decoded by a thread some steps ahead of who takes them; an error is the last."""
     waiting: queue.Queue[Decoded | DSQError | BaseException | None] = queue.Queue(_AHEAD)
     stop = threading.Event()
@@ -170,7 +186,7 @@ def _ahead(course: Sequence[Sequence[Segment]], first: int) -> Iterator[Iterator
                     if segment not in found:
                         segment.close()
                 last = found
-                if not put(_decoded(number, found)):
+                if not put(_decoded(number, found, rank)):
                     break
             put(None)
         except BaseException as error:
@@ -197,12 +213,13 @@ def _ahead(course: Sequence[Sequence[Segment]], first: int) -> Iterator[Iterator
         thread.join()
 
 
-def _decoded(number: int, found: Sequence[Segment]) -> Decoded:
+def _decoded(number: int, found: Sequence[Segment], rank: int | None) -> Decoded:
     gradients: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     about = found[0].steps[number]
     for segment in found:
-        gradients |= segment.gradients(number)
+        if rank in (None, segment.rank):
+            gradients |= segment.gradients(number)
         if segment.steps[number].get("buffers"):
             buffers |= segment.buffers(number)
     return Decoded(number, about["hyper"], about["after"], gradients, buffers)

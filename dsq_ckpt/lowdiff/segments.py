@@ -114,7 +114,7 @@ class Segment:
                 raise UnsupportedFormat(
                     f"'{path}' is a log of version {contents['log']}, this dsq_ckpt reads up to {_VERSION}; upgrade it"
                 )
-            self.ranks = int(contents["ranks"])
+            self.rank, self.ranks = int(contents["rank"]), int(contents["ranks"])
             self.entries = entries_from(contents["parameters"])
             self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in contents["steps"]}
             found = Name(contents["session"], min(self.steps), max(self.steps), int(contents["rank"]))

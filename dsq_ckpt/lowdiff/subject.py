@@ -187,6 +187,23 @@ class Subject:
                     found.setdefault(name, {})[key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
         return found
 
+    def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give parameters their state in the optimizer, of tensors and plain data; where it belongs and as laid out."""
+        for name, values in state.items():
+            parameter = self.parameters[name]
+            group = self.optimizer.param_groups[self.group_of(name)]
+            own: dict[str, Any] = {}
+            for key, value in values.items():
+                # Adam's count of steps stays on the CPU unless a kernel on the device wants it.
+                there = key != "step" or group.get("fused") or group.get("capturable")
+                if torch.is_tensor(value) and there:
+                    value = value.to(parameter.device)
+                    if value.shape == parameter.shape and not parameter.is_contiguous():
+                        value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                # A copy of its own: what is given may be a view of much more.
+                own[key] = value.clone() if torch.is_tensor(value) else value
+            self.optimizer.state[parameter] = own
+
     def state_keys(self) -> dict[str, list[str]]:
         """Keys of the optimizer's state in their order, by parameter."""
         state = self.optimizer.state

@@ -1,0 +1,60 @@
+"""Parallel recovery over ranks: each replays the share that it logged, and gives the others the result."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.lowdiff.consensus import cpu_group
+from dsq_ckpt.lowdiff.handle import Layout, nbytes
+from dsq_ckpt.lowdiff.plain import from_plain, to_plain
+from dsq_ckpt.lowdiff.subject import Subject, dtype_name
+
+
+def exchange(subject: Subject, own: Collection[str], comm: Communicator) -> None:
+    """Make parameters and optimizer state the same on all ranks; collective.
+
+    Args:
+        subject: whose they are.
+        own: names of the parameters that are right on this rank; each is on one.
+        comm: of the ranks.
+    """
+    told, plain, copies, layout = [], {}, [], Layout()
+    for name in own:
+        parameter = subject.parameters[name]
+        values: dict[str, Any] = {"": parameter.detach(), **subject.optimizer.state.get(parameter, {})}
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                at = layout.add(nbytes(value))
+                told.append((name, key, dtype_name(value.dtype), tuple(value.shape), at))
+                copies.append((at, value))
+            else:
+                plain[name, key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
+    packed = torch.empty(layout.size, dtype=torch.uint8)
+    for at, value in copies:
+        packed[at : at + nbytes(value)].view(value.dtype).view(value.shape).copy_(value)
+    everybody = comm.gather((told, plain, layout.size))
+    group = cpu_group(comm)
+    for rank, (theirs, others, size) in enumerate(everybody):
+        whole = packed if rank == comm.rank else torch.empty(size, dtype=torch.uint8)
+        if group is not None and size:
+            dist.broadcast(whole, group=group, group_src=rank)
+        if rank == comm.rank:
+            continue
+        found: dict[str, dict[str, Any]] = {}
+        for name, key, dtype, shape, at in theirs:
+            count = torch.Size(shape).numel() * dtype_of(dtype).itemsize
+            found.setdefault(name, {})[key] = whole[at : at + count].view(dtype_of(dtype)).view(shape)
+        for (name, key), value in others.items():
+            found.setdefault(name, {})[key] = from_plain(value)
+        with torch.no_grad():
+            for name, values in found.items():
+                subject.parameters[name].copy_(values.pop(""))
+        subject.set_state({name: values for name, values in found.items() if values})
+    if group is not None:
+        dist.destroy_process_group(group)
