@@ -7,6 +7,9 @@
 `DSQStorageWriter` and `DSQStorageReader` are arguments of `torch.distributed.checkpoint`'s own functions.
 """
 
+import importlib
+from typing import Any
+
 from dsq_ckpt.api import async_save, describe, load, save
 from dsq_ckpt.chain import forget, latest
 from dsq_ckpt.compressor import Compressor
@@ -29,6 +32,14 @@ from dsq_ckpt.merging import merge
 from dsq_ckpt.oneshot import compress
 from dsq_ckpt.stored import decode
 from dsq_ckpt.version import __version__
+
+
+def __getattr__(name: str) -> Any:
+    """`dsq_ckpt.lowdiff` when it is first asked for: saving checkpoints does without it."""
+    if name == "lowdiff":
+        return importlib.import_module("dsq_ckpt.lowdiff")
+    raise AttributeError(f"module 'dsq_ckpt' has no attribute {name!r}")
+
 
 __all__ = [
     "CheckpointExists",

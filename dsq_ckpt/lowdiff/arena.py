@@ -20,6 +20,7 @@ class Arena:
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
+        self._pinned = False
         self._map = mmap.mmap(descriptor, max(size, 1))
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:size]
 
@@ -43,8 +44,17 @@ class Arena:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.tensor[offset : offset + size].view(dtype).view(shape)
 
+    def pin(self) -> None:
+        """Let a GPU write into it while the CPU does other things; where that is refused, copies wait."""
+        if not self._pinned:
+            status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
+            self._pinned = int(status) == 0
+
     def close(self) -> None:
         """Let go of it; tensors in it stay valid while they are referenced."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self._pinned = False
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

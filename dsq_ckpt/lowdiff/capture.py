@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.compressors import Trace
 from dsq_ckpt.lowdiff.encoding import as_integers, scales_from
 from dsq_ckpt.lowdiff.handle import Handle, Layout, nbytes
@@ -23,12 +24,14 @@ class Captured(NamedTuple):
         slot: where it is.
         buffers_at: where buffers of the model go in it.
         new: the slot's memory is new to the process.
+        copied: what a GPU still has to write into the slot is there when this has happened.
     """
 
     message: dict[str, Any]
     slot: int
     buffers_at: int
     new: bool
+    copied: torch.cuda.Event | None = None
 
 
 def capture(
@@ -84,28 +87,67 @@ def capture(
     buffers_at = layout.add(room)
     slot = handle.slot()
     arena, new = handle.room(slot, layout.size)
+    devices = {parameter.device for parameter in subject.parameters.values() if parameter.device.type == "cuda"}
+    # On a GPU the pieces are put together there, and cross to the host in one copy that nobody waits for here. The
+    # checkpointing process could fetch them by an IPC handle; it would need a CUDA context of its own for that, which
+    # takes some hundred megabytes of the GPU's memory on every rank.
+    target: _Room = _OnDevice(layout.size, devices.pop()) if len(devices) == 1 else arena
     for part in sparse:
         parameter = subject.parameters[own[part["param"]].name]
         assert parameter.grad is not None
         support = traces[parameter].support
         assert support is not None
         flat = parameter.grad.detach().reshape(-1)
-        arena.view(part["places"], (part["count"],), torch.int64).copy_(support)
-        values = arena.view(part["values"], (part["count"],), flat.dtype)
-        if flat.device.type == "cpu":
+        target.view(part["places"], (part["count"],), torch.int64).copy_(support)
+        values = target.view(part["values"], (part["count"],), flat.dtype)
+        if flat.device == values.device:
             torch.index_select(flat, 0, support, out=values)
         else:
             values.copy_(flat.index_select(0, support))
-        arena.view(part["nonzero"], (1,), torch.int64).copy_(as_integers(flat).count_nonzero().view(1))
+        target.view(part["nonzero"], (1,), torch.int64).copy_(as_integers(flat).count_nonzero().view(1))
     for part in dense:
         parameter = subject.parameters[own[part["param"]].name]
         assert parameter.grad is not None
-        arena.view(part["at"], tuple(parameter.shape), parameter.grad.dtype).copy_(parameter.grad)
+        target.view(part["at"], tuple(parameter.shape), parameter.grad.dtype).copy_(parameter.grad)
     hints = {
         "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in witnesses),
         "half": halves.pop() if len(halves) == 1 else None,
     }
-    return Captured({"sparse": sparse, "dense": dense, "hints": hints}, slot, buffers_at, new)
+    copied = target.copy_to(arena) if isinstance(target, _OnDevice) else None
+    return Captured({"sparse": sparse, "dense": dense, "hints": hints}, slot, buffers_at, new, copied)
+
+
+class _Room(Protocol):
+    """Memory that is filled piece by piece."""
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+
+class _OnDevice:
+    """What a slot will have, in the memory of a GPU."""
+
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in it, at `offset` bytes."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self._memory[offset : offset + size].view(dtype).view(shape)
+
+    def copy_to(self, arena: Arena) -> torch.cuda.Event:
+        """Copy it to the host on a stream of its own, behind what fills it."""
+        arena.pin()
+        device = self._memory.device
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            arena.tensor[: self._memory.numel()].copy_(self._memory, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+        self._memory.record_stream(stream)
+        return copied
 
 
 def put_buffers(

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -23,6 +23,14 @@ _PATIENCE = 1.0
 
 class ProcessGone(SaveFailed):
     """The checkpointing process died, or cannot go on; the message says why."""
+
+
+class Ready(Protocol):
+    """Something that will have happened, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Handle:
@@ -46,6 +54,7 @@ class Handle:
         self.saving = False
         self.waited = 0.0
         self._arenas: dict[int, Arena] = {}
+        self._unsent: deque[tuple[Ready | None, dict[str, Any], Arena | None]] = deque()
         self._free = deque(range(queue))
         self._staging: Arena | None = None
         self._channel, theirs = Channel.pair()
@@ -69,16 +78,39 @@ class Handle:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], arena: Arena | None = None) -> None:
-        """Send it a message.
+        """Send it a message, after those that wait for something.
 
         Raises:
             ProcessGone: it is gone.
         """
+        self._send_ready(wait=True)
+        self._send(message, arena)
+
+    def _send(self, message: Mapping[str, Any], arena: Arena | None) -> None:
         try:
             self._channel.send(dict(message), arena)
         except ChannelClosed:
             self.poll()  # it may have said why
             self._gone()
+
+    def send_when(self, ready: Ready | None, message: Mapping[str, Any], arena: Arena | None = None) -> None:
+        """Send it a message, after those before it, as soon as something has happened; seen at the next call.
+
+        Raises:
+            ProcessGone: it is gone.
+        """
+        self._unsent.append((ready, dict(message), arena))
+        self._send_ready(wait=False)
+
+    def _send_ready(self, wait: bool) -> None:
+        while self._unsent:
+            ready, message, arena = self._unsent[0]
+            if ready is not None and not wait and not ready.query():
+                return
+            if ready is not None:
+                ready.synchronize()
+            self._unsent.popleft()
+            self._send(message, arena)
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Take what it reported; returns whether there was anything.
@@ -103,9 +135,11 @@ class Handle:
         Raises:
             ProcessGone: the process is.
         """
+        self._send_ready(wait=False)
         self.poll()
         started = time.perf_counter()
         while not self._free:
+            self._send_ready(wait=True)
             self.poll(_PATIENCE)
         self.waited += time.perf_counter() - started
         return self._free.popleft()
@@ -162,6 +196,8 @@ class Handle:
         """
         problem = None
         try:
+            if timeout is not None:
+                self._send_ready(wait=True)
             self._channel.send({"kind": "close"}, timeout=timeout)
             if timeout is not None:
                 deadline = time.monotonic() + timeout

@@ -118,7 +118,9 @@ class HandOver:
         if self.slot is None:
             assert self._handle is not None
             slot = self._handle.slot()
-            _, self.new = self._handle.room(slot, self._room)
+            arena, self.new = self._handle.room(slot, self._room)
+            if any(parameter.is_cuda for parameter in self._places):
+                arena.pin()
             self.slot = slot
 
     def give(self) -> tuple[int, bool]:
@@ -177,7 +179,11 @@ class HandOver:
         if self.failed is None and parameter in self._places and gradient.layout is torch.strided:
             assert isinstance(parameter, nn.Parameter)
             self.handed.add(parameter)
-            self._copies.append(self._pool.submit(self.view(parameter).copy_, gradient.detach()))
+            ready = None
+            if gradient.is_cuda:
+                ready = torch.cuda.Event()
+                ready.record(torch.cuda.current_stream(gradient.device))
+            self._copies.append(self._pool.submit(_copied, self.view(parameter), gradient.detach(), ready))
 
     def _wait(self) -> None:
         """Until all that was handed over is copied; called when the backward pass is done."""
@@ -193,6 +199,18 @@ class HandOver:
         """A thread goes where it was told to run; Linux's call is for the thread that makes it."""
         if self._cores:
             os.sched_setaffinity(0, self._cores)
+
+
+def _copied(target: torch.Tensor, gradient: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+    """Copy a gradient to the host, once a GPU has it ready."""
+    if ready is None:
+        target.copy_(gradient)
+        return
+    stream = torch.cuda.Stream(gradient.device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        target.copy_(gradient, non_blocking=True)
+    stream.synchronize()
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
