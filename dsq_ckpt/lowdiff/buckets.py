@@ -28,6 +28,8 @@ from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.lowdiff.contract import Compressor, Trace
 
 Group = dist.ProcessGroup
+_BUCKET = 1 << 23
+"""Elements that `synchronize` compresses together, but for larger parameters."""
 
 
 class Part(NamedTuple):
@@ -116,15 +118,54 @@ class Hooked(Compressor):
         inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if inside and inside[0] is not model:
             raise ConfigError(f"{type(model).__name__} contains a DistributedDataParallel: give that to the compressor")
-        names = {p: unwrapped(name) for name, p in model.named_parameters() if p.requires_grad}
-        self._check(names)
-        self._skips = False
+        names = self._adopt(model)
         if isinstance(model, DistributedDataParallel):
             self._take_seat(model)
         else:
             self._handles = [p.register_post_accumulate_grad_hook(self._compress) for p in names]
+
+    def adopt(self, model: nn.Module) -> None:
+        """As `attach`, without hooks: who averages the gradients calls `synchronize` instead of averaging them."""
+        if self._seat is not None or self._handles:
+            raise ConfigError(f"compressor '{self.spec}' is attached to a model already; call detach() first")
+        self._adopt(model)
+
+    def synchronize(self, group: Group | None) -> None:
+        """Overwrite the gradients of an adopted model with the mean over a group of what compression leaves of them.
+
+        Parameters without a gradient count as zeros, so that all ranks send alike; collective.
+        """
+        dealt: list[list[nn.Parameter]] = []
+        room, dtype = 0, None
+        for parameter in self._names:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.layout != torch.strided:
+                raise ConfigError(f"{self._names[parameter]} has sparse gradients, which compressors do not understand")
+            if parameter.numel() > room or parameter.grad.dtype != dtype:
+                dealt.append([])
+                room, dtype = _BUCKET, parameter.grad.dtype
+            dealt[-1].append(parameter)
+            room -= parameter.numel()
+        with torch.no_grad():
+            for parameters in dealt:
+                gradients = [p.grad.reshape(-1) for p in parameters if p.grad is not None]
+                parts, start = [], 0
+                for p in parameters:
+                    parts.append(Part(p, start, start + p.numel(), row_major_strides(p.shape)))
+                    start += p.numel()
+                mean = self._synchronize(Bucket(torch.cat(gradients), parts), group).wait()
+                for p, part in zip(parameters, parts, strict=True):
+                    assert p.grad is not None
+                    p.grad.copy_(mean[part.start : part.stop].view(p.shape))
+
+    def _adopt(self, model: nn.Module) -> dict[nn.Parameter, str]:
+        names = {p: unwrapped(name) for name, p in model.named_parameters() if p.requires_grad}
+        self._check(names)
+        self._skips = False
         self._names = names
         self._begin()
+        return names
 
     def _begin(self) -> None:
         """Forget what belonged to an earlier model."""

@@ -10,7 +10,8 @@ Parameters of one dtype are laid end to end, in their order, and stored in one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from dsq_ckpt.errors import CorruptCheckpoint
 Array = npt.NDArray[Any]
 _ESCAPE = 255
 _SAMPLE = 4096
+_NEAR = 3
+"""Numbers next to a candidate that are candidates too."""
+_WITNESSES = 64
 _HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEVEL = 1  # zstd on what is hardly compressible: more effort gains nothing
@@ -53,7 +57,8 @@ def encode_sparse(places: torch.Tensor, values: torch.Tensor, add: Add) -> dict[
 
 
 def encode_dense(
-    values: torch.Tensor, scales: Sequence[float], half: torch.dtype | None, levels: torch.Tensor | None, add: Add
+    values: torch.Tensor, scales: Sequence[float], half: torch.dtype | None, levels: torch.Tensor | None, add: Add,
+    search: bool = False,
 ) -> dict[str, Any]:
     """Values, flat, in the smallest way that gives them back bit for bit.
 
@@ -63,6 +68,7 @@ def encode_dense(
         half: the 16-bit type that they may have been in; None: not known.
         levels: float32, what they may be among, before they were multiplied.
         add: keeps bytes.
+        search: they may be multiplied by any number besides, which they tell themselves.
     """
     if values.dtype == torch.float32 and values.numel():
         for scale in scales if levels is not None else ():
@@ -75,7 +81,7 @@ def encode_dense(
                     "codes": add(shuffle_compress(codes.tobytes(), 1, 3)),
                 }
         for dtype in _HALVES if half is None else (half,):
-            for scale in scales:
+            for scale in chain(scales, scales_within(values, dtype) if search else ()):
                 if (small := _halved(values, dtype, scale)) is not None:
                     return {
                         "as": "half", "stored": str(dtype).removeprefix("torch."), "scale": scale,
@@ -149,6 +155,35 @@ def scales_from(witnesses: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[
             near.append(step)
     single = before.float()
     return [float(scale) for scale in near if torch.equal(single * torch.tensor(scale), after.float())]
+
+
+def scales_within(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
+    """Numbers that values may be products of with 16-bit floats, as the values themselves tell.
+
+    The largest value is a significand, of which there are 128 in bfloat16 and 1024 in float16, times the number, up to
+    a power of two, which 16-bit floats absorb. Each gives a candidate, right but for the rounding of that one product;
+    the others among the values leave the right one.
+
+    Args:
+        values: float32, flat.
+        dtype: of the 16-bit floats.
+    """
+    top = torch.stack(values.aminmax()).abs().max()
+    if not top.isfinite() or top == 0:
+        return
+    bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    # The largest becomes as large as it can in float16, whose small numbers have fewer bits.
+    exponent = 0 if dtype == torch.bfloat16 else 15 - bits
+    significands = torch.arange(2**bits, 2 ** (bits + 1), dtype=torch.float64) * 2.0**exponent
+    candidates = (top.double() / significands).float()
+    candidates = (candidates.view(torch.int32)[:, None] + torch.arange(-_NEAR, _NEAR + 1, dtype=torch.int32)).view(-1)
+    candidates = candidates.view(torch.float32)[:, None]
+    some = values[:: max(values.numel() // _SAMPLE, 1)]
+    if int(some.count_nonzero()) < _WITNESSES:
+        some = values
+    some = some[some != 0]
+    some = some[:: max(some.numel() // _WITNESSES, 1)]
+    yield from candidates[((some / candidates).to(dtype).float() * candidates == some).all(1), 0].tolist()
 
 
 def _places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Tensor:

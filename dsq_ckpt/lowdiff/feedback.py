@@ -20,6 +20,19 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.buckets import Hooked, Part, in_memory, memory_strides
 
 
+def forget_nonfinite(residual: Tensor, largest: Tensor) -> None:
+    """Hold back no infinity and no NaN, of which a gradient has many when a loss scale was too large: they would come
+    back in every later gradient.
+
+    Args:
+        residual: what is held back.
+        largest: the largest of what it was taken from; they were sent, and tell that there is no more where they are
+            finite.
+    """
+    if residual.is_cuda or not bool(largest.isfinite().all()):  # on a GPU asking would make training wait
+        residual.nan_to_num_(0.0, 0.0, 0.0)
+
+
 class Feedback(Hooked):
     """Keeps a residual for each parameter, on its device and in its memory format."""
 

@@ -198,7 +198,8 @@ class Handle:
         try:
             if timeout is not None:
                 self._send_ready(wait=True)
-            self._channel.send({"kind": "close"}, timeout=timeout)
+            # It was closed, or is given up because something failed, which is another thing for those who recover.
+            self._channel.send({"kind": "close", "done": timeout is not None}, timeout=timeout)
             if timeout is not None:
                 deadline = time.monotonic() + timeout
                 while self._process.poll() is None and time.monotonic() < deadline:

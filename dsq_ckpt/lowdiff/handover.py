@@ -43,7 +43,7 @@ class HandOver:
         self._room = 0
         self._copies: list[Future[Any]] = []
         self._synchronized: list[torch.futures.Future[Any]] = []
-        self._waits = False
+        self._waits_in = -1
         self._removable: list[Any] = []
         self.failed: ProcessGone | OSError | None = None
         self.slot: int | None = None
@@ -79,18 +79,20 @@ class HandOver:
             hook.remove()
         self._pool.shutdown()
 
-    def start(self, handle: Handle, own: Sequence[Entry], room: int) -> None:
+    def start(self, handle: Handle, subject: Subject, own: Sequence[Entry], room: int) -> None:
         """Hand over to a checkpointing process from now on.
 
         Args:
             handle: of the process.
+            subject: whose gradients they are, as it is now.
             own: the parameters that this rank hands over.
             room: bytes for buffers of the model, behind the gradients.
         """
         layout = Layout()
+        self._subject = subject
         self._places = {}
         for entry in own:
-            parameter = self._subject.parameters[entry.name]
+            parameter = subject.parameters[entry.name]
             self._places[parameter] = layout.add(nbytes(parameter)), tuple(parameter.shape), parameter.dtype
         self.buffers_at = layout.add(room)
         self._room = layout.size
@@ -100,8 +102,8 @@ class HandOver:
 
     def stop(self) -> None:
         """Hand nothing over until `start`."""
-        self._handle = None
-        self._wait()
+        self._handle = self.slot = None
+        self.wait()
 
     def view(self, parameter: nn.Parameter) -> torch.Tensor:
         """Where a gradient is in the slot."""
@@ -122,6 +124,22 @@ class HandOver:
             if any(parameter.is_cuda for parameter in self._places):
                 arena.pin()
             self.slot = slot
+
+    def reserve(self, room: int) -> None:
+        """Have so many bytes for buffers in the slot; where that takes other memory, nothing was handed over."""
+        self._room = max(self._room, self.buffers_at + room)
+        assert self._handle is not None and self.slot is not None
+        if self._handle.arena(self.slot).size < self._room:
+            _, self.new = self._handle.room(self.slot, self._room)
+            self.handed.clear()
+
+    def let_go(self) -> None:
+        """Give the slot back: what was handed over is not used."""
+        if self.slot is not None:
+            assert self._handle is not None
+            self._handle.release(self.slot)
+            self.slot = None
+        self.handed.clear()
 
     def give(self) -> tuple[int, bool]:
         """The slot, which is somebody else's from now on, and whether its memory is new to the process."""
@@ -166,9 +184,10 @@ class HandOver:
             self._copy(parameter, parameter.grad)
 
     def _begin(self) -> None:
-        if not self._waits:
-            self._waits = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+        # Of this backward pass: one that fails does not call back.
+        if (graph := torch._C._current_graph_task_id()) != self._waits_in:
+            self._waits_in = graph
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         if self.failed is None:
             try:
                 self.take_slot()
@@ -185,15 +204,14 @@ class HandOver:
                 ready.record(torch.cuda.current_stream(gradient.device))
             self._copies.append(self._pool.submit(_copied, self.view(parameter), gradient.detach(), ready))
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Until all that was handed over is copied; called when the backward pass is done."""
-        self._waits = False
-        for synchronized in self._synchronized:
-            synchronized.wait()
-        self._synchronized.clear()
-        for copy in self._copies:
+        synchronized, self._synchronized = self._synchronized, []
+        for one in synchronized:
+            one.wait()
+        copies, self._copies = self._copies, []
+        for copy in copies:
             copy.result()
-        self._copies.clear()
 
     def _settle(self) -> None:
         """A thread goes where it was told to run; Linux's call is for the thread that makes it."""
@@ -215,5 +233,5 @@ def _copied(target: torch.Tensor, gradient: torch.Tensor, ready: torch.cuda.Even
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """How DDP lays the gradient out in its bucket: as the parameter, if that has no holes, else row by row."""
-    dense = parameter.is_non_overlapping_and_dense() if hasattr(parameter, "is_non_overlapping_and_dense") else True
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()

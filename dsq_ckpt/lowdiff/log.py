@@ -94,12 +94,15 @@ class GradientLog(Recorder):
         return self._queue + self.batch + 1
 
     def _attach(self, resume: Recovered | None) -> None:
-        self._compressor.attach(self._subject.model)
+        self._attach_compressor()
         if resume is None or resume.compressor != self._compressor.spec or resume.residual is None:
             return
         own, found = self._compressor.state(), resume.residuals()
         if set(own) <= set(found):
             self._compressor.load_state({name: found[name] for name in own})
+
+    def _attach_compressor(self) -> None:
+        self._compressor.attach(self._subject.model)
 
     def _detach(self) -> None:
         self._compressor.detach()
@@ -123,7 +126,7 @@ class GradientLog(Recorder):
     def _set(self, settings: Mapping[str, int]) -> None:
         if not settings["batch"]:  # nothing was decided yet
             return
-        if settings["batch"] != self.batch and self.logging:
+        if settings["batch"] != self.batch and self._state == "running":
             self._guarded(lambda: self._running().send({"kind": "batch", "size": settings["batch"]}))
         self._pace = dict(settings)
 

@@ -47,7 +47,7 @@ class LogServer(Server):
     def _end(self, closing: bool) -> None:
         self._flush()
         self.wait()
-        if closing and self.rank == 0:
+        if self.closed and self.rank == 0:
             segments.end_of(self.run, self.session).touch()
 
     def _encode(self, message: Mapping[str, Any]) -> Step:
@@ -103,7 +103,8 @@ class LogServer(Server):
             dtype = dtype_of(parts[0]["dtype"])
             pieces = [slot.view(part["at"], (self.entries[part["param"]].elements,), dtype) for part in parts]
             levels = torch.tensor(parts[0]["levels"], dtype=torch.float32) if parts[0].get("levels") else None
-            entry = encode_dense(torch.cat(pieces), hints["scales"], half, levels, add)
+            search = bool(hints.get("search"))
+            entry = encode_dense(torch.cat(pieces), hints["scales"], half, levels, add, search)
             found.append({"params": [part["param"] for part in parts], "dtype": parts[0]["dtype"], **entry})
         return found
 

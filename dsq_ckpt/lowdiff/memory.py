@@ -10,6 +10,7 @@ import hashlib
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,9 +26,11 @@ from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
+from dsq_ckpt.lowdiff.snapshots import about, newest_first
 
 _PEER = struct.Struct("3i")
-_PATIENCE = 30.0
+_PATIENCE, _TRANSFER = 30.0, 300.0
+"""Seconds to wait for an answer, and for one with all of a state."""
 
 
 class Holder(Protocol):
@@ -36,22 +39,16 @@ class Holder(Protocol):
     Attributes:
         session: that it belongs to.
         ranks: that share the replica.
-        applied: steps that it has done.
-        newest: steps that it was handed, and can `advance` to.
+        newest: steps that it was handed.
     """
 
     session: str
     ranks: int
-    applied: int
 
     @property
     def newest(self) -> int: ...
 
-    def advance(self, step: int) -> None: ...
-
-    def pack(self) -> tuple[list[list[Any]], Arena]: ...
-
-    def meta(self) -> dict[str, Any]: ...
+    def after(self, step: int) -> tuple[list[list[Any]], dict[str, Any], Arena] | None: ...
 
 
 def listen(run: Path, rank: int) -> socket.socket | None:
@@ -66,43 +63,40 @@ def listen(run: Path, rank: int) -> socket.socket | None:
     return listener
 
 
-def serve(listener: socket.socket, server: Holder, seconds: float) -> None:
-    """Answer whoever asks, until the state was taken, or nobody came within so many seconds."""
+def serve(listener: socket.socket, holder: Holder, seconds: float) -> None:
+    """Answer whoever asks, until the state was taken, or nobody took it within so many seconds."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            return
-        if not _same_user(connection):
-            connection.close()
-            continue
-        with suppress(ChannelClosed):
-            if _answer(Channel(connection), server):
+    with listener:
+        while (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # it took too long, or the state was taken
                 return
+            # Each by itself: one that says nothing keeps no other from being answered.
+            threading.Thread(target=_answer, args=(connection, listener, holder), daemon=True).start()
 
 
-def _answer(channel: Channel, server: Holder) -> bool:
-    """Answer one training process; returns whether it is done with this one."""
-    try:
-        while (received := channel.receive(_PATIENCE)) is not None:
+def _answer(connection: socket.socket, listener: socket.socket, holder: Holder) -> None:
+    """Answer one process; when it took the state, nobody is listened to any more."""
+    channel = Channel(connection)
+    with suppress(Exception):  # it is gone, or is no training process
+        while _same_user(connection) and (received := channel.receive(_TRANSFER)) is not None:
             message, _ = received
             if message["kind"] == "status":
-                channel.send({"newest": server.newest, "session": server.session, "ranks": server.ranks})
+                channel.send({"newest": holder.newest, "session": holder.session, "ranks": holder.ranks})
             elif message["kind"] == "state":
-                server.advance(int(message["step"]))
-                if server.applied != message["step"]:
-                    channel.send({"step": server.applied, "tensors": None})
+                found = holder.after(int(message["step"]))
+                if found is None:
+                    channel.send({"tensors": None})
                     continue
-                tensors, arena = server.pack()
-                channel.send({"step": server.applied, "tensors": tensors, "meta": server.meta()}, arena)
+                tensors, meta, arena = found
+                channel.send({"tensors": tensors, "meta": meta}, arena)
                 arena.close()
             elif message["kind"] == "end":
-                return True
-        return False
-    finally:
-        channel.close()
+                listener.shutdown(socket.SHUT_RDWR)
+                break
+    channel.close()
 
 
 class InMemory:
@@ -132,7 +126,7 @@ class InMemory:
         """A tensor, which is the caller's."""
         if name not in self._tensors:
             raise CorruptCheckpoint(f"the replica of '{self.path}' has no '{name}'")
-        return self._tensors[name]
+        return self._tensors[name].clone()  # the memory is that of all of them
 
 
 class Survivors:
@@ -156,7 +150,9 @@ class Survivors:
         if len({status[0]["session"] for status in told}) > 1:
             return None
         step = min(int(status[0]["newest"]) for status in told)
-        own = self._ask({"kind": "state", "step": step})
+        if self._comm.broadcast(self._comm.rank == 0 and self._left_behind(told[0][0]["session"], step)):
+            return None
+        own = self._ask({"kind": "state", "step": step}, _TRANSFER)
         usable = own is not None and own[0]["tensors"] is not None
         if not all(self._comm.gather(usable)):
             return None
@@ -190,12 +186,20 @@ class Survivors:
             self._channel.close()
             self._channel = None
 
-    def _ask(self, question: dict[str, Any]) -> tuple[dict[str, Any], Arena | None] | None:
+    def _left_behind(self, session: str, step: int) -> bool:
+        """Whether the run went on elsewhere since, from what is on disk."""
+        newest = newest_first(self._run) if self._run.is_dir() else []
+        found = about(newest[0][0]) if newest else None
+        return found is not None and found["session"] != session and int(found["step"]) >= step
+
+    def _ask(
+        self, question: dict[str, Any], patience: float = _PATIENCE
+    ) -> tuple[dict[str, Any], Arena | None] | None:
         if self._channel is None:
             return None
         try:
             self._channel.send(question)
-            return self._channel.receive(_PATIENCE)
+            return self._channel.receive(patience)
         except ChannelClosed:
             return None
 

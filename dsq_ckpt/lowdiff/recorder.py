@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dsq_ckpt import gc
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import segments, snapshots
@@ -59,11 +60,14 @@ class Recorder(ABC):
                 raise ConfigError(f"{name} is {value!r}; expected a positive number")
         self.run = local_path(run)
         self.steps_done = 0 if resume is None else resume.step
-        self._subject = Subject(model, optimizer, state)
+        self._subject = self._subject_of(model, optimizer, state or {})
         self._comm = communicator(process_group)
         self._config = snapshots.config_of(base)
         self._queue, self._keep, self._cores, self._timeout = queue, keep, sorted(cores or ()), timeout
-        self._lossy = snapshots.is_lossy(self._config) or (resume is not None and resume.lossy)
+        self._lossy = resume is not None and resume.lossy
+        self._base = base
+        self._needed: int | None = None
+        """Steps done at the snapshot that nothing can be recovered without, until it is on disk."""
         self._told: set[str] = set()
         self._pending: Captured | None = None
         self._watch = Watch(self._subject.parameters.values())
@@ -72,7 +76,7 @@ class Recorder(ABC):
         self._stepped = False
         self._handle: Handle | None = None
         self._state: Literal["running", "starting", "waiting"] = "waiting"
-        self._whole = self._gap = self._broken = False
+        self._whole = self._gap = self._broken = self._fresh = False
         self._failures, self._retry_at = 0, 0.0
         self._snapshot_at = self.steps_done
         self._last_step, self._waited = time.perf_counter(), 0.0
@@ -88,6 +92,12 @@ class Recorder(ABC):
         self._begin_first()
 
     # What LowDiff and LowDiff+ do each in its own way.
+
+    def _subject_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
+    ) -> Subject:
+        """What is logged, as it is now."""
+        return Subject(model, optimizer, states)
 
     @abstractmethod
     def _attach(self, resume: Recovered | None) -> None:
@@ -147,8 +157,12 @@ class Recorder(ABC):
 
     @property
     def logging(self) -> bool:
-        """Whether steps are recorded; not while the checkpointing process is started again after it failed."""
-        return self._state == "running" and not self._broken
+        """Whether steps that are done now can be recovered.
+
+        They cannot after a checkpointing process failed, or something else than the optimizer changed the parameters,
+        until the next snapshot is on disk.
+        """
+        return self._state == "running" and not self._broken and not self._gap and self._needed is None
 
     def step(self) -> None:
         """End an iteration: what it did goes on its way.
@@ -174,7 +188,8 @@ class Recorder(ABC):
         if self._state == "running" and (self._snapshot_due() or agreed["wanted"]) and not agreed["saving"]:
             self._guarded(self._send_snapshot)
         elif self._state == "waiting" and agreed["restart"]:
-            self._subject = Subject(self._subject.model, self._subject.optimizer, self._subject.states)
+            before = self._subject
+            self._subject = self._subject_of(before.model, before.optimizer, before.states)
             self._watch = Watch(self._subject.parameters.values())
             self._broken = False
             self._state = "starting"
@@ -194,6 +209,7 @@ class Recorder(ABC):
             hook.remove()
         self._hooks = []
         self._detach()
+        atexit.unregister(self._at_exit)
         if self._handle is not None:
             if (problem := self._handle.close(self._timeout)) is not None:
                 self._warn(f"{problem}. The last steps may not be in the log")
@@ -234,9 +250,15 @@ class Recorder(ABC):
 
     def _buffer_room(self) -> int:
         """Bytes that buffers of the model may take in a slot."""
-        if self._comm.rank:
-            return 0
-        return sum(nbytes(buffer) + 64 for _, buffer in self._subject.buffers())
+        return sum(nbytes(buffer) + 64 for _, buffer in self._own_buffers())
+
+    def _own_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Buffers of the model that this rank logs."""
+        return [] if self._comm.rank else list(self._subject.buffers())
+
+    def _brings(self, path: tuple[str, ...], parameter: str | None) -> bool:
+        """Whether this rank brings a tensor to a snapshot, of a parameter or of none."""
+        return self._comm.rank == (0 if parameter is None else self._owner[parameter])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._watch.look()
@@ -275,14 +297,14 @@ class Recorder(ABC):
         }
         if self._comm.rank == 0:
             message["after"]["states"] = self._subject.states_now()
-            changed = [(name, buffer) for name, buffer in self._subject.buffers()
-                       if name not in self._buffers or not identical(self._buffers[name], buffer)]
-            if changed:
-                message["buffers"], grown = put_buffers(changed, self._handle, pending.slot, pending.buffers_at)
-                new = new or grown
-                self._buffers |= {name: buffer.clone() for name, buffer in changed}
+        changed = [(name, buffer) for name, buffer in self._own_buffers()
+                   if name not in self._buffers or not identical(self._buffers[name], buffer)]
+        if changed:
+            message["buffers"], grown = put_buffers(changed, self._handle, pending.slot, pending.buffers_at)
+            new = new or grown
+            self._buffers |= {name: buffer.clone() for name, buffer in changed}
         arena = self._handle.arena(pending.slot) if new else None
-        self._handle.send(message, arena)
+        self._handle.send_when(pending.copied, message, arena)
 
     def _send_snapshot(self) -> None:
         """All of the state that this rank has to bring, copied, and on its way."""
@@ -290,8 +312,7 @@ class Recorder(ABC):
         started = time.perf_counter()
         rank = self._comm.rank
         pieces: list[tuple[tuple[str, ...], torch.Tensor]] = [
-            (path, tensor) for path, tensor, parameter in self._subject.tensors()
-            if rank == (0 if parameter is None else self._owner[parameter])
+            (path, tensor) for path, tensor, parameter in self._subject.tensors() if self._brings(path, parameter)
         ]
         pieces += [
             ((*snapshots.RESIDUAL, str(rank), name), tensor) for name, tensor in self._held_back().items()
@@ -306,13 +327,15 @@ class Recorder(ABC):
         for at, tensor in copies.values():
             arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         message = {"kind": "snapshot", "step": self.steps_done, "tensors": told, "meta": self._meta()}
+        if self._gap or self._fresh:
+            self._needed, self._fresh = self.steps_done, False
         self._handle.saving = True
         self._handle.send(message, arena if new else None)
         self._snapshot_at = self.steps_done
         self._gap = False
         self._watch.look()
         # Copies are compared, since batch normalization changes its buffers without counting that.
-        self._buffers = {name: buffer.clone() for name, buffer in self._subject.buffers()} if rank == 0 else {}
+        self._buffers = {name: buffer.clone() for name, buffer in self._own_buffers()}
         self._observe(stall=time.perf_counter() - started)
 
     def _meta(self) -> dict[str, Any]:
@@ -321,7 +344,8 @@ class Recorder(ABC):
             "session": self._session, "step": self.steps_done, "ranks": self._comm.size,
             "entries": [list(entry) for entry in self._entries], "optimizer": type(subject.optimizer).__name__,
             "hyper": subject.hyper(), "states": subject.states_now(), "plain": subject.plain_state(),
-            "state_keys": subject.state_keys(), "aliases": subject.aliases, "lossy": self._lossy, **self._about(),
+            "state_keys": subject.state_keys(), "aliases": subject.aliases, "layout": subject.layout,
+            "lossy": self._lossy, **self._about(),
         }
 
     # The checkpointing process.
@@ -340,6 +364,7 @@ class Recorder(ABC):
         if self._comm.rank == 0:
             for path in segments.leftovers(self.run):
                 path.unlink(missing_ok=True)
+            gc.collect(self.run, 0)  # snapshots that were interrupted; nobody writes here now
         self._subject.hyper()
         self._subject.states_now()
 
@@ -359,6 +384,7 @@ class Recorder(ABC):
                 self._handle.close(None)
             raise
         self._state = "running"
+        self._take(self._running())
         self._last_step = time.perf_counter()
         atexit.register(self._at_exit)
 
@@ -378,11 +404,12 @@ class Recorder(ABC):
         self._handle = Handle({
             "run": str(self.run), "session": self._session, "rank": self._comm.rank, "ranks": self._comm.size,
             "parameters": [list(entry) for entry in self._own], "keep": self._keep,
-            "config": self._config.model_dump(mode="json"), "cores": self._cores,
+            "config": snapshots.config_of(self._base, bool(self._held_back())).model_dump(mode="json"),
+            "cores": self._cores,
             "threads": len(self._cores) or self._config.storage.thread_count(), "timeout": self._timeout,
             **self._begin(),
         }, self._queue)
-        self._gap = False
+        self._gap, self._fresh = False, True
         self._started()
 
     def _comm_session(self) -> str:
@@ -453,6 +480,8 @@ class Recorder(ABC):
             if report["kind"] == "snapshot":
                 self._observe(snapshot=(report["seconds"], report["bytes"]))
                 self._failures = 0
+                if self._needed is not None and report["step"] >= self._needed:
+                    self._needed = None
             elif report["kind"] == "unsaved":
                 self._warn(f"{report['text']}. Training goes on, and so does its replica; it is saved again later")
             elif report["kind"] == "written":

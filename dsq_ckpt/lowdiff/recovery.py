@@ -121,10 +121,20 @@ def recover(
         LoadFailed: model, optimizer or ranks are not those that were logged; nothing was changed.
         CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed.
     """
-    directory = local_path(run)
     comm = communicator(process_group)
-    started = time.perf_counter()
     subject = together(comm, lambda: Subject(model, optimizer, state))
+    return recover_subject(
+        local_path(run), subject, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
+        timeout=timeout,
+    )
+
+
+def recover_subject(
+    directory: Path, subject: Subject, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
+    memory: bool = True, merge: bool = False, timeout: float = 300.0,
+) -> Recovered | None:
+    """As `recover`, of anything that is logged by names."""
+    started = time.perf_counter()
     survivors = Survivors(directory, comm)
     try:
         in_memory = survivors.state() if memory else None
@@ -183,6 +193,11 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
 def _restore(subject: Subject, snapshot: Snapshot | InMemory, comm: Communicator, partial: bool) -> Recovered:
     """Load a snapshot; nothing is changed if that fails."""
     meta = snapshot.meta
+    if (layout := meta.get("layout", Subject.layout)) != subject.layout:
+        raise LoadFailed(
+            f"'{snapshot.path}' is of {layout}, to be recovered is {subject.layout}: ranks hold other parts of it; "
+            "recover with what was logged"
+        )
     entries, own = entries_from(meta["entries"]), subject.entries(1)
     problems = [] if subject.optimizer.__class__.__name__ == meta["optimizer"] else [
         f"the optimizer is {subject.optimizer.__class__.__name__}, logged was {meta['optimizer']}"
@@ -226,8 +241,7 @@ def _restore(subject: Subject, snapshot: Snapshot | InMemory, comm: Communicator
     if state is not None:
         subject.set_states(meta["states"])
         subject.set_hyper(meta["hyper"])
-        subject.optimizer.state.clear()
-        subject.set_state(state)
+        subject.replace_state(state)
     with torch.no_grad():
         for name, tensor in wanted.items():
             if name in values:
@@ -267,9 +281,11 @@ def _optimizer_state(
     for name in snapshot.names():
         if name.startswith(prefix):
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
-            state.setdefault(parameter, {})[key] = snapshot.tensor(name)
+            if parameter in subject.parameters or parameter not in entries:  # others are of other ranks
+                state.setdefault(parameter, {})[key] = snapshot.tensor(name)
     for parameter, values in snapshot.meta["plain"].items():
-        state.setdefault(parameter, {}).update({key: from_plain(value) for key, value in values.items()})
+        if parameter in subject.parameters or parameter not in entries:
+            state.setdefault(parameter, {}).update({key: from_plain(value) for key, value in values.items()})
     if unknown := sorted(set(state) - set(entries)):
         raise CorruptCheckpoint(f"'{snapshot.path}' has optimizer state of '{unknown[0]}', which it does not log")
     order = snapshot.meta["state_keys"]
@@ -325,9 +341,9 @@ def _replay(
         comm.size > 1 and not merge and by_parameter(subject.optimizer)
         and bool(course.segments) and course.segments[0][0].ranks == comm.size
     )
-    threads, rank = StorageConfig().thread_count(), comm.rank if shared else None
+    threads, rank = StorageConfig().thread_count(), comm.rank if shared or subject.partitioned else None
     done = replay(subject, course.segments, recovered.snapshot + 1, threads, merge, rank)
-    return course.segments, done, shared
+    return course.segments, done, shared and not subject.partitioned
 
 
 def _sent(course: Sequence[Sequence[Segment]], first: int) -> dict[str, torch.Tensor]:

@@ -111,6 +111,8 @@ class _Shards:
             lightest = loads.index(min(loads))
             dealt[lightest].append(name)
             loads[lightest] += subject.parameters[name].numel()
+        if not by_parameter(optimizer):
+            dealt = subject.calls()  # it may tell parameters of one call from those of another
         self._parts = [(names, _part(optimizer, {subject.parameters[name] for name in names})) for names in dealt]
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
@@ -154,6 +156,9 @@ class _Shards:
 def _part(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """An optimizer with some of the parameters, their state, and neither hooks nor what a scheduler put around it."""
     part = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name != "step":  # optimizers that are not torch's have more, which copying leaves out
+            part.__dict__.setdefault(name, value)
     part.param_groups = [
         {**group, "params": [parameter for parameter in group["params"] if parameter in parameters]}
         for group in optimizer.param_groups

@@ -7,9 +7,10 @@ process.
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import Captured
-from dsq_ckpt.lowdiff.encoding import scales_from
+from dsq_ckpt.lowdiff.encoding import identical, scales_from
+from dsq_ckpt.lowdiff.handle import ProcessGone
 from dsq_ckpt.lowdiff.handover import HandOver
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.subject import Stateful, dtype_name
 
-_STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
+_STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
+    "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
+}
 _WITNESSES = 64
 _SLOWED = 0.01
 
@@ -93,17 +97,28 @@ class Replica(Recorder):
         self._handover.detach()
 
     def _begin(self) -> dict[str, Any]:
-        return {"optimizer": self._kind, "linger": self._linger}
+        return {"optimizer": self._kind, "linger": self._linger, "path": sys.path}
 
     def _started(self) -> None:
         room = self._buffer_room()
-        self._handover.start(self._running(), self._own, room)
+        self._handover.start(self._running(), self._subject, self._own, room)
+
+    def _suspend(self) -> None:
+        self._handover.stop()
+        super()._suspend()
+
+    def _send_step(self) -> None:
+        if not self._stepped:
+            self._handover.let_go()  # a replica that is a step behind may have all others
+        super()._send_step()
 
     def _capture(self, room: int) -> None:
         over = self._handover
+        over.wait()  # where a backward pass failed
         if over.failed is not None:
             raise over.failed
         over.take_slot()
+        over.reserve(room)
         scale = self._scale()
         parts: list[dict[str, Any]] = []
         for place, entry in enumerate(self._own):
@@ -135,11 +150,11 @@ class Replica(Recorder):
             witnesses.append((before.view(-1)[::every].float(), after.detach().reshape(-1)[::every].cpu().float()))
         for scale in scales_from(witnesses):
             if scale == 1.0:
-                if all(torch.equal(before, after.cpu()) for before, after in pairs):
+                if all(identical(before, after.detach().cpu()) for before, after in pairs):
                     return scale
             elif all(
                 before.dtype == torch.float32
-                and torch.equal(before * torch.tensor(scale, dtype=torch.float32), after.cpu())
+                and identical(before * torch.tensor(scale, dtype=torch.float32), after.detach().cpu())
                 for before, after in pairs
             ):
                 return scale
@@ -178,6 +193,29 @@ class Replica(Recorder):
 
     _wanted_pace = 1
 
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.close()
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """As if this process had died: the replica is there for whoever goes on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._detach()
+        if self._handle is not None:
+            with suppress(ProcessGone):
+                self._handle.send({"kind": "leave"})
+            self._handle.close(None)
+            self._handle = None
+        self._state = "waiting"
+
+    def _at_exit(self) -> None:
+        if not hasattr(sys, "last_value"):  # which Python sets when an exception ends it
+            super()._at_exit()
+
 
 def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """How another process makes such an optimizer.
@@ -186,8 +224,9 @@ def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         ConfigError: it cannot.
     """
     kind = type(optimizer)
-    extra = sorted(set(vars(optimizer)) - _STANDARD - {"step"} - {name for name in vars(optimizer) if "hook" in name})
-    if kind.__module__ == "__main__" or "<" in kind.__qualname__ or inspect.getmodule(kind) is None or extra:
+    extra = sorted(set(vars(optimizer)) - _STANDARD - {name for name in vars(optimizer) if "hook" in name})
+    found = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    if kind.__module__ == "__main__" or found is not kind or extra:
         why = f"it has attributes of its own ({', '.join(extra)})" if extra else "its class cannot be imported"
         raise ConfigError(
             f"a replica of {kind.__qualname__} cannot be made in another process: {why}. Use GradientLog, which "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from torch import nn
 
 from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.comm import RankUnreachable
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.lowdiff import memory, segments
 from dsq_ckpt.lowdiff.arena import Arena
-from dsq_ckpt.lowdiff.channel import Channel
+from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.handle import Layout, nbytes
 from dsq_ckpt.lowdiff.locks import Lock
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
@@ -46,7 +48,10 @@ class ReplicaServer(Server):
         self._others: dict[tuple[str, ...], torch.Tensor] = {}
         self._meta: dict[str, Any] = {}
         self._waiting: list[Mapping[str, Any]] = []
+        self._path: list[str] = begin["path"]
+        self._turn = threading.RLock()  # of those who change or read the replica, once training is gone
         self._persisted = -1
+        self._problem = ""
         self._persist_at: int | None = None
         self.applied = 0
         """Steps that the replica has done."""
@@ -68,18 +73,29 @@ class ReplicaServer(Server):
             self._persist_at = int(message["step"])
             if self.applied == self._persist_at:
                 self._persist()
+        elif message["kind"] == "leave":
+            raise ChannelClosed("the training process goes on without")
         else:
             raise ValueError(f"message {message['kind']!r}")
 
     def advance(self, step: int) -> None:
         """Do the steps up to this one, of those that were handed over."""
-        while self._waiting and int(self._waiting[0]["step"]) <= step:
-            self._apply(self._waiting.pop(0))
-            if self.applied == self._persist_at:
-                self._persist()
+        with self._turn:
+            while self._waiting and int(self._waiting[0]["step"]) <= step:
+                self._apply(self._waiting.pop(0))
+                if self.applied == self._persist_at:
+                    self._persist()
 
-    def pack(self) -> tuple[list[list[Any]], Arena]:
-        """The replica in shared memory: path, dtype, shape and place of each tensor."""
+    def after(self, step: int) -> tuple[list[list[Any]], dict[str, Any], Arena] | None:
+        """The replica after a step, in shared memory: path, dtype, shape and place of each tensor, and what a snapshot
+        says besides. None if it is not that far, or was left behind.
+        """
+        with self._turn:
+            if self.applied <= step <= self.newest:
+                self.advance(step)
+            return None if self.applied != step else self._packed()
+
+    def _packed(self) -> tuple[list[list[Any]], dict[str, Any], Arena]:
         pieces = self._replica()
         layout = Layout()
         places = [layout.add(nbytes(piece.tensor)) for piece in pieces]
@@ -88,9 +104,9 @@ class ReplicaServer(Server):
         for (path, tensor), at in zip(pieces, places, strict=True):
             arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
             told.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
-        return told, arena
+        return told, self._about(), arena
 
-    def meta(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, Any]:
         """What a snapshot of it says of the log; the optimizer's plain state is that of this rank's share."""
         assert self._optimizer is not None
         plain: dict[str, dict[str, Any]] = {}
@@ -102,6 +118,8 @@ class ReplicaServer(Server):
 
     def _become(self, message: Mapping[str, Any]) -> None:
         """Take over the state of training as the replica."""
+        for left_out in self._waiting:
+            self._tell({"kind": "free", "slot": left_out["slot"]})
         self._waiting.clear()
         self._meta = dict(message["meta"])
         tensors = {piece.path: piece.tensor.clone() for piece in self._pieces(message["tensors"])}
@@ -114,7 +132,7 @@ class ReplicaServer(Server):
                 continue
             if path[1] in names:
                 own[path[1]] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-            else:
+            elif self._meta["aliases"].get(path[1]) not in names:
                 self._others[path] = tensor
         for path, tensor in tensors.items():
             if path[0] == OPTIMIZER:
@@ -126,6 +144,7 @@ class ReplicaServer(Server):
         groups: list[dict[str, Any]] = [{"params": []} for _ in self._meta["hyper"]]
         for entry in self.entries:
             groups[entry.group]["params"].append(own[entry.name])
+        sys.path += [place for place in self._path if place not in sys.path]
         kind = getattr(importlib.import_module(self._about_optimizer["module"]), self._about_optimizer["name"])
         optimizer = kind.__new__(kind)
         optimizer.__setstate__({
@@ -186,48 +205,70 @@ class ReplicaServer(Server):
         """Save the replica as it is now, from a copy, in the background."""
         self.wait()
         pieces = [Piece(piece.path, piece.tensor.clone()) for piece in self._replica()]
-        self._persisted, self._persist_at = self.applied, None
-        self._save_later(self.applied, pieces, self.meta())
+        self._persist_at = None
+        self._save_later(self.applied, pieces, self._about())
 
     def _save(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
         with suppress(OSError):  # of this thread: what training hands over goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         assert meta is not None
         try:
-            everybody = self._communicator().gather(meta["plain"])
+            everybody = self._communicator().gather({"saves": step, "plain": meta["plain"]})
         except Exception as error:
             self._failed(step, error)
             return
-        whole = {**meta, "plain": {name: values for plain in everybody for name, values in plain.items()}}
+        if any(other.get("saves") != step for other in everybody):
+            self._failed(step, SaveFailed("the training process of another rank is gone"))
+            return
+        whole = {**meta, "plain": {name: values for other in everybody for name, values in other["plain"].items()}}
+        self._persisted, self._problem = step, ""
         super()._save(step, pieces, whole if self.rank == 0 else None)
 
     def _failed(self, step: int, error: Exception) -> None:
         if isinstance(error, RankUnreachable):
             super()._failed(step, error)
             return
-        # The replica is there all the same.
-        self._tell({"kind": "unsaved", "text": f"the state after step {step} was not saved: {describe(error)}"})
+        # The replica is there all the same. The next failure is told in the same words, which are a warning once.
+        self._persisted = -1
+        self._problem = self._problem or f"the state after step {step} was not saved: {describe(error)}"
+        self._tell({"kind": "unsaved", "text": self._problem})
 
     def _end(self, closing: bool) -> None:
         """Save the last state, and give it to the next training process if that asks for it."""
         if self._optimizer is None:
             return
         listener = None if closing else memory.listen(self.run, self.rank)
-        self.wait()
-        step = self.newest
-        with suppress(Exception):  # other hosts may be gone; what this one has is good all the same
-            step = min(self._communicator().gather(step))
-            self.advance(step)
-            if self.applied != self._persisted:
-                self._persist()
+        finishing = threading.Thread(target=self._finish, args=(closing,), name="finish")
+        finishing.start()
         if listener is not None:
-            # Nothing is written once that is saved, and whoever waits for it may go on.
-            threading.Thread(target=self._unlock_later, daemon=True).start()
             memory.serve(listener, self, self._linger)
-        self.wait()
-        if closing and self.rank == 0:
+        finishing.join()
+        if closing and self._persisted != self.newest:
+            raise SaveFailed(self._problem or f"the state after step {self.newest} was not saved")
+        if self.closed and self.rank == 0:
             segments.end_of(self.run, self.session).touch()
 
-    def _unlock_later(self) -> None:
+    def _finish(self, closing: bool) -> None:
+        """Save the last state that all ranks have; then nothing is written any more."""
         self.wait()
-        self._lock.release()
+        try:
+            step = self._last_of_all()
+            with self._turn:
+                self._persist_at = None
+                if step is not None:
+                    self.advance(step)
+                    if self._persisted != step:
+                        self._persist()
+        except Exception as error:  # other hosts may be gone; what this one has is good all the same
+            self._problem = self._problem or describe(error)
+        self.wait()
+        if not closing:
+            self._lock.release()
+
+    def _last_of_all(self) -> int | None:
+        """The last step that all ranks have, and can go to; None if there is none. Collective."""
+        while True:
+            everybody = self._communicator().gather({"applied": self.applied, "newest": self.newest})
+            if all("newest" in other for other in everybody):  # else somebody began to save when this rank had ended
+                last = min(int(other["newest"]) for other in everybody)
+                return last if max(int(other["applied"]) for other in everybody) <= last else None

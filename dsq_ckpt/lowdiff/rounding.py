@@ -7,6 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
@@ -33,7 +34,10 @@ class _Rounded(Hooked):
 
     def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
         if group is None or bucket.source is None:
-            bucket.flat.copy_(bucket.flat.to(self.dtype))
+            rounded = bucket.flat.to(self.dtype)
+            if group is not None:  # as torch's hooks do it
+                dist.all_reduce(rounded.div_(group.size()), group=group)
+            bucket.flat.copy_(rounded)
             return ready(self._look(bucket))
 
         def look(done: Future[Tensor]) -> Tensor:

@@ -50,6 +50,8 @@ class Server(ABC):
         self.config = DSQConfig.create(begin["config"])
         self._keep = int(begin["keep"])
         self._timeout = timedelta(seconds=float(begin["timeout"]))
+        self.closed = False
+        """Training said that it is done."""
         self._slots: dict[int, Arena] = {}
         self._staging: Arena | None = None
         self._saving: threading.Thread | None = None
@@ -79,7 +81,9 @@ class Server(ABC):
                 elif arena is not None:
                     self._slots[message["slot"]] = arena
                 closing = message["kind"] == "close"
-                if not closing:
+                if closing:
+                    self.closed = bool(message["done"])
+                else:
                     self._take(message)
         except ChannelClosed:
             pass  # the training process is gone; what it had handed over is kept all the same

@@ -41,8 +41,12 @@ class Piece(NamedTuple):
         return ".".join(self.path)
 
 
-def config_of(base: str | Mapping[str, Any]) -> DSQConfig:
-    """How snapshots are stored: "exact", "dsq" (the engine's defaults), or a configuration of the engine's.
+def config_of(base: str | Mapping[str, Any], residuals: bool = False) -> DSQConfig:
+    """How snapshots are stored.
+
+    Args:
+        base: "exact", "dsq" (the engine's defaults), or a configuration of the engine's.
+        residuals: they have what error feedback holds back.
 
     Raises:
         ConfigError: it is none.
@@ -52,7 +56,7 @@ def config_of(base: str | Mapping[str, Any]) -> DSQConfig:
     else:
         tree = dict(base) if isinstance(base, Mapping) else {"system": base}
     config = DSQConfig.create(dict(tree))
-    if not is_lossy(config):
+    if not (residuals and is_lossy(config)):
         return config
     # What was not sent yet is distributed unlike weights, so it has codebooks of its own.
     rules = [*(rule.model_dump() for rule in config.quantize.rules), _RESIDUALS]

@@ -19,6 +19,7 @@ _STRUCTURE = frozenset({"params", "param_names"})
 _UNLOGGABLE = {
     "LBFGS": "it calls the model several times in a step",
     "SparseAdam": "sparse gradients are not logged",
+    "DeepSpeedCPUAdam": "it keeps products of its betas outside of its state; use torch's Adam",
 }
 
 
@@ -53,12 +54,17 @@ class Subject:
         states: by name; what is logged with every step besides.
 
     Attributes:
-        parameters: by name, those that the optimizer updates, in its order.
+        layout: what decides which tensors there are on each rank, in words.
+        partitioned: each rank has parameters of its own, rather than all having the same.
+        parameters: by name, those that the optimizer updates on this rank, in its order.
 
     Raises:
         ConfigError: the optimizer updates what is no parameter of the model, or a step of it cannot be repeated from
             gradients.
     """
+
+    layout: str = "a model that is the same on all ranks"
+    partitioned: bool = False
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful] | None = None
@@ -66,8 +72,7 @@ class Subject:
         self.model = model
         self.optimizer = optimizer
         self.states = dict(states or {})
-        if why := _UNLOGGABLE.get(type(optimizer).__name__):
-            raise ConfigError(f"{type(optimizer).__name__} cannot be logged: {why}")
+        self._check_optimizer()
         self._names: dict[nn.Parameter, str] = {}
         self.aliases: dict[str, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -94,6 +99,11 @@ class Subject:
                 names.append(name)
             self._groups.append(names)
 
+    def _check_optimizer(self) -> None:
+        name = type(self.optimizer).__name__
+        if why := _UNLOGGABLE.get(name):
+            raise ConfigError(f"{name} cannot be logged: {why}")
+
     def entries(self, ranks: int) -> list[Entry]:
         """The parameters, dealt to ranks, the largest first, so that all log about as much."""
         loads = [0] * ranks
@@ -111,6 +121,10 @@ class Subject:
     def group_of(self, name: str) -> int:
         """The number of the group that a parameter is in."""
         return next(number for number, names in enumerate(self._groups) if name in names)
+
+    def calls(self) -> list[list[str]]:
+        """The parameters that the optimizer updates in each call of a step."""
+        return [list(self.parameters)]
 
     def changed(self) -> bool:
         """Whether the optimizer has other parameters than when this was made."""
@@ -186,6 +200,11 @@ class Subject:
                 if not torch.is_tensor(value):
                     found.setdefault(name, {})[key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
         return found
+
+    def replace_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the optimizer this state, and no other."""
+        self.optimizer.state.clear()
+        self.set_state(state)
 
     def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Give parameters their state in the optimizer, of tensors and plain data; where it belongs and as laid out."""

@@ -22,7 +22,7 @@ from torch.futures import Future
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
 from dsq_ckpt.lowdiff.contract import Trace
-from dsq_ckpt.lowdiff.feedback import Feedback
+from dsq_ckpt.lowdiff.feedback import Feedback, forget_nonfinite
 from dsq_ckpt.lowdiff.witness import Seen, bounds_of, evenly
 
 _WITNESSES = 64
@@ -91,6 +91,7 @@ class TopK(Feedback):
             else:
                 torch.index_select(whole, 0, chosen, out=values)
                 whole.index_fill_(0, chosen, 0.0)
+                forget_nonfinite(whole, values)
         indices.copy_(chosen)
 
     def _merge(self, bucket: Bucket, plan: _Plan, gathered: Tensor) -> None:

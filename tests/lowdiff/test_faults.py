@@ -1,0 +1,223 @@
+"""What happens to a log when things go wrong: its process dies or hangs, the disk is full, training ends somehow."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import Adam
+
+from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.lowdiff import recorder, segments, snapshots
+from tests import processes
+from tests.lowdiff.loops import Case, Loop, differences
+
+WORKERS = Path(__file__).parent / "workers"
+CASE = Case(lambda m: Adam(m.parameters(), 0.01), log={"compressor": "none"})
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def train(log, loop, condition, seconds=40.0, pause=0.0):
+    """Train until something is true; the losses."""
+    losses, deadline = [], time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        losses.append(loop.step(log.steps_done))
+        log.step()
+        time.sleep(pause)
+    return losses
+
+
+def check(run, loop, steps):
+    again = Loop(CASE, seed=1)
+    recovered = again.recover(run)
+    assert recovered.step == steps and recovered.ended is None
+    assert differences(again.state(), loop.state()) == []
+
+
+@pytest.mark.slow
+def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
+    """One after the other; training goes on, and in the end everything is there."""
+    resource = pytest.importorskip("resource")
+    loop, losses = Loop(CASE), []
+    with warnings.catch_warnings(record=True) as told, loop.log(tmp_path, queue=3, batch=4) as log:
+        warnings.simplefilter("always", UserWarning)
+
+        def steps(count):
+            last = log.steps_done + count
+            losses.extend(train(log, loop, lambda: log.steps_done == last))
+
+        steps(5)
+        pid = log._running().pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.6, os.kill, (pid, signal.SIGCONT)).start()
+        started, first = time.monotonic(), log.steps_done
+        on_the_way = []
+        while time.monotonic() - started < 0.5:
+            on_the_way.append(log.steps_done - first)
+            steps(1)
+        assert 2 <= max(on_the_way) <= 3, "no more than the queue holds"
+        assert 0.4 < time.monotonic() - started < 5 and log._running().waited > 0.3
+        steps(5)
+        assert log.logging and not told
+
+        for what in ("was killed by signal 9", "File too large"):
+            log._running().wait("saved", 30)
+            pid, first = log._running().pid, log.steps_done
+            if "signal" in what:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+            losses += train(log, loop, lambda: not log.logging, pause=0.01)
+            assert log.steps_done - first < 200
+            steps(3)
+            losses += train(log, loop, lambda: log.logging, pause=0.02)
+            assert log._running().pid != pid
+            steps(3)
+        assert [what in str(one.message) for one, what in zip(told, ("signal 9", "too large"), strict=True)] == [1, 1]
+        assert all("Training goes on" in str(one.message) for one in told)
+    check(tmp_path, loop, log.steps_done)
+    alone = Loop(CASE)
+    assert losses == [alone.step(number) for number in range(len(losses))]
+    assert not list(tmp_path.glob("**/*.lock"))
+
+
+class Disk:
+    """A disk that is full for logs and snapshots while `full`."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.full = False
+        append = ContainerWriter._append
+
+        def limited(writer, data):
+            if self.full and writer._offset:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(writer, data)
+
+        monkeypatch.setattr(ContainerWriter, "_append", limited)
+        monkeypatch.setattr(recorder, "_PAUSES", (0.0, 0.05))
+
+
+def temporary(run):
+    return [path for path in run.rglob("*") if path.suffix == ".tmp"]
+
+
+@pytest.mark.usefixtures("in_thread")
+@pytest.mark.parametrize("what", ["a segment", "a snapshot"])
+def test_disk_full(tmp_path, monkeypatch, what):
+    """The log goes on with a snapshot as soon as there is room; until then what was logged before can be recovered."""
+    disk, loop = Disk(monkeypatch), Loop(CASE)
+    options = {"batch": 2} if what == "a segment" else {"batch": 1000, "snapshot_every": 8}
+    with loop.log(tmp_path, **options) as log, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        train(log, loop, lambda: log.steps_done == 6)
+        time.sleep(0.1)
+        disk.full = True
+        train(log, loop, lambda: not log.logging)
+        starts = log._starts
+        train(log, loop, lambda: log._starts > starts + 2, pause=0.005)
+        assert "No space left" in str(told[0].message)
+        assert len({str(one.message) for one in told}) == len(told) <= 3, "each is said once"
+        disk.full = False
+        train(log, loop, lambda: log.logging and not log._running().saving and log._failures == 0, pause=0.005)
+        train(log, loop, lambda last=log.steps_done + 4: log.steps_done == last)
+        assert log.logging
+    check(tmp_path, loop, log.steps_done)
+    assert not temporary(tmp_path)
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_disk_full_when_the_log_is_closed(tmp_path, monkeypatch):
+    disk, loop = Disk(monkeypatch), Loop(CASE)
+    log = loop.log(tmp_path, batch=1000)
+    train(log, loop, lambda: log.steps_done == 3)
+    disk.full = True
+    with pytest.warns(UserWarning, match="No space left"):
+        log.close()
+    recovered = Loop(CASE, seed=1).recover(tmp_path)
+    assert recovered.step == 0
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_nothing_is_removed_before_a_snapshot_is_complete(tmp_path, monkeypatch):
+    """Whether it ends before, while or after the snapshot is saved, the state of the last step can be recovered."""
+    moments: dict[str, Path] = {}
+
+    def at(moment):
+        copied = tmp_path / moment
+        if moment not in moments:
+            moments[moment] = copied
+            shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns("*.lock"))
+
+    save, retire, rmtree = snapshots.save, snapshots.retire, snapshots.shutil.rmtree
+
+    def watched_save(*args):
+        time.sleep(0.02)  # so that steps after it are on disk before it is
+        at("before")
+        result = save(*args)
+        at("saved")
+        return result
+
+    def watched_rmtree(path):
+        at("retiring")
+        rmtree(path)
+        at("segments")
+
+    def watched_retire(*args):
+        retire(*args)
+        at("after")
+
+    loop, table = Loop(CASE), {}
+    with loop.log(tmp_path / "run", snapshot_every=5) as log:
+        for name, double in (("save", watched_save), ("retire", watched_retire)):
+            monkeypatch.setattr(snapshots, name, double)
+        monkeypatch.setattr(snapshots.shutil, "rmtree", watched_rmtree)
+        for number in range(9):
+            loop.step(number)
+            log.step()
+            table[number + 1] = loop.state()
+        log._running().wait("saved", 30)
+    assert list(moments) == ["before", "saved", "retiring", "segments", "after"]
+    for moment, run in moments.items():
+        again = Loop(CASE, seed=1)
+        recovered = again.recover(run)
+        assert recovered.snapshot == (0 if moment == "before" else 5)
+        assert recovered.step >= 5 and recovered.ended is None, moment
+        assert differences(again.state(), table[recovered.step]) == [], moment
+
+
+def test_another_session_is_left_alone(tmp_path):
+    """A process that still saves does not remove what its successor has logged since."""
+    (tmp_path / "log").mkdir()
+    config = snapshots.config_of("exact")
+    one, two = "1" * 16, "2" * 16
+    meta = {"session": one, "step": 100}
+    snapshots.save(tmp_path, 100, [snapshots.Piece(("x",), torch.ones(2))], meta, config, SingleProcess())
+    for session, last in ((one, 99), (one, 101), (two, 106), ("0" * 16, 90)):
+        (tmp_path / "log" / str(segments.Name(session, last, last, 0))).touch()
+    snapshots.retire(tmp_path, 1)
+    assert [(name.session, name.last) for name, _ in segments.names(tmp_path)] == [(one, 101), (two, 106)]
+
+
+@pytest.mark.slow
+def test_however_training_ends(tmp_path):
+    """All steps that were done are there, though 1000 were to be written at once and nothing closed the log."""
+    ways = {"exits": 3, "raises": 1, "SIGINT": -2, "SIGTERM": -15, "dies": 4}
+    status, output = processes.run([str(WORKERS / "ends.py"), str(tmp_path), *ways], 120)
+    assert status == 0, output
+    found = dict(line.split() for line in output.splitlines() if line.split()[0] in ways)
+    assert {way: int(code) for way, code in found.items()} == ways
+    alone = Loop(CASE)
+    for number in range(6):
+        alone.step(number)
+    for way in ways:
+        check(tmp_path / way, alone, 6)

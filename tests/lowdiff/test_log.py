@@ -1,0 +1,518 @@
+"""Logs in one process: what they refuse, how they go on after a recovery, and what they do when they cannot log."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam, lr_scheduler
+
+import dsq_ckpt.lowdiff
+from dsq_ckpt.errors import CheckpointExists, ConfigError, LoadFailed, SaveFailed
+from dsq_ckpt.lowdiff import segments
+from tests.lowdiff.loops import Case, Loop, cut, differences, normalized, perceptron, recorded, seeded
+
+pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
+ADAM = Case(lambda m: Adam(m.parameters(), 0.01))
+SCHEDULED = Case(lambda m: Adam(m.parameters(), 0.01), schedule=lambda o: lr_scheduler.ExponentialLR(o, 0.9))
+TOPK = Case(lambda m: SGD(m.parameters(), 0.1, momentum=0.9), log={"compressor": "topk:0.05"})
+
+
+def files(run):
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def until(log, loop, condition, most=400):
+    """Train under a log until something is true; the losses."""
+    losses = []
+    for _ in range(most):
+        losses.append(loop.step(log.steps_done))
+        log.step()
+        if condition():
+            return losses
+    raise AssertionError(f"not within {most} steps")
+
+
+def check_recovers(case, run, truth, step):
+    loop = Loop(case, seed=5)
+    recovered = loop.recover(run)
+    assert (recovered.step, recovered.exact, recovered.ended) == (step, True, None)
+    assert differences(loop.state(), truth) == []
+    return recovered
+
+
+def test_training_is_what_it_was(tmp_path):
+    """A log that compresses nothing changes nothing."""
+    alone = Loop(SCHEDULED)
+    table = [alone.state()]
+    for number in range(5):
+        alone.step(number)
+        table.append(alone.state())
+    logged = recorded(SCHEDULED, tmp_path, 5, compressor="none")
+    assert differences(logged, table) == []
+
+
+def test_nothing_to_recover(tmp_path):
+    loop = Loop(SCHEDULED)
+    before = loop.state()
+    assert loop.recover(tmp_path / "nowhere") is None
+    (tmp_path / "log").mkdir()
+    assert loop.recover(tmp_path) is None
+    assert differences(loop.state(), before) == []
+
+
+@pytest.mark.parametrize("batch", [1, 3, 100])
+def test_batches(tmp_path, batch):
+    """Steps wait for their batch, and all are on disk when the log is closed."""
+    table = recorded(ADAM, tmp_path, 7, batch=batch, compressor="none")
+    assert len(segments.names(tmp_path)) == -(-7 // batch)
+    assert check_recovers(ADAM, tmp_path, table[7], 7).closed
+
+
+def test_snapshots_supersede_the_log(tmp_path):
+    loop = Loop(ADAM)
+    with loop.log(tmp_path, snapshot_every=4, compressor="none") as log:
+        assert log.snapshot_every == 4 and log.bound == 4 + 1 + 1
+        for number in range(30):
+            loop.step(number)
+            log.step()
+            log._running().wait("saved", 30)
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000000028"]
+    assert [name.last for name, _ in segments.names(tmp_path)] == [29, 30]
+    assert check_recovers(ADAM, tmp_path, loop.state(), 30).replayed == 2
+
+
+def test_two_snapshots_are_kept(tmp_path):
+    loop, states = Loop(ADAM), {}
+    with loop.log(tmp_path, snapshot_every=4, keep=2, compressor="none") as log:
+        for number in range(14):
+            loop.step(number)
+            log.step()
+            log._running().wait("saved", 30)
+            states[number + 1] = loop.state()
+    newest = tmp_path / "step-000000012"
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000008", newest.name]
+    assert [name.last for name, _ in segments.names(tmp_path)] == [9, 10, 11, 12, 13, 14]
+    data = next(newest.glob("*.dsq"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.warns(UserWarning, match="older snapshot is used.*step-000000008.*000000012"):
+        recovered = check_recovers(ADAM, tmp_path, states[14], 14)
+    assert recovered.snapshot == 8
+
+
+@pytest.mark.parametrize("pattern", ["*.dsq", "*.index", "manifest.json"])
+def test_no_readable_snapshot(tmp_path, pattern):
+    recorded(SCHEDULED, tmp_path, 3)
+    damaged = next(tmp_path.glob(f"step-*/{pattern}"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    loop = Loop(SCHEDULED, seed=1)
+    before, kept = loop.state(), files(tmp_path)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=rf"no snapshot of .* can be read.*{damaged.parent.name}"):
+        loop.recover(tmp_path)
+    assert differences(loop.state(), before) == []
+    with pytest.raises(CheckpointExists):
+        loop.log(tmp_path)
+    assert differences(loop.state(), before) == [] and files(tmp_path) == kept
+
+
+def test_a_damaged_step(tmp_path):
+    """The replay ends before it, and says which file of which rank it was."""
+    table = recorded(ADAM, tmp_path, 6, compressor="none")
+    for how in ("data", "truncated", "gone"):
+        run = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{how}"))
+        path = next(path for name, path in segments.names(run) if name.last == 4)
+        content = bytearray(path.read_bytes())
+        content[20] ^= 1
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(content if how == "data" else content[:-10])
+        loop = Loop(ADAM, seed=1)
+        recovered = loop.recover(run)
+        assert recovered.step == 3 and not differences(loop.state(), table[3])
+        assert recovered.ended.startswith("step 4 is missing" if how == "gone" else "step 4 cannot be read")
+        assert how == "gone" or path.name in recovered.ended
+
+
+def test_a_run_that_has_a_log(tmp_path):
+    recorded(TOPK, tmp_path, 3)
+    kept, loop = files(tmp_path), Loop(TOPK)
+    with pytest.raises(CheckpointExists, match="pass what `recover` returned as resume="):
+        loop.log(tmp_path)
+    assert files(tmp_path) == kept
+    loop.step(0)
+    loop.step(1)  # no hook is left
+
+
+def test_going_on(tmp_path):
+    """Recover, go on, recover again; steps count on."""
+    recorded(SCHEDULED, tmp_path, 3, compressor="none")
+    for first, last in ((3, 5), (5, 9), (9, 10)):
+        loop = Loop(SCHEDULED, seed=first)
+        recovered = loop.recover(tmp_path)
+        assert recovered.step == first and recovered.continues_exactly
+        with loop.log(tmp_path, resume=recovered, compressor="none") as log:
+            assert log.steps_done == first
+            for number in range(first, last):
+                loop.step(number)
+                log.step()
+            assert log.steps_done == last
+    alone = Loop(SCHEDULED)
+    for number in range(10):
+        alone.step(number)
+    check_recovers(SCHEDULED, tmp_path, alone.state(), 10)
+
+
+@pytest.mark.parametrize("spec", ["topk:0.05", "kmeans:4", "topk:0.05,feedback=off"])
+def test_going_on_from_a_snapshot(tmp_path, spec):
+    """What error feedback holds back goes on too: the run is what it would have been."""
+    table, loop = {}, Loop(TOPK)
+    with loop.log(tmp_path, compressor=spec, snapshot_every=5) as log:
+        for number in range(12):
+            loop.step(number)
+            log.step()
+            log._running().wait("saved", 30)
+            table[number + 1] = loop.state()
+    again = Loop(TOPK, seed=3)
+    recovered = again.recover(tmp_path, replay_log=False)
+    assert (recovered.step, recovered.replayed) == (10, 0) and recovered.continues_exactly
+    assert (recovered.residual is None) == ("off" in spec)
+    with again.log(tmp_path, resume=recovered, compressor=spec) as log:
+        for number in range(10, 12):
+            again.step(number)
+            log.step()
+            assert differences(again.state(), table[number + 1]) == []
+
+
+def test_going_on_after_a_replay_with_feedback(tmp_path):
+    """What is held back is that of the snapshot without what was sent since; training goes on from an exact state."""
+    table = recorded(TOPK, tmp_path, 6)
+    loop = Loop(TOPK, seed=1)
+    recovered = loop.recover(tmp_path)
+    assert recovered.exact and not recovered.continues_exactly and not differences(loop.state(), table[6])
+    with loop.log(tmp_path, resume=recovered) as log:
+        loop.step(6)
+        log.step()
+        truth = loop.state()
+    check_recovers(TOPK, tmp_path, truth, 7)
+
+
+class Wide(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(12, 21), nn.LayerNorm(21), nn.Tanh(), nn.Linear(21, 12))
+
+
+@pytest.mark.parametrize(("case", "says"), [
+    (Case(ADAM.optimizer, lambda seed: Wide()), r"'0\.weight' was logged with shape \(20, 12\), is \(21, 12\)"),
+    (Case(ADAM.optimizer, lambda seed: nn.Sequential(nn.Linear(12, 20))), "'1.weight' was logged, and the optimizer"),
+    (Case(ADAM.optimizer, lambda seed: perceptron(seed).double()), "logged with dtype float32, is float64"),
+    (Case(lambda m: SGD(m.parameters(), 0.1)), "the optimizer is SGD, logged was Adam"),
+    (Case(lambda m: Adam([{"params": [p]} for p in m.parameters()])), "logged with group 0, is 1"),
+    (Case(lambda m: Adam(list(m.parameters())[::-1])), "another order"),
+    (Case(lambda m: Adam(list(m.parameters())[1:])), "'0.weight' was logged, and the optimizer has no such"),
+    (SCHEDULED, r"states \[\] were logged, \['scheduler'\] are to be recovered"),
+])
+def test_something_else_is_recovered(tmp_path, case, says):
+    recorded(ADAM, tmp_path, 2)
+    loop = Loop(case, seed=1)
+    before = loop.state()
+    with pytest.raises(LoadFailed, match=says) as error:
+        loop.recover(tmp_path)
+    assert "partial=True" in str(error.value)
+    assert differences(loop.state(), before) == []
+
+
+def test_what_is_possible(tmp_path):
+    """Another head: all other weights come back, the optimizer begins anew."""
+    recorded(ADAM, tmp_path, 2, snapshot_every=1)
+    truth = Loop(ADAM)
+    snapshot = truth.recover(tmp_path, replay_log=False)
+    loop = Loop(Case(ADAM.optimizer, lambda seed: seeded(seed, lambda: nn.Sequential(
+        nn.Linear(12, 20), nn.LayerNorm(20), nn.Tanh(), nn.Linear(20, 5)
+    ))), seed=1)
+    head = loop.model[3].weight.clone()
+    recovered = loop.recover(tmp_path, partial=True)
+    assert recovered.step == snapshot.step and not recovered.exact
+    assert any("3.weight" in problem for problem in recovered.left_out)
+    assert torch.equal(loop.model[3].weight, head)
+    assert torch.equal(loop.model[0].weight, truth.model[0].weight)
+    assert not loop.optimizer.state
+
+
+def test_lossy_snapshots(tmp_path):
+    case = Case(ADAM.optimizer, lambda seed: seeded(seed, lambda: nn.Sequential(
+        nn.Linear(12, 400), nn.Tanh(), nn.Linear(400, 12)
+    )), log={"base": "dsq", "compressor": "none"})
+    table = recorded(case, tmp_path, 3)
+    loop = Loop(case, seed=1)
+    recovered = loop.recover(tmp_path)
+    assert recovered.lossy and not recovered.exact and not recovered.continues_exactly and recovered.step == 3
+    assert differences(loop.state(), table[3])
+    for name, tensor in table[3]["model"].items():
+        assert (loop.model.state_dict()[name] - tensor).norm() < 0.1 * tensor.norm()
+
+
+def test_refused(tmp_path):
+    model = perceptron()
+    adam = Adam(model.parameters())
+
+    def refused(says, optimizer=adam, model=model, error=ConfigError, **options):
+        with pytest.raises(error, match=says):
+            dsq_ckpt.lowdiff.GradientLog(tmp_path / "run", model, optimizer, **options)
+        assert not list(tmp_path.glob("run/step-*"))
+        assert not optimizer._optimizer_step_pre_hooks
+
+    refused("LBFGS cannot be logged: it calls the model several times", LBFGS(model.parameters()))
+    refused("parameter 0 of the optimizer's group 1 is no parameter", Adam([
+        {"params": list(model.parameters())}, {"params": [nn.Parameter(torch.ones(2))]},
+    ]))
+    refused("'topl', expected topk", compressor="topl:0.1")
+    for name in ("queue", "keep", "batch", "snapshot_every"):
+        refused(f"{name} is 0", **{name: 0})
+    refused("object", state={"mine": type("Mine", (), {"state_dict": lambda self: {"a": object()}})()})
+    refused("base|system", base="exactly")
+
+
+def test_a_second_step(tmp_path):
+    loop = Loop(ADAM)
+    with loop.log(tmp_path, compressor="none") as log:
+        loop.step(0)
+        with pytest.raises(SaveFailed, match=r"ran twice since the last log.step\(\)"):
+            loop.optimizer.step()
+        log.step()
+        with pytest.raises(ConfigError, match="closure"):
+            loop.optimizer.step(lambda: torch.ones(()))
+        loop.step(1)
+        log.step()
+        truth = loop.state()
+    check_recovers(ADAM, tmp_path, truth, 2)
+
+
+def test_iterations_without_a_step(tmp_path):
+    """Buffers and schedulers move on in iterations in which the optimizer does nothing."""
+    case = Case(ADAM.optimizer, lambda seed: seeded(seed, normalized), schedule=SCHEDULED.schedule)
+    loop = Loop(case)
+    with loop.log(tmp_path, compressor="none") as log:
+        for number in range(6):
+            if number % 3 == 1:
+                loop.model(torch.randn(8, 12))
+                loop.states["scheduler"].last_epoch += 7
+            else:
+                loop.step(number)
+            log.step()
+        truth = loop.state()
+    check_recovers(case, tmp_path, truth, 6)
+
+
+def edit_in_place(parameter):
+    with torch.no_grad():
+        parameter.copy_(parameter * 0.5)
+
+
+def edit_data(parameter):
+    parameter.data.clamp_(-0.01, 0.01)
+
+
+def replace_data(parameter):
+    parameter.data = parameter.data.clone() + 1
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("edit", [edit_in_place, edit_data, replace_data])
+def test_parameters_are_edited(tmp_path, edit, batch):
+    """Gradients do not tell of it, so the log goes on with a snapshot, and never gives a state that never was."""
+    loop, table = Loop(ADAM), {}
+
+    def train(count):
+        for _ in range(count):
+            loop.step(log.steps_done)
+            log.step()
+            log._running().wait("saved", 30)
+            table[log.steps_done] = loop.state()
+
+    with loop.log(tmp_path, batch=batch, compressor="none", keep=2) as log:
+        train(3)
+        edit(loop.model[0].weight)
+        with pytest.warns(UserWarning, match="changed by something other than the optimizer"):
+            train(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(2)
+            edit(loop.model[0].weight)
+            train(5)
+        assert log.logging
+    check_recovers(ADAM, tmp_path, table[11], 11)
+    # From the first snapshot the log leads to the last step before the edit.
+    for path in sorted(tmp_path.glob("step-*"))[1:]:
+        shutil.rmtree(path)
+    loop = Loop(ADAM, seed=1)
+    recovered = loop.recover(tmp_path)
+    assert not differences(loop.state(), table[recovered.step])
+    assert recovered.ended is not None
+
+
+def clipped_weights(log, loop):
+    """As for a Wasserstein GAN: after each step weights are clamped."""
+    loop.step(log.steps_done)
+    for parameter in loop.model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+    log.step()
+
+
+def clipped_without_a_step(log, loop):
+    if log.steps_done % 2:
+        loop.step(log.steps_done)
+    else:
+        edit_data(loop.model[0].weight)
+    log.step()
+
+
+@pytest.mark.parametrize("iteration", [clipped_weights, clipped_without_a_step])
+def test_parameters_are_edited_in_every_iteration(tmp_path, iteration):
+    """Whenever it is killed, what comes back is a state at the end of an iteration."""
+    loop = Loop(ADAM)
+    table = [loop.state()]
+    with warnings.catch_warnings(), loop.log(tmp_path, compressor="none") as log:
+        warnings.simplefilter("ignore")
+        for number in range(8):
+            iteration(log, loop)
+            table.append(loop.state())
+            log._running().wait("saved", 30)
+            kept = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{number}"))
+            for lock in kept.glob("log/*.lock"):
+                lock.unlink()
+            again = Loop(ADAM, seed=1)
+            recovered = again.recover(kept)
+            assert differences(again.state(), table[recovered.step]) == [], (number, recovered.step)
+
+
+def test_a_gap_within_a_batch(tmp_path):
+    """Steps around one that could not be logged do not share a segment."""
+    loop, table = Loop(ADAM), {}
+    with warnings.catch_warnings(), loop.log(tmp_path, batch=100, keep=2, compressor="none") as log:
+        warnings.simplefilter("ignore")
+        for number in range(12):
+            if number == 4:
+                edit_in_place(loop.model[0].weight)
+            loop.step(number)
+            log.step()
+            log._running().wait("saved", 30)
+            table[number + 1] = loop.state()
+    check_recovers(ADAM, tmp_path, table[12], 12)
+    newest = sorted(tmp_path.glob("step-*"))[-1]
+    shutil.rmtree(newest)
+    loop = Loop(ADAM, seed=1)
+    recovered = loop.recover(tmp_path)
+    assert recovered.step == 4 and not differences(loop.state(), table[4])
+
+
+@pytest.mark.parametrize("change", [0.5, -1.0])
+def test_gradients_change_where_nothing_was_sent(tmp_path, change):
+    """Noise on a gradient that top-k had left zero, or other signs on its zeros: from then on it is logged whole."""
+    loop = Loop(TOPK)
+
+    def changed(parameters):
+        for parameter in parameters:
+            if change < 0:
+                parameter.grad.mul_(change)
+            else:
+                parameter.grad.add_(change)
+
+    with pytest.warns(UserWarning, match="from now on gradients are logged whole"), loop.log(tmp_path) as log:
+        for number in range(3):
+            loop.step(number)
+            log.step()
+        loop.case = Case(TOPK.optimizer, clip=changed)
+        until(log, loop, lambda: not log.logging)
+        until(log, loop, lambda: log.logging)
+        for _ in range(3):
+            loop.step(log.steps_done)
+            log.step()
+        assert log.logging
+        truth, steps = loop.state(), log.steps_done
+    check_recovers(TOPK, tmp_path, truth, steps)
+
+
+def test_another_group_is_added(tmp_path):
+    """The log starts anew with what the optimizer has now."""
+    case = Case(lambda m: Adam(m[0].parameters(), 0.01))
+    loop = Loop(case)
+    with loop.log(tmp_path, compressor="none") as log:
+        for number in range(3):
+            loop.step(number)
+            log.step()
+        loop.optimizer.add_param_group({"params": list(loop.model[3].parameters()), "lr": 0.1})
+        until(log, loop, lambda: not log.logging)
+        until(log, loop, lambda: log.logging)
+        loop.step(log.steps_done)
+        log.step()
+        truth, steps = loop.state(), log.steps_done
+
+    def both(model):
+        optimizer = case.optimizer(model)
+        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 1.0})
+        return optimizer
+
+    with pytest.raises(LoadFailed, match=r"'3\.weight' was logged, and the optimizer has no such parameter"):
+        Loop(case, seed=1).recover(tmp_path)
+    check_recovers(Case(both), tmp_path, truth, steps)
+
+
+def test_a_scaler_that_skips_within_the_optimizer(tmp_path):
+    """A fused optimizer is told of an overflow by the scaler, and does nothing in its step; a log cannot see that."""
+    loop = Loop(Case(lambda m: Adam(m.parameters(), 0.01, fused=True), scaler=True))
+    with loop.log(tmp_path), pytest.raises(ConfigError, match="make it with fused=False"):
+        loop.step(0)
+
+
+def test_overflow_is_not_held_back(tmp_path):
+    """Infinite gradients of a step that the scaler skips do not stay in what error feedback adds to later ones."""
+    case = Case(ADAM.optimizer, scaler=True, log={"compressor": "topk:0.05"})
+    loop = Loop(case)
+    with loop.log(tmp_path) as log:
+        for number in range(12):
+            loop.step(number)
+            log.step()
+        truth = loop.state()
+        steps = int(truth["optimizer"]["state"][0]["step"])
+        assert steps >= 8, f"{12 - steps} steps of 12 were skipped, 3 overflowed"
+    check_recovers(case, tmp_path, truth, 12)
+
+
+def test_buffers_that_change_their_sign(tmp_path):
+    class Flips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+            self.register_buffer("zero", torch.zeros(3))
+
+        def forward(self, x):
+            self.zero.neg_()
+            return self.linear(x)
+
+    case = Case(ADAM.optimizer, lambda seed: seeded(seed, Flips))
+    table = recorded(case, tmp_path, 3, compressor="none")
+    check_recovers(case, tmp_path, table[3], 3)
+    cut(tmp_path, 2)
+    check_recovers(case, tmp_path, table[2], 2)
+
+
+def test_after_the_end(tmp_path):
+    """Training goes on without a log that is closed."""
+    loop = Loop(TOPK)
+    log = loop.log(tmp_path)
+    loop.step(0)
+    log.step()
+    log.close()
+    log.close()
+    truth = loop.state()
+    loop.step(1)
+    assert not log.logging and not loop.optimizer._optimizer_step_pre_hooks
+    check_recovers(TOPK, tmp_path, truth, 1)

@@ -1,0 +1,123 @@
+"""Recovery gives what training had, bit for bit, at every logged step: every optimizer, scheduler and way to train."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
+
+from tests.lowdiff.loops import Case, Sometimes, check_every_step, cut, normalized, recorded, seeded
+
+pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
+STEPS = 6
+
+
+def adam(model, **options):
+    return Adam(model.parameters(), 0.01, **options)
+
+
+def grouped(model):
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    return AdamW([
+        {"params": vectors, "weight_decay": 0.0, "lr": 0.02}, {"params": matrices, "betas": (0.8, 0.95)},
+    ], lr=0.01)
+
+
+def in_bfloat16(seed):
+    return seeded(seed, lambda: nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)).bfloat16())
+
+
+def in_float64(seed):
+    return seeded(seed, lambda: nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)).double())
+
+
+CASES = {
+    "SGD": Case(lambda m: SGD(m.parameters(), 0.1, weight_decay=0.01)),
+    "SGD, momentum": Case(lambda m: SGD(m.parameters(), 0.1, momentum=0.9)),
+    "SGD, Nesterov": Case(lambda m: SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True, maximize=True)),
+    "SGD, dampening": Case(lambda m: SGD(m.parameters(), 0.1, momentum=0.9, dampening=0.3, foreach=True)),
+    "SGD, fused": Case(lambda m: SGD(m.parameters(), 0.1, momentum=0.9, fused=True)),
+    "Adam": Case(adam),
+    "Adam, AMSGrad": Case(lambda m: adam(m, amsgrad=True, weight_decay=0.1)),
+    "Adam, foreach": Case(lambda m: adam(m, foreach=True)),
+    "Adam, fused": Case(lambda m: adam(m, fused=True, amsgrad=True)),
+    "Adam, maximize": Case(lambda m: adam(m, maximize=True)),
+    "AdamW": Case(lambda m: AdamW(m.parameters(), 0.01)),
+    "AdamW, foreach": Case(lambda m: AdamW(m.parameters(), 0.01, foreach=True, amsgrad=True)),
+    "AdamW, fused": Case(lambda m: AdamW(m.parameters(), 0.01, fused=True)),
+    "RMSprop": Case(lambda m: RMSprop(m.parameters(), 0.01, momentum=0.5, centered=True)),
+    "Adagrad": Case(lambda m: Adagrad(m.parameters(), 0.1, lr_decay=0.1)),
+    "OneCycleLR": Case(adam, schedule=lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20)),
+    "CosineAnnealingLR": Case(adam, schedule=lambda o: lr_scheduler.CosineAnnealingLR(o, 7)),
+    "MultiStepLR": Case(grouped, schedule=lambda o: lr_scheduler.MultiStepLR(o, [2, 4])),
+    "LambdaLR": Case(adam, schedule=lambda o: lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n))),
+    "ReduceLROnPlateau": Case(
+        adam, schedule=lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5, min_lr=1e-4)
+    ),
+    "SequentialLR": Case(adam, schedule=lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.5)], [3]
+    )),
+    "clipped by norm": Case(adam, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05)),
+    "clipped by norm, topk": Case(
+        grouped, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05), log={"compressor": "topk:0.1"}
+    ),
+    "clipped by value": Case(adam, clip=lambda p: nn.utils.clip_grad_value_(p, 0.003)),
+    "groups": Case(grouped),
+    "tensor learning rate": Case(
+        lambda m: Adam(m.parameters(), torch.tensor(0.01), foreach=False),
+        schedule=lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    ),
+    "used sometimes, frozen, tied": Case(adam, lambda seed: seeded(seed, Sometimes)),
+    "frozen ones left out": Case(
+        lambda m: SGD([p for p in m.parameters() if p.requires_grad], 0.1, momentum=0.9),
+        lambda seed: seeded(seed, Sometimes), log={"compressor": "topk:0.1"},
+    ),
+    "channels_last, batch norm": Case(adam, lambda seed: seeded(seed, normalized)),
+    "channels_last, topk": Case(
+        lambda m: SGD(m.parameters(), 0.1, momentum=0.9), lambda seed: seeded(seed, normalized),
+        log={"compressor": "topk:0.1"},
+    ),
+    "bfloat16": Case(adam, in_bfloat16, log={"compressor": "topk:0.1"}),
+    "bfloat16, whole": Case(adam, in_bfloat16),
+    "float64": Case(adam, in_float64),
+    "GradScaler": Case(adam, scaler=True, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05)),
+    "RMSprop, foreach": Case(lambda m: RMSprop(m.parameters(), 0.01, foreach=True, weight_decay=0.1)),
+    "accumulation": Case(adam, accumulate=3),
+    "accumulation, topk": Case(adam, accumulate=3, log={"compressor": "topk:0.1"}),
+    "fp16": Case(adam, log={"compressor": "fp16"}),
+    "fp16, clipped": Case(adam, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05), log={"compressor": "fp16"}),
+    "bf16": Case(adam, log={"compressor": "bf16"}),
+    "kmeans": Case(adam, log={"compressor": "kmeans:16"}),
+    "kmeans, clipped": Case(
+        adam, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05), log={"compressor": "kmeans:16,feedback=off"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step(tmp_path, name):
+    case = copy.copy(CASES[name])
+    case.log = {"compressor": "none", **case.log}
+    check_every_step(case, tmp_path, recorded(case, tmp_path, STEPS))
+
+
+def wide(seed):
+    """Parameters that torch deals to threads in pieces, of sizes that no vector divides."""
+    return seeded(seed, lambda: nn.Sequential(nn.Linear(12, 7001), nn.Tanh(), nn.Linear(7001, 12)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_threads(tmp_path, fused):
+    """Training had two threads for each parameter; replay has one for each, and gives the same."""
+    case = Case(lambda m: AdamW(m.parameters(), 0.01, fused=fused), wide, log={"compressor": "topk:0.05"})
+    torch.set_num_threads(2)
+    table = recorded(case, tmp_path, 3)
+    torch.set_num_threads(1)
+    check_every_step(case, tmp_path, table, 2)
+    torch.set_num_threads(3)
+    cut(tmp_path, 1)
+    check_every_step(case, tmp_path, table[:2])

@@ -1,0 +1,226 @@
+"""Segments: complete or not there, every byte checked, and only consecutive steps that all ranks have are a course."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+
+import pytest
+import torch
+import xxhash
+
+from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.errors import CorruptCheckpoint, DSQError, UnsupportedFormat
+from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
+from dsq_ckpt.lowdiff.segments import Segment, Step
+from dsq_ckpt.lowdiff.subject import Entry
+from tests.lowdiff.loops import bits
+
+SESSION = "0123456789abcdef"
+ENTRIES = [Entry("a", (6, 7), "float32", 0, 0), Entry("b", (30,), "float32", 0, 0), Entry("c", (4,), "bfloat16", 1, 0)]
+
+
+def gradients(number):
+    generator = torch.Generator().manual_seed(number)
+    found = {entry.name: torch.randn(entry.elements, generator=generator) for entry in ENTRIES}
+    found["b"][torch.rand(30, generator=generator) < 0.8] = 0
+    found["c"] = found["c"].bfloat16()
+    return found
+
+
+def step_of(number):
+    blocks = []
+
+    def add(block):
+        blocks.append(block)
+        return len(blocks) - 1
+
+    values = gradients(number)
+    places = values["b"].nonzero().view(-1)
+    raw = values["c"].view(torch.uint8).numpy().tobytes()
+    grads = [
+        {"params": [0], "dtype": "float32", **encode_dense(values["a"], (1.0,), None, None, add)},
+        {"params": [1], "dtype": "float32", **encode_sparse(places, values["b"][places], add)},
+        {"params": [2], "dtype": "bfloat16", **encode_dense(values["c"], (1.0,), None, None, add)},
+    ]
+    about = {"hyper": [{"lr": 0.1 * number}], "after": {"hyper": None, "states": {}}, "grads": grads,
+             "buffers": [["mean", "bfloat16", [4], add(raw)]]}
+    return Step(number, about, blocks)
+
+
+def written(run, first, last, rank=0, ranks=1, session=SESSION):
+    (run / segments.LOG).mkdir(exist_ok=True)
+    steps = [step_of(number) for number in range(first, last + 1)]
+    info = segments.write(run, session, rank, ranks, ENTRIES, steps, False)
+    return run / segments.LOG / info.name
+
+
+def read_all(path):
+    segment = Segment(path)
+    try:
+        return {number: (segment.gradients(number), segment.buffers(number)) for number in segment.steps}
+    finally:
+        segment.close()
+
+
+def test_round_trip(tmp_path):
+    path = written(tmp_path, 5, 8)
+    segment = Segment(path)
+    assert segment.entries == ENTRIES and list(segment.steps) == [5, 6, 7, 8]
+    for number in (8, 5, 7):
+        found, truth = segment.gradients(number), gradients(number)
+        assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in truth.items()}
+        assert bits(segment.buffers(number)["mean"]) == bits(truth["c"])
+        places = segment.gradients(number, places=True)
+        assert list(places) == ["b"] and torch.equal(places["b"], truth["b"].nonzero().view(-1))
+    segment.close()
+    segment.close()
+
+
+def test_any_damaged_byte_is_found(tmp_path):
+    path = written(tmp_path, 1, 2)
+    data, seed = path.read_bytes(), random.randrange(2**32)
+    print("seed", seed, "bytes", len(data))
+    rng = random.Random(seed)
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises((CorruptCheckpoint, UnsupportedFormat)):
+            read_all(path)
+    for size in {0, 1, 15, len(data) - 1, *(rng.randrange(len(data)) for _ in range(50))}:
+        path.write_bytes(data[:size])
+        with pytest.raises(CorruptCheckpoint):
+            read_all(path)
+    path.write_bytes(data)
+    read_all(path)
+
+
+@pytest.mark.parametrize("name", [
+    f"{SESSION}-000000006-000000009-00000.grads", f"{SESSION}-000000005-000000007-00000.grads",
+    f"{SESSION}-000000005-000000008-00001.grads", f"ffff{SESSION[4:]}-000000005-000000008-00000.grads",
+])
+def test_renamed(tmp_path, name):
+    path = written(tmp_path, 5, 8)
+    renamed = path.rename(path.with_name(name))
+    with pytest.raises(CorruptCheckpoint, match="renamed"):
+        Segment(renamed)
+
+
+def test_a_newer_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "_VERSION", 2)
+    path = written(tmp_path, 1, 1)
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedFormat, match="version 2, this dsq_ckpt reads up to 1; upgrade"):
+        Segment(path)
+
+
+def test_a_file_of_something_else(tmp_path):
+    (tmp_path / "log").mkdir()
+    with ContainerWriter(tmp_path / "log", f"{SESSION}-000000001-000000001-00000.grads", False) as writer:
+        writer.finish({"tensors": {}})
+    with pytest.raises(CorruptCheckpoint, match="is no segment"):
+        Segment(writer.path)
+
+
+def course(run, after=0, last=None):
+    found = segments.course(run, SESSION, after, last)
+    return len(found.segments), found.ended
+
+
+def test_course(tmp_path):
+    assert course(tmp_path) == (0, None)
+    for first, last in ((1, 3), (4, 4), (5, 9)):
+        for rank in range(2):
+            written(tmp_path, first, last, rank, 2)
+    written(tmp_path, 1, 20, session="f" * 16)
+    assert course(tmp_path) == (9, None)
+    assert course(tmp_path, 4) == (5, None)
+    assert course(tmp_path, 1, 6) == (5, None)
+    assert course(tmp_path, 9) == (0, None)
+    assert course(tmp_path, 30) == (0, None)
+    assert [[segment.path.name[-7] for segment in step] for step in
+            segments.course(tmp_path, SESSION, 7).segments] == [["0", "1"]] * 2
+
+
+def test_a_share_is_missing(tmp_path):
+    written(tmp_path, 1, 3, 0, 2)
+    written(tmp_path, 1, 2, 1, 2)
+    written(tmp_path, 4, 6, 0, 2)
+    steps, ended = course(tmp_path)
+    assert steps == 2 and ended == "step 3 is not complete: the share of rank(s) 1 is missing"
+
+
+def test_a_gap(tmp_path):
+    for step in (1, 2, 5):
+        written(tmp_path, step, step)
+    assert course(tmp_path) == (2, "step 3 is missing, although step 5 is there")
+    assert course(tmp_path, 2) == (0, "step 3 is missing, although step 5 is there")
+    assert course(tmp_path, 0, 2) == (2, None)
+
+
+def test_a_damaged_one(tmp_path):
+    for step in (1, 2, 3):
+        path = written(tmp_path, step, step)
+    path.write_bytes(path.read_bytes()[:-1])
+    steps, ended = course(tmp_path)
+    assert steps == 2 and ended.startswith("step 3 cannot be read") and path.name in ended
+
+
+def test_more_segments_than_open_files(tmp_path):
+    resource = pytest.importorskip("resource")
+    for step in range(1, 61):
+        written(tmp_path, step, step)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limit[1]))
+    try:
+        assert course(tmp_path) == (60, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_what_snapshots_do_not_need(tmp_path):
+    for first, last in ((1, 3), (4, 6), (7, 9)):
+        written(tmp_path, first, last)
+    other = written(tmp_path, 1, 2, session="f" * 16)
+    (tmp_path / "log" / "notes.txt").write_text("not ours")
+
+    def left(**kept):
+        return sorted(path.name[17:36] for path in segments.superseded(tmp_path, kept) if path != other)
+
+    assert left(**{SESSION: 0}) == []
+    assert left(**{SESSION: 5}) == ["000000001-000000003"]
+    assert left(**{SESSION: 6}) == ["000000001-000000003", "000000004-000000006"]
+    assert other in segments.superseded(tmp_path, {SESSION: 6})
+
+
+def test_leftovers(tmp_path, monkeypatch):
+    """What a writer that was killed leaves; and nothing of one that failed."""
+    path = written(tmp_path, 1, 1)
+    torn = path.with_name(f".{path.name}.0a1b2c3d.tmp")
+    shutil.copy(path, torn)
+    assert list(segments.leftovers(tmp_path)) == [torn]
+    assert [found for _, found in segments.names(tmp_path)] == [path]
+    monkeypatch.setattr(ContainerWriter, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        written(tmp_path, 2, 2)
+    assert sorted(os.listdir(tmp_path / "log")) == sorted([path.name, torn.name])
+
+
+def test_blocks_are_read_once_more_after_damage(tmp_path):
+    """A segment that opens whose data was altered: an error when the step is read, not other numbers."""
+    path = written(tmp_path, 1, 3)
+    segment = Segment(path)
+    offset, size, checksum = segment.steps[2]["blocks"][0]
+    data = bytearray(path.read_bytes())
+    assert xxhash.xxh3_64_hexdigest(bytes(data[offset : offset + size])) == checksum
+    data[offset] ^= 1
+    path.write_bytes(data)
+    segment = Segment(path)
+    segment.gradients(1)
+    with pytest.raises(DSQError, match="altered"):
+        segment.gradients(2)
+    segment.gradients(3)
+    segment.close()

@@ -1,0 +1,137 @@
+"""Snapshots: what is in them, which are taken, and which go."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
+from dsq_ckpt.lowdiff import segments, snapshots
+from dsq_ckpt.lowdiff.snapshots import Piece, Snapshot
+from dsq_ckpt.manifest import MANIFEST, Manifest
+from tests.lowdiff.loops import bits
+from tests.states import mixed_state
+
+SESSION = "0123456789abcdef"
+
+
+def tensors():
+    state = mixed_state()
+    found = {
+        f"{part}.{name}": tensor.contiguous() for part in ("lossy", "small", "counts")
+        for name, tensor in state[part].items() if "complex" not in name
+    }
+    found["small.odd"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    return found
+
+
+def saved(run, step, session=SESSION, base="exact", **meta):
+    (run / segments.LOG).mkdir(exist_ok=True)
+    pieces = [Piece(("model", name), tensor) for name, tensor in tensors().items()]
+    snapshots.save(
+        run, step, pieces, {"session": session, "step": step, **meta}, snapshots.config_of(base), SingleProcess()
+    )
+    return snapshots.directory_of(run, step)
+
+
+def segment(run, session, first, last, rank=0):
+    path = run / segments.LOG / str(segments.Name(session, first, last, rank))
+    path.touch()
+    return path
+
+
+def test_round_trip(tmp_path):
+    path = saved(tmp_path, 12, hyper=[{"lr": {"$float": "inf"}}])
+    assert path.name == "step-000000012" and Manifest.read(path).parent is None
+    with Snapshot(path) as snapshot:
+        assert snapshot.meta["step"] == 12 and snapshot.meta["hyper"] == [{"lr": {"$float": "inf"}}]
+        assert not snapshot.lossy and list(snapshot.damaged()) == []
+        for name, tensor in tensors().items():
+            found = snapshot.tensor(f"model.{name}")
+            assert snapshot.shape(f"model.{name}") == (tuple(tensor.shape), tensor.dtype)
+            assert found.dtype == tensor.dtype and bits(found) == bits(tensor), name
+        with pytest.raises(CorruptCheckpoint, match=r"has no 'model\.nothing'"):
+            snapshot.tensor("model.nothing")
+
+
+def test_lossy(tmp_path):
+    whole = saved(tmp_path, 1)
+    small = saved(tmp_path, 2, base="dsq")
+    with Snapshot(small) as snapshot:
+        assert snapshot.lossy and snapshot.meta["step"] == 2
+        assert bits(snapshot.tensor("model.counts.long")) == bits(tensors()["counts.long"])
+    sizes = [sum(file.stat().st_size for file in path.glob("*.dsq")) for path in (whole, small)]
+    assert sizes[1] < sizes[0]
+
+
+def test_what_they_may_be():
+    assert not snapshots.is_lossy(snapshots.config_of("exact"))
+    assert snapshots.is_lossy(snapshots.config_of("dsq"))
+    assert snapshots.is_lossy(snapshots.config_of({"quantize": {"min_elements": 64}}))
+    with pytest.raises(ConfigError):
+        snapshots.config_of("small")
+
+
+def test_something_else(tmp_path, monkeypatch):
+    path = tmp_path / "step-000000001"
+    dsq_ckpt.save({"x": torch.ones(3)}, path)
+    with pytest.raises(CheckpointNotFound, match="not a snapshot of a gradient log"):
+        Snapshot(path)
+    assert snapshots.about(path) is None and snapshots.about(tmp_path / "nowhere") is None
+    monkeypatch.setattr(snapshots, "_VERSION", 2)
+    newer = saved(tmp_path, 2)
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedFormat, match="log of version 2"):
+        Snapshot(newer)
+
+
+def test_order(tmp_path):
+    """By age, also after a return to an older one; those whose manifest is damaged at the place of their step."""
+    for step in (5, 10, 20, 15):
+        saved(tmp_path, step)
+    (tmp_path / "step-000000099").mkdir()
+    (tmp_path / "other").mkdir()
+
+    def order():
+        return [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)]
+
+    assert order() == [15, 20, 10, 5]
+    (snapshots.directory_of(tmp_path, 10) / MANIFEST).write_text(json.dumps({"format": "?"}))
+    assert order() == [15, 20, 10, 5]
+    assert [manifest is None for _, manifest in snapshots.newest_first(tmp_path)] == [False, False, True, False]
+
+
+def test_retire(tmp_path):
+    for step in (4, 8, 12):
+        saved(tmp_path, step)
+    old, across, new = (segment(tmp_path, SESSION, first, first + 2) for first in (5, 7, 9))
+    before = segment(tmp_path, "f" * 16, 1, 3)
+    snapshots.retire(tmp_path, 3)
+    assert old.exists() and not before.exists()
+    snapshots.retire(tmp_path, 2)
+    assert [path.name for path, _ in snapshots.newest_first(tmp_path)] == ["step-000000012", "step-000000008"]
+    assert not old.exists() and across.exists() and new.exists()
+    snapshots.retire(tmp_path, 1)
+    assert not across.exists() and not new.exists() and not snapshots.directory_of(tmp_path, 8).exists()
+
+
+def test_retire_leaves_what_is_not_its_own(tmp_path):
+    """Checkpoints of the engine beside it, pinned ones, and ones that cannot be read."""
+    dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "step-000000001")
+    damaged = saved(tmp_path, 2)
+    (damaged / MANIFEST).write_text("{}")
+    saved(tmp_path, 3)
+    kept = segment(tmp_path, SESSION, 4, 6)
+    snapshots.retire(tmp_path, 1)
+    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2", "3"] and kept.exists()
+
+
+def test_without_a_snapshot_nothing_goes(tmp_path):
+    (tmp_path / segments.LOG).mkdir()
+    kept = segment(tmp_path, SESSION, 1, 3)
+    snapshots.retire(tmp_path, 1)
+    assert kept.exists()
