@@ -1,0 +1,117 @@
+"""The constants of each system that the simulations need, all measured in one run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from evaluation.lowdiff.checkfreq import BOUND
+from evaluation.lowdiff.process import Worker
+from evaluation.lowdiff.recovery import FULL, IN_MEMORY, persisted_times, recovery_times
+from evaluation.lowdiff.rounds import Costs, measure
+from evaluation.lowdiff.systems import OURS, WITHOUT
+from evaluation.lowdiff.training import NEVER, Bench, options_of, own_policy, plan_for
+from evaluation.report import Column, Row, digits
+
+SPARSE = 10
+"""Steps between checkpoints that do not wait for each other: what one of them stalls training is measured there."""
+NEAR, FAR = 2, 50
+"""Steps since the full checkpoint at two recoveries: their difference tells what a step of replay takes."""
+
+
+def constants(bench: Bench, systems: Sequence[str], repeats: int) -> list[Row]:
+    """Measure a row of constants for each system, all in seconds.
+
+    `iteration`: of a step without checkpoints; `overhead`: that a step takes longer with a checkpoint in each; `stall`:
+    that one checkpoint costs training where there is one in every `SPARSE` steps (of systems with full ones); `lag`:
+    from the end of a step until its checkpoint can be used; `load`: until training goes on from a full state; `replay`:
+    of each step after it; `disk_load`: of a state on disk, where `load` is of one in memory. Of CheckFreq `policy` is
+    the interval that it chose by itself, and its overhead per step; of LowDiff `tuner` is what it measured of itself;
+    of LowDiff+ `persist` is the time to write a state.
+    """
+    found: dict[str, Row] = {system: {"name": system} for system in systems if system != WITHOUT}
+    every_step = {system: bench.job(system, "-1", **_logged(system)) for system in found}
+    for system, costs in measure(every_step, bench.plan, bench.report).items():
+        found[system] |= {
+            "iteration": statistics.median(costs.alone), "overhead": _per_step(costs), "about": costs.about,
+            "measured_overhead": statistics.median(costs.overhead), "stalled": statistics.median(costs.stalls),
+        }
+    sparse = {system: bench.job(system, "-sparse", every=SPARSE) for system in found if system in FULL}
+    for system, costs in measure(sparse, plan_for(bench.plan, SPARSE), bench.report).items() if sparse else ():
+        found[system]["stall"] = SPARSE * _per_step(costs)
+    if "checkfreq" in found:
+        chosen = own_policy(bench, BOUND)
+        found["checkfreq"]["policy"] = {
+            "every": chosen["interval"], "overhead": max(chosen["overhead"], chosen["stall"]) * chosen["alone"]
+        }
+    for system, row in found.items():
+        row |= _lag(bench, system, repeats)
+    for row in recovery_times(bench, list(found), (NEAR, FAR), repeats, again=False):
+        found[row["name"]].setdefault("recoveries", {})[row["interval"]] = row["cold"]
+    for row in persisted_times(bench, [system for system in IN_MEMORY if system in found], repeats):
+        found[row["name"].partition(",")[0]]["disk_load"] = row["cold"]
+    for system, row in found.items():
+        near, far = row["recoveries"][NEAR], row["recoveries"][FAR]
+        logged = system in ("naive", "lowdiff")
+        row["replay"] = max(0.0, (far - near) / (FAR - NEAR)) if logged else 0.0
+        row["load"] = max(0.0, near - NEAR * row["replay"])
+    if "lowdiff" in found:
+        found["lowdiff"]["tuner"] = tuner = _tuner(bench)
+        if "lowdiff+" in found:  # its states are written by the same engine
+            found["lowdiff+"]["persist"] = tuner["snapshot_bytes"] / tuner["bandwidth"]
+    return list(found.values())
+
+
+def _per_step(costs: Costs) -> float:
+    """Seconds that a step takes longer: what was measured, which noise may hide, but no less than the training thread
+    itself was in the system.
+    """
+    return max(statistics.median(costs.overhead) * statistics.median(costs.alone), statistics.median(costs.stalls))
+
+
+def _logged(system: str) -> dict[str, Any]:
+    """Options for a checkpoint in every step, full ones aside."""
+    extra: dict[str, dict[str, Any]] = {"naive": {"full_every": NEVER}, "lowdiff": {"snapshot_every": NEVER}}
+    return {**options_of(system), **extra.get(system, {})}
+
+
+def _lag(bench: Bench, system: str, repeats: int) -> Row:
+    """Seconds until a checkpoint can be used, and bytes of a state."""
+    options = {"naive": {"full_every": 1}} | {name: {} for name in OURS}
+    job = replace(bench.job(system, "-lag"), options=options.get(system, {"every": 1}))
+    with Worker(job) as worker:
+        worker.call("prepare")
+        worker.call("train", 0, bench.plan.lead)
+        worker.call("wait")
+        lags = [worker.call("lag") for _ in range(repeats)]
+        size = worker.call("bytes")["state"]
+        worker.call("finish")
+    return {"lag": statistics.median(lags) if system not in OURS else None, "state_bytes": size}
+
+
+def _tuner(bench: Bench) -> Row:
+    """What LowDiff's tuner knows after a run: snapshot_every and batch are its own, and so are the measurements."""
+    job = bench.job("lowdiff", "-tuner", snapshot_every=SPARSE)
+    with Worker(job) as worker:
+        worker.call("prepare")
+        worker.call("train", 6 * SPARSE)
+        worker.call("finish")
+    with Worker(job) as worker:
+        worker.call("recover")
+        found: Row = worker.call("costs")
+    return found
+
+
+COLUMNS = (
+    Column("<system", "name"), Column("iteration, s", "iteration", digits(4)),
+    Column("overhead, ms", "overhead", lambda value: f"{1e3 * value:.2f}"),
+    Column("stall, ms", "stall", lambda value: f"{1e3 * value:.1f}"),
+    Column("lag, ms", "lag", lambda value: f"{1e3 * value:.1f}"),
+    Column("load, ms", "load", lambda value: f"{1e3 * value:.1f}"),
+    Column("replay, ms / step", "replay", lambda value: f"{1e3 * value:.2f}"),
+)
+NOTES = f"""\
+Overhead: of a step, with a checkpoint in each; stall: of a checkpoint where there is one in every {SPARSE} steps; lag:
+until it can be used; load: of a full state; replay: of each step after it."""

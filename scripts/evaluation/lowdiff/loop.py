@@ -1,0 +1,165 @@
+"""The training loop that all systems share, and what is measured in it.
+
+The demo's GPT is trained with AdamW, clipping and a schedule, by DDP on one rank: communication hooks run as in a job
+of many. Torch has one thread, on one CPU; checkpointing has another.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from evaluation import create
+from evaluation.lowdiff.base import System, live_tensors
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained.
+
+    Attributes:
+        workload: Name of a language workload.
+        batch: Rows of a batch; None: the workload's own.
+        seed: Of weights and batches.
+        compressor: Of gradients, as `dsq_ckpt.lowdiff` names it; "none": they are not compressed.
+    """
+
+    workload: str = "gpt"
+    batch: int | None = None
+    seed: int = 0
+    compressor: str = "none"
+
+
+class Training:
+    """A model in training; batches and learning rates are functions of the step and the seed alone.
+
+    Args:
+        setting: What is trained.
+        hook: Whether gradients are compressed here; else the system of checkpointing does it.
+
+    Attributes:
+        model: The model, in DDP.
+        optimizer: AdamW.
+        done: Steps that are done.
+    """
+
+    def __init__(self, setting: Setting, hook: bool = True) -> None:
+        torch.set_num_threads(1)
+        if not dist.is_initialized():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works where the host cannot resolve its own name
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._workload = create(setting.workload, setting.seed)
+        self._batch = setting.batch or self._workload.plan.batch_size
+        self.model = DistributedDataParallel(self._workload.model)
+        self.optimizer = self._workload.optimizer
+        plan = self._workload.plan
+        self.scheduler = LambdaLR(self.optimizer, lambda step: plan.rate_at(min(step, plan.steps)) / plan.rate)
+        self.done = 0
+        self.compressor: Any = None
+        if hook and setting.compressor != "none":
+            from dsq_ckpt.lowdiff.compressors import compressor
+
+            self.compressor = compressor(setting.compressor)
+            self.compressor.attach(self.model)
+
+    def step(self) -> None:
+        """Make one step."""
+        inputs, targets = self._rows(self.done)
+        logits = self.model(inputs)
+        nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
+        if self._workload.plan.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._workload.plan.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        if self.compressor is not None:
+            self.compressor.take()  # nobody asks for it
+        self.done += 1
+
+    def go_to(self, step: int) -> None:
+        """Model and optimizer are now those of another step."""
+        self.done = step
+        self.scheduler.last_epoch = step
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(step)
+
+    def state_bytes(self) -> int:
+        """Bytes of weights and moments in fp32: what a full checkpoint holds."""
+        return sum(tensor.nbytes for tensor in live_tensors(self.model, self.optimizer).values())
+
+    def _rows(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text = getattr(self._workload, "text", None)
+        if text is None:
+            raise ValueError(f"{self._workload.name} is no language workload")
+        inputs, targets = text.batch(step, 0, 1, self._batch)
+        return inputs, targets
+
+
+@dataclass
+class Block:
+    """Some consecutive steps of one system.
+
+    Attributes:
+        seconds: Of each, the system's part included.
+        stalls: Of these, what was spent in the system on the training thread, between steps and before updates.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+
+
+class Loop:
+    """A training and its system of checkpointing.
+
+    Args:
+        training: At the step it begins with.
+        system: Not yet prepared.
+    """
+
+    def __init__(self, training: Training, system: System) -> None:
+        self.training = training
+        self.system = system
+        self._waited = self._before = 0.0
+        # Hooks run in the order in which they were registered: the system's own are between these two.
+        training.optimizer.register_step_pre_hook(self._start)
+        system.prepare(training.model, training.optimizer, training.done)
+        training.optimizer.register_step_pre_hook(self._stop)
+
+    def run(self, steps: int, lead: int = 0, each: Callable[[], None] = lambda: None) -> Block:
+        """Train.
+
+        Args:
+            steps: That are timed.
+            lead: Steps before them. They fill queues and caches, so that the timed ones show the steady state and
+                leave as much work behind as they found.
+            each: Called after every step, outside of what is timed.
+        """
+        block = Block()
+        for number in range(lead + steps):
+            started, self._waited = time.perf_counter(), 0.0
+            self.training.step()
+            stepped = time.perf_counter()
+            self.system.after_step(self.training.done)
+            ended = time.perf_counter()
+            if number >= lead:
+                block.seconds.append(ended - started)
+                block.stalls.append(self._waited + ended - stepped)
+            each()
+        return block
+
+    def _start(self, *_: Any) -> None:
+        self._before = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        self._waited = time.perf_counter() - self._before
