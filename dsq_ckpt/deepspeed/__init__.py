@@ -4,12 +4,19 @@
 
 `initialize` stands for `deepspeed.initialize`; `attach` is for an engine that is there already; `install` makes every
 engine of this process look for the block, which `python -m dsq_ckpt.launch train.py` does before it runs a script.
+
+    log = dsq_ckpt.deepspeed.gradient_log(engine, "run")
+    ...
+    engine.step(); log.step()
+
+`gradient_log` has every step on disk by its gradients, and `recover` gives an engine the state after the last one.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +32,7 @@ from dsq_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
+    from dsq_ckpt.deepspeed.log import gradient_log, recover
 
 BLOCK = "dsq_checkpoint"
 """The key of the block in DeepSpeed's configuration."""
@@ -194,6 +202,13 @@ def _as_config(config: DSQConfig | dict[str, Any]) -> DSQConfig:
         raise ConfigError(str(error).replace("configuration", BLOCK, 1)) from None
 
 
+def __getattr__(name: str) -> Any:
+    """What logs gradients, when it is first asked for: checkpoints do without it."""
+    if name in ("gradient_log", "recover"):
+        return getattr(importlib.import_module("dsq_ckpt.deepspeed.log"), name)
+    raise AttributeError(f"module 'dsq_ckpt.deepspeed' has no attribute {name!r}")
+
+
 def _deepspeed() -> Any:
     try:
         import deepspeed
@@ -202,4 +217,4 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-__all__ = ["BLOCK", "attach", "initialize", "install", "quality"]
+__all__ = ["BLOCK", "attach", "gradient_log", "initialize", "install", "quality", "recover"]

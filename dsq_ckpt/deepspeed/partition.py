@@ -99,7 +99,7 @@ def inventory(engine: Any) -> Inventory:
         return Inventory()
     found = Inventory()
     names: Mapping[torch.Tensor, str] = engine.param_names
-    for key, tensor, segments, replicated in _masters(engine, names):
+    for key, tensor, segments, replicated in masters(engine, names):
         state = _state_of(engine).get(key, {})
         known = [
             Buffer(name, value, segments, replicated) for name, value in state.items()
@@ -148,11 +148,16 @@ def _groups(engine: Any) -> list[list[torch.Tensor]]:
     return []
 
 
-_Master = tuple[Any, torch.Tensor, list[Segment], bool]
+Master = tuple[Any, torch.Tensor, list[Segment], bool]
 
 
-def _masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[_Master]:
-    """The optimizer's key of each master tensor, the tensor, its segments, and whether all ranks have the same."""
+def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
+    """The optimizer's key of each master tensor, the tensor, its segments, and whether all ranks have the same.
+
+    Args:
+        engine: of DeepSpeed, one whose names are known.
+        names: of the module's parameters.
+    """
     optimizer, groups = engine.optimizer, _groups(engine)
     base = engine.basic_optimizer.param_groups
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO 1 and 2

@@ -95,6 +95,7 @@ def test_examples(tmp_path, monkeypatch):
     python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", script, timeout=280)
     assert (tmp_path / "run" / "global_step3" / "manifest.json").exists()
     assert (tmp_path / "searched" / "global_step3" / "manifest.json").exists()
+    assert len(list((tmp_path / "logged" / "log").glob("*.closed"))) == 1
 
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}

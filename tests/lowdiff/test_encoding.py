@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt.errors import DSQError
@@ -143,6 +143,32 @@ def test_the_scale_is_found(scale, seed):
     for found in scales:
         for one, other in zip(before, after, strict=True):
             assert torch.equal(one * torch.tensor(found), other)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@settings(deadline=None, max_examples=40)
+@given(st.floats(2**-20, 1.0, width=32), st.floats(1e-3, 1e3), st.integers(0, 2**32 - 1))
+def test_values_tell_their_scale(half, scale, size, seed):
+    """Nothing is known but the type: 16-bit floats times some number are stored as such, with padding and without."""
+    values = torch.randn(2000, generator=torch.Generator().manual_seed(seed)).mul_(size).to(half).float()
+    values[:seed % 1990] = 0
+    values *= torch.tensor(scale, dtype=torch.float32)
+    blocks = []
+    entry = encode_dense(values, [1.0], half, None, lambda block: blocks.append(block) or len(blocks) - 1, search=True)
+    assert entry["as"] == "half"
+    out = torch.empty_like(values)
+    decode(entry, out, blocks.__getitem__)
+    assert bits(out) == bits(values)
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, 0.3], [0.3, 1.2345678], [1e-45, 0.0]])
+def test_values_that_are_of_no_scale(values):
+    values, blocks = torch.tensor(values), []
+    add = lambda block: blocks.append(block) or len(blocks) - 1  # noqa: E731
+    entry = encode_dense(values, [1.0], torch.bfloat16, None, add, search=True)
+    out = torch.empty_like(values)
+    decode(entry, out, blocks.__getitem__)
+    assert bits(out) == bits(values)
 
 
 def test_no_scale():

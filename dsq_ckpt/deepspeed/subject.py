@@ -1,0 +1,259 @@
+"""A DeepSpeed engine as what a gradient log is of: its master weights, which its basic optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsq_ckpt.deepspeed.partition import has_unknown_names, masters
+from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.lowdiff.replay import by_parameter
+from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, dtype_name
+
+ENGINE = "deepspeed"
+"""The name under which the engine's own state is logged."""
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_PLAIN = (bool, int, float, type(None))
+
+
+class EngineState:
+    """What an engine counts, its scheduler, and its loss scaler."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, as far as the scheduler's is."""
+        engine = self._engine
+        return {
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+            "scaler": {key: value for key, value in self._scaler().items() if type(value) in _PLAIN},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            LoadFailed: one engine has a scheduler, and the other has none; nothing was changed.
+        """
+        engine, scheduler = self._engine, state["scheduler"]
+        if (scheduler is None) != (engine.lr_scheduler is None):
+            has = "without a scheduler, and this engine has one" if scheduler is None else "with a scheduler"
+            raise LoadFailed(f"the run was logged {has}; make the engine from the same configuration")
+        if scheduler is not None:
+            engine.lr_scheduler.load_state_dict(scheduler)
+        for name, value in state["counters"].items():
+            setattr(engine, name, value)
+        self._scaler().update(state["scaler"])
+
+    def _scaler(self) -> dict[str, Any]:
+        optimizer = self._engine.optimizer
+        found = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+        return {} if found is None else vars(found)
+
+
+class EngineSubject(Subject):
+    """The master weights of an engine, by names.
+
+    In ZeRO stage 0 all ranks have the same, by the names of their parameters; in the stages 1 to 3 each rank has flat
+    partitions of its own, "group0.rank1". The module's weights are no part of it: they are what casting the masters
+    gives. Buffers and frozen weights are, of each rank its own, since nothing keeps them alike.
+
+    Args:
+        engine: of DeepSpeed.
+        states: by name, what is logged with every step besides the engine's own state.
+
+    Raises:
+        ConfigError: a step of the engine cannot be repeated from gradients.
+    """
+
+    def __init__(self, engine: Any, states: Mapping[str, Stateful] | None = None) -> None:
+        self.model = engine.module
+        self.optimizer = engine.basic_optimizer
+        self.states = {ENGINE: EngineState(engine), **(states or {})}
+        self.aliases = {}
+        self._engine = engine
+        check(engine)
+        self._check_optimizer()
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._names = {}
+        self.parameters = {}
+        self.partitioned = False
+        found = list(masters(engine, engine.param_names))
+        self._groups = [[] for _ in self.optimizer.param_groups]
+        for number, (_, tensor, segments, replicated) in enumerate(found):
+            self.partitioned = not replicated
+            if replicated and len(segments) == 1 and segments[0].length == tensor.numel():
+                name = segments[0].name
+            else:
+                name = f"group{number}" if replicated else f"group{number}.rank{self._rank}"
+            self.parameters[name] = cast(nn.Parameter, tensor)
+            self._groups[self._group_number(number, tensor)].append(name)
+        self._hyper = super().hyper()
+        stage = engine.zero_optimization_stage()
+        self.layout = f"DeepSpeed's ZeRO stage {stage} ({type(engine.optimizer).__name__}) on {self._ranks} rank(s)"
+
+    def entries(self, ranks: int) -> list[Entry]:
+        """All masters of all ranks: partitions belong to the rank that has them, others are dealt out."""
+        if not self.partitioned:
+            return super().entries(ranks)
+        return [
+            Entry(_of_rank(name, rank), tuple(tensor.shape), dtype_name(tensor.dtype), self.group_of(name), rank)
+            for rank in range(self._ranks) for name, tensor in self.parameters.items()
+        ]
+
+    def is_own(self, path: tuple[str, ...]) -> bool:
+        """Whether a tensor is this rank's and no other's."""
+        return path[0] == MODEL and path[1].endswith(f".rank{self._rank}")
+
+    def calls(self) -> list[list[str]]:
+        """DeepSpeed lets the optimizer update one partition at a time."""
+        return [[name] for name in self.parameters] if self.partitioned else super().calls()
+
+    def updated_in(self, groups: list[dict[str, Any]]) -> set[str]:
+        """Names of the masters in groups of the optimizer, as it has them within a step."""
+        names = {id(tensor): name for name, tensor in self.parameters.items()}
+        return {names[id(tensor)] for group in groups for tensor in group["params"] if id(tensor) in names}
+
+    def changed(self) -> bool:
+        """Whether the engine has other masters than when this was made."""
+        if len(self.optimizer.param_groups) != len(self._groups):
+            return False  # within a step, in which DeepSpeed shows one group at a time
+        now = [id(tensor) for _, tensor, *_ in masters(self._engine, self._engine.param_names)]
+        return now != [id(tensor) for tensor in self.parameters.values()]
+
+    def hyper(self) -> list[dict[str, Any]]:
+        """Hyperparameters of each group. Within a step DeepSpeed may show the optimizer one group at a time; of the
+        others they are as they were last seen.
+        """
+        seen = super().hyper()
+        if len(seen) == len(self._groups):
+            self._hyper = seen
+        else:
+            now = list(self._hyper)
+            for group, values in zip(self.optimizer.param_groups, seen, strict=True):
+                for name in self.updated_in([group]):
+                    now[self.group_of(name)] = values
+            self._hyper = now
+        return self._hyper
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Persistent buffers, by names that say whose they are."""
+        for name, buffer in super().buffers():
+            yield f"{name}.rank{self._rank}", buffer
+
+    def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
+        """See `Subject.tensors`; of other ranks' partitions there are none."""
+        for name, tensor in self.parameters.items():
+            yield (MODEL, name), tensor.detach(), name
+        for parameter, name in self._engine.param_names.items():
+            if parameter.requires_grad or name in self.parameters:
+                continue
+            if hasattr(parameter, "ds_tensor"):  # partitioned by ZeRO 3
+                yield (MODEL, f"{name}.rank{self._rank}"), parameter.ds_tensor.detach(), None
+            else:
+                yield (MODEL, name), parameter.detach(), None
+        for name, buffer in self.buffers():
+            yield (MODEL, name), buffer.detach(), None
+        for name, tensor in self.parameters.items():
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if torch.is_tensor(value):
+                    yield (OPTIMIZER, "state", name, key), value.detach(), name
+
+    def plain_state(self) -> dict[str, dict[str, Any]]:
+        """See `Subject.plain_state`. All ranks do the same steps, so that what is true of one rank is of all."""
+        return self._of_all(super().plain_state())
+
+    def state_keys(self) -> dict[str, list[str]]:
+        """See `Subject.state_keys`; of all ranks."""
+        return self._of_all(super().state_keys())
+
+    def replace_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the optimizer this state; tensors are filled in place, since DeepSpeed has views of them."""
+        before = {name: dict(self.optimizer.state.get(tensor, {})) for name, tensor in self.parameters.items()}
+        super().replace_state(state)
+        with torch.no_grad():
+            for name, tensor in self.parameters.items():
+                own = self.optimizer.state.get(tensor, {})
+                for key, value in own.items():
+                    old = before[name].get(key)
+                    if torch.is_tensor(old) and torch.is_tensor(value) and _alike(old, value):
+                        own[key] = old.copy_(value)
+
+    @contextmanager
+    def replayable(self) -> Iterator[None]:
+        """Let the optimizer's groups hold what they update, which ZeRO 3 puts into them for each update alone, and keep
+        the memory for gradients that DeepSpeed has where the optimizer is offloaded.
+        """
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        gradients = [tensor.grad for tensor in self.parameters.values()]
+        for group, names in zip(groups, self._groups, strict=True):
+            group["params"] = [self.parameters[name] for name in names]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+            for tensor, gradient in zip(self.parameters.values(), gradients, strict=True):
+                tensor.grad = gradient
+
+    def _group_number(self, number: int, tensor: torch.Tensor) -> int:
+        """Of the optimizer's group that a master is updated with."""
+        of_sub_group = getattr(self._engine.optimizer, "sub_group_to_group_id", None)
+        if of_sub_group is not None:
+            return int(of_sub_group[number])
+        for group, values in enumerate(self.optimizer.param_groups):
+            if any(parameter is tensor for parameter in values["params"]):
+                return group
+        raise ConfigError(f"master {number} of the engine is in no group of its optimizer")
+
+    def _of_all(self, found: dict[str, Any]) -> dict[str, Any]:
+        if not self.partitioned:
+            return found
+        return {_of_rank(name, rank): value for rank in range(self._ranks) for name, value in found.items()}
+
+
+def check(engine: Any) -> None:
+    """Refuse an engine whose steps cannot be repeated from gradients.
+
+    Raises:
+        ConfigError: names everything that is in the way.
+    """
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    wrong = []
+    if has_unknown_names(engine):
+        wrong.append("it has tensor, pipeline or expert parallelism, no optimizer, or one that is offloaded to NVMe")
+    elif not by_parameter(basic) and type(basic).__name__ != "FusedAdam":
+        kind = type(basic).__name__
+        why = " keeps products of its betas outside of its state" if kind == "DeepSpeedCPUAdam" else ""
+        wrong.append(
+            f"{kind}{why or ' is not known to do the same step again from the same state'}; use \"torch_adam\": true"
+        )
+    if getattr(engine, "zenflow", False) or type(optimizer).__name__.startswith(("MiCS", "SuperOffload", "ZenFlow")):
+        wrong.append(f"{type(optimizer).__name__} updates weights outside of its optimizer's step")
+    for scaler in ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler"):
+        if getattr(engine, scaler, None) is not None or getattr(optimizer, scaler, None) is not None:
+            wrong.append("torch_autocast in float16 scales the loss, and skips steps within the optimizer")
+    for legacy in ("fused_adam_legacy", "fused_lamb_legacy"):
+        if getattr(optimizer, legacy, False):
+            wrong.append("its fused optimizer is the legacy one, which is not given gradients by the parameters")
+    devices = getattr(optimizer, "subgroup_to_device", None) or {}
+    if getattr(optimizer, "offload_optimizer", False) and set(devices.values()) - {"cpu"}:
+        wrong.append("offload_optimizer.ratio is below 1, so two optimizers take turns")
+    if wrong:
+        raise ConfigError(f"gradients of this engine of DeepSpeed cannot be logged: {'; '.join(dict.fromkeys(wrong))}")
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name.rpartition('.')[0]}.rank{rank}"
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -1,0 +1,25 @@
+"""Gradient logs of DeepSpeed engines: what the worker checks is written in its docstrings."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.deepspeed.launched import ON_CPU, WORKERS, ranks
+from tests.processes import torchrun
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow
+
+
+def test_killed_and_recovered(tmp_path):
+    output = torchrun("logged", 2, tmp_path, "record", timeout=280, dies=True, workers=WORKERS, **ON_CPU)
+    assert "now everything is killed" in output, output[-8000:]
+    assert output.count("[ok]") == 20
+    output = ranks("logged", 2, tmp_path, "recover")
+    sizes = re.findall(r"\[ok\] (.*): ([\d.]+) bytes per parameter and step, (\w+)", output)
+    print(*map(" ".join, sizes), sep="\n")
+    assert len(sizes) == 9
+    assert output.count("[ok]") == 55
+    assert ranks("logged", 1, tmp_path, "refuse").count("[ok]") == 3
