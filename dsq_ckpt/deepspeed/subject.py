@@ -143,6 +143,10 @@ class EngineSubject(Subject):
             self._hyper = now
         return self._hyper
 
+    def watched(self) -> list[torch.Tensor]:
+        """The masters; the engine itself writes the weights after each step."""
+        return list(self.parameters.values())
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent buffers, by names that say whose they are."""
         for name, buffer in super().buffers():

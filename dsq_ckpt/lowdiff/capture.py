@@ -152,17 +152,18 @@ class _OnDevice:
 
 def put_buffers(
     buffers: Iterable[tuple[str, torch.Tensor]], handle: Handle, slot: int, at: int
-) -> tuple[list[list[Any]], bool]:
-    """Put buffers of the model into a slot.
+) -> tuple[list[list[Any]], bool] | None:
+    """Put buffers of the model into a slot, behind the gradients, if there are any.
 
     Returns:
-        What the process needs to find them, and whether the slot's memory is new to it.
+        What the process needs to find them, and whether the slot's memory is new to it. None: they have grown, and do
+        not fit beside the gradients.
     """
     layout = Layout()
     layout.size = at
-    found = [
-        (name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers
-    ]
+    found = [(name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers]
+    if at and layout.size > handle.arena(slot).size:
+        return None
     arena, new = handle.room(slot, layout.size)
     for _, buffer, place in found:
         arena.view(place, tuple(buffer.shape), buffer.dtype).copy_(buffer.detach())

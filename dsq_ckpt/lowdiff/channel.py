@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+import weakref
 from typing import Any
 
 from dsq_ckpt.errors import DSQError
@@ -19,6 +20,18 @@ class ChannelClosed(DSQError):
     """The other process is gone."""
 
 
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A child that is forked, as a data loader's worker, must not keep the other end from seeing that this one died."""
+    for channel in list(_open):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class Channel:
     """One end of a connection between two processes. Messages are JSON, and may bring an arena along.
 
@@ -27,6 +40,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        _open.add(self)
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -79,6 +93,7 @@ class Channel:
         arena = None
         if with_arena:
             arena = Arena(descriptors[0], os.fstat(descriptors[0]).st_size)
+            arena.close()  # it is mapped; an open descriptor would keep it beyond the last tensor in it
         return message, arena
 
     def close(self) -> None:

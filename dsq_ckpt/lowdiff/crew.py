@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 import uuid
 import warnings
@@ -14,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt import gc
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import segments, snapshots
@@ -73,13 +73,13 @@ class Crew(ABC):
         """Steps done at the snapshot that nothing can be recovered without, until it is on disk."""
         self._fresh = False
         """The process was sent no snapshot yet."""
-        self._failures, self._retry_at = 0, 0.0
+        self._failures, self._retry_at, self._starting_since = 0, 0.0, 0.0
         self._told: set[str] = set()
         self._hooks: list[Any] = []
 
     @abstractmethod
-    def close(self) -> None:
-        """Write all that was handed over, and stop."""
+    def _close(self, done: bool) -> None:
+        """Write all that was handed over, and stop; `done`: because training is, not because it failed."""
 
     @abstractmethod
     def _detach(self) -> None:
@@ -117,18 +117,17 @@ class Crew(ABC):
     def _prepare(self, resume: Recovered | None) -> None:
         """What can be wrong before anything was started."""
         (self.run / segments.LOG).mkdir(parents=True, exist_ok=True)
-        survivors = Survivors(self.run, self._comm)
-        survivors.dismiss()  # its state was recovered, or is not wanted
-        wait_for_writers(self.run, self._timeout)
         if resume is None and (found := snapshots.newest_first(self.run)):
             raise CheckpointExists(
                 f"'{self.run}' has snapshots, the newest '{found[0][0].name}': recover from them and pass what "
                 "`recover` returned as resume=, or log into another directory"
             )
+        Survivors(self.run, self._comm).dismiss()  # its state was recovered, or is not wanted
+        wait_for_writers(self.run, self._timeout)
         if self._comm.rank == 0:
             for path in segments.leftovers(self.run):
                 path.unlink(missing_ok=True)
-            gc.collect(self.run, 0)  # snapshots that were interrupted; nobody writes here now
+            snapshots.clear_interrupted(self.run)
         self._subject.hyper()
         self._subject.states_now()
 
@@ -227,6 +226,8 @@ class Crew(ABC):
         """Tell the other ranks how this one stands."""
         if self._handle is not None:
             self._guarded(lambda: self._take(self._running()))
+        if self._state == "starting" and time.monotonic() - self._starting_since > _START:
+            self._guarded(self._too_late)
         self._consensus.post({
             "broken": self._broken, "wanted": self._gap, "whole": self._whole,
             "saving": self._handle is not None and self._handle.saving,
@@ -235,6 +236,9 @@ class Crew(ABC):
             and bool(self._hooks),
             **(self._settings() if self._comm.rank == 0 else {}),
         })
+
+    def _too_late(self) -> None:
+        raise ProcessGone(f"the checkpointing process did not start within {_START:.0f} s")
 
     def _take(self, handle: Handle) -> None:
         handle.poll()
@@ -258,5 +262,5 @@ class Crew(ABC):
             warnings.warn(text if self._comm.size == 1 else f"rank {self._comm.rank}: {text}", stacklevel=4)
 
     def _at_exit(self) -> None:
-        if self._hooks:
-            self.close()
+        if self._hooks:  # Python sets what is asked for when an exception ends it
+            self._close(done=not hasattr(sys, "last_value"))

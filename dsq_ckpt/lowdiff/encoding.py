@@ -109,7 +109,7 @@ def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
             raise CorruptCheckpoint(f"a gradient has level {int(codes.max())} of {palette.numel()}")
         out.copy_(torch.from_numpy(palette.numpy()[codes]))
     elif kind == "sparse":
-        places = _places(entry, elements, get)
+        places = sparse_places(entry, elements, get)
         out.zero_()
         out[places] = _unpack(get(entry["values"]), out.dtype, places.numel())
     else:
@@ -124,11 +124,6 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of one dtype are equal bit for bit."""
     return torch.equal(as_integers(one), as_integers(other))
-
-
-def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where a gradient may be non-zero, int64, if it is stored sparse."""
-    return _places(entry, elements, get), None
 
 
 def scales_from(witnesses: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
@@ -186,7 +181,8 @@ def scales_within(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
     yield from candidates[((some / candidates).to(dtype).float() * candidates == some).all(1), 0].tolist()
 
 
-def _places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Tensor:
+def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Tensor:
+    """Where a gradient that is stored sparse may be non-zero, int64, ascending."""
     block, size = entry["gaps"]
     stream = np.frombuffer(shuffle_decompress(get(block), 1, int(size)), np.uint8)
     ends = stream != _ESCAPE

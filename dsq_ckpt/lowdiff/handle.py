@@ -22,7 +22,9 @@ _PATIENCE = 1.0
 
 
 class ProcessGone(SaveFailed):
-    """The checkpointing process died, or cannot go on; the message says why."""
+    """The checkpointing process died, or cannot go on; the message says why, and `told` whether it said so itself."""
+
+    told = False
 
 
 class Ready(Protocol):
@@ -188,28 +190,31 @@ class Handle:
                 raise ProcessGone(f"the checkpointing process was not {condition} within {timeout:.0f} s")
             self.poll(min(left, _PATIENCE))
 
-    def close(self, timeout: float | None) -> str | None:
+    def close(self, timeout: float | None, done: bool = False) -> str | None:
         """Let it write what it has and end; returns what is wrong if it did not.
 
         Args:
             timeout: seconds to wait for it; None: do not wait, and never mind.
+            done: training is done; otherwise something failed, which is another thing for those who recover.
         """
-        problem = None
+        problem, gone = None, "the checkpointing process failed"
         try:
             if timeout is not None:
                 self._send_ready(wait=True)
-            # It was closed, or is given up because something failed, which is another thing for those who recover.
-            self._channel.send({"kind": "close", "done": timeout is not None}, timeout=timeout)
+            self._channel.send({"kind": "close", "done": done}, timeout=timeout)
             if timeout is not None:
                 deadline = time.monotonic() + timeout
                 while self._process.poll() is None and time.monotonic() < deadline:
                     self.poll(0.05)
                 self.poll()  # what it said last
-        except (ChannelClosed, ProcessGone) as error:
-            problem = str(error)
+        except ProcessGone as error:
+            problem = str(error) if error.told else None
+            gone = str(error)
+        except ChannelClosed as error:
+            gone = str(error)
         if timeout is not None:
             try:
-                problem = None if self._process.wait(0.5) == 0 else problem
+                problem = problem or (None if self._process.wait(0.5) == 0 else gone)
             except subprocess.TimeoutExpired:
                 problem = problem or "the checkpointing process still has work to do, and goes on with it"
         self._channel.close()
@@ -226,7 +231,9 @@ class Handle:
         elif kind == "ready":
             self.ready = report
         elif kind == "failed":
-            raise ProcessGone(report["text"])
+            error = ProcessGone(report["text"])
+            error.told = True
+            raise error
         elif kind == "unfaithful":
             raise NotSparse(report["name"])
         else:

@@ -41,15 +41,15 @@ class Lock:
             self._descriptor = -1
 
 
-def wait_for_writers(run: Path, timeout: float) -> None:
-    """Wait until no checkpointing process writes into a run.
+def wait_for_writers(run: Path, timeout: float, session: str | None = None) -> None:
+    """Wait until no checkpointing process writes into a run, but for those of a session.
 
     Raises:
         SaveFailed: one still does after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
-        while not _released(path):
+        while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path):
             if time.monotonic() > deadline:
                 raise SaveFailed(
                     f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import Communicator
-from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
+from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import about, newest_first
 
 _PEER = struct.Struct("3i")
@@ -66,19 +68,20 @@ def listen(run: Path, rank: int) -> socket.socket | None:
 def serve(listener: socket.socket, holder: Holder, seconds: float) -> None:
     """Answer whoever asks, until the state was taken, or nobody took it within so many seconds."""
     deadline = time.monotonic() + seconds
-    with listener:
+    taken, take = socket.socketpair()
+    with listener, taken, take:
         while (left := deadline - time.monotonic()) > 0:
-            listener.settimeout(left)
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # it took too long, or the state was taken
+            ready, _, _ = select.select([listener, taken], [], [], left)
+            if taken in ready:
                 return
-            # Each by itself: one that says nothing keeps no other from being answered.
-            threading.Thread(target=_answer, args=(connection, listener, holder), daemon=True).start()
+            if ready:
+                connection, _ = listener.accept()
+                # Each by itself: one that says nothing keeps no other from being answered.
+                threading.Thread(target=_answer, args=(connection, take, holder), daemon=True).start()
 
 
-def _answer(connection: socket.socket, listener: socket.socket, holder: Holder) -> None:
-    """Answer one process; when it took the state, nobody is listened to any more."""
+def _answer(connection: socket.socket, take: socket.socket, holder: Holder) -> None:
+    """Answer one process, and shut `take` down when it took the state."""
     channel = Channel(connection)
     with suppress(Exception):  # it is gone, or is no training process
         while _same_user(connection) and (received := channel.receive(_TRANSFER)) is not None:
@@ -88,13 +91,13 @@ def _answer(connection: socket.socket, listener: socket.socket, holder: Holder) 
             elif message["kind"] == "state":
                 found = holder.after(int(message["step"]))
                 if found is None:
-                    channel.send({"tensors": None})
+                    channel.send({})
                     continue
                 tensors, meta, arena = found
                 channel.send({"tensors": tensors, "meta": meta}, arena)
                 arena.close()
             elif message["kind"] == "end":
-                listener.shutdown(socket.SHUT_RDWR)
+                take.shutdown(socket.SHUT_RDWR)
                 break
     channel.close()
 
@@ -144,17 +147,18 @@ class Survivors:
 
     def state(self) -> InMemory | None:
         """The state at the last step that all ranks can give; None if any of them is gone."""
-        told = self._comm.gather(self._ask({"kind": "status"}))
+        told = self._comm.gather(self._ask({"kind": "status"}, {"newest", "session", "ranks"}))
         if any(status is None or status[0]["ranks"] != self._comm.size for status in told):
             return None
         if len({status[0]["session"] for status in told}) > 1:
             return None
         step = min(int(status[0]["newest"]) for status in told)
-        if self._comm.broadcast(self._comm.rank == 0 and self._left_behind(told[0][0]["session"], step)):
+        session = told[0][0]["session"]
+        behind = together(self._comm, lambda: self._comm.rank == 0 and self._left_behind(session, step))
+        if self._comm.broadcast(behind):
             return None
-        own = self._ask({"kind": "state", "step": step}, _TRANSFER)
-        usable = own is not None and own[0]["tensors"] is not None
-        if not all(self._comm.gather(usable)):
+        own = self._ask({"kind": "state", "step": step}, {"tensors", "meta"}, _TRANSFER)
+        if not all(self._comm.gather(own is not None)):
             return None
         assert own is not None
         answer, arena = own
@@ -193,18 +197,36 @@ class Survivors:
         return found is not None and found["session"] != session and int(found["step"]) >= step
 
     def _ask(
-        self, question: dict[str, Any], patience: float = _PATIENCE
+        self, question: dict[str, Any], keys: Set[str], patience: float = _PATIENCE
     ) -> tuple[dict[str, Any], Arena | None] | None:
+        """Its answer, with these keys; None if it has none, or is something else."""
         if self._channel is None:
             return None
         try:
             self._channel.send(question)
-            return self._channel.receive(patience)
-        except ChannelClosed:
+            found = self._channel.receive(patience)
+        except (ChannelClosed, ValueError, IndexError, OSError):
             return None
+        return found if found is not None and isinstance(found[0], dict) and keys <= found[0].keys() else None
 
 
 def _connect(run: Path, rank: int) -> Channel | None:
+    """To the process that holds this rank's share; one that still writes may listen in a moment."""
+    deadline = time.monotonic() + _PATIENCE
+    while (channel := _connected(run, rank)) is None and _written(run) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return channel
+
+
+def _written(run: Path) -> bool:
+    try:
+        wait_for_writers(run, 0.0)
+    except SaveFailed:
+        return True
+    return False
+
+
+def _connected(run: Path, rank: int) -> Channel | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(_address(run, rank))

@@ -9,6 +9,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import Captured, put_buffers
 from dsq_ckpt.lowdiff.crew import Crew
 from dsq_ckpt.lowdiff.encoding import identical
-from dsq_ckpt.lowdiff.handle import Layout, nbytes
+from dsq_ckpt.lowdiff.handle import Layout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 from dsq_ckpt.lowdiff.watch import Watch
@@ -47,17 +48,24 @@ class Recorder(Crew):
         super().__init__(local_path(run), subject, comm, base, queue, keep, cores, timeout)
         self.steps_done = 0 if resume is None else resume.step
         self._lossy = resume is not None and resume.lossy
-        self._watch = Watch(subject.parameters.values())
+        self._watch = Watch(subject.watched())
+        self._optimizer_state = optimizer.state
         self._buffers: dict[str, torch.Tensor] = {}
         self._hyper: list[dict[str, Any]] = []
         self._stepped = False
         self._snapshot_at = self.steps_done
         together(comm, lambda: self._prepare(resume))
         self._agree()
-        together(comm, lambda: self._attach(resume))
+        try:
+            together(comm, lambda: self._attach(resume))
+        except BaseException:
+            with suppress(Exception):  # this rank may have no hook
+                self._detach()
+            raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step),
         ]
+        self._in_order()
         self._last_step, self._waited = time.perf_counter(), 0.0
         self._begin_first()
         self._last_step = time.perf_counter()
@@ -94,8 +102,8 @@ class Recorder(Crew):
     def _set(self, settings: Mapping[str, int]) -> None:
         """What rank 0 decided."""
 
-    def _sent(self, saving: bool) -> None:
-        """A step was sent; `saving`: some rank is still saving."""
+    def _all_sent(self, step: int) -> None:
+        """All ranks sent this step, and none of them is saving."""
 
     def _about(self) -> dict[str, Any]:
         """What a snapshot says of the log, besides what all say."""
@@ -125,23 +133,22 @@ class Recorder(Crew):
         agreed = self._consensus.settle()
         self._whole = self._whole or bool(agreed["whole"])
         self._set({name: agreed[name] for name in self._settings()})
-        if self._state == "running":
-            if agreed["broken"] or self._subject.changed():
-                self._suspend()
-            else:
-                self._guarded(self._send_step)
-                if not self._gap:
-                    self._guarded(lambda: self._sent(bool(agreed["saving"])))
+        if self._state == "running" and agreed["broken"]:
+            self._suspend()
+        elif self._state == "running" and self._subject.changed():
+            self._broken = True  # all ranks stop at the next step, and begin anew with what is there then
+        elif self._state == "running":
+            if not (agreed["saving"] or agreed["wanted"]):
+                self._guarded(lambda: self._all_sent(self.steps_done - 1))
+            self._guarded(self._send_step)
         self._stepped = False
+        self._in_order()
         if self._state == "running" and (self._snapshot_due() or agreed["wanted"]) and not agreed["saving"]:
             self._guarded(self._send_snapshot)
         elif self._state == "waiting" and agreed["restart"]:
-            before = self._subject
-            self._subject = self._subject_of(before.model, before.optimizer, before.states)
-            self._watch = Watch(self._subject.parameters.values())
             self._broken = False
-            self._state = "starting"
-            self._guarded(self._start)
+            self._state, self._starting_since = "starting", time.monotonic()
+            self._guarded(self._anew)
         elif self._state == "starting":
             if agreed["broken"]:
                 self._suspend()
@@ -153,13 +160,17 @@ class Recorder(Crew):
 
     def close(self) -> None:
         """Write all that was handed over, and stop; training may go on without."""
+        self._close(done=True)
+
+    def _close(self, done: bool) -> None:
+        """Stop; `done`: because training is, not because it failed."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._detach()
         atexit.unregister(self._at_exit)
         if self._handle is not None:
-            if (problem := self._handle.close(self._timeout)) is not None:
+            if (problem := self._handle.close(self._timeout, done)) is not None:
                 self._warn(f"{problem}. The last steps may not be in the log")
             self._handle = None
         self._state = "waiting"
@@ -167,8 +178,8 @@ class Recorder(Crew):
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(done=kind is None)
 
     def _measure(self) -> None:
         """How long the step took, without what it waited for its log."""
@@ -213,13 +224,40 @@ class Recorder(Crew):
 
     def _has_gap(self) -> bool:
         """Whether gradients do not lead to the parameters as they are, so that the next to be sent is a snapshot."""
-        if self._watch.changed():
+        replaced = self._subject.optimizer.state is not self._optimizer_state
+        if replaced or self._watch.changed():
             self._gap = True
+            self._optimizer_state = self._subject.optimizer.state
+            what = "the state of the optimizer was" if replaced else "parameters were"
             self._warn(
-                "parameters were changed by something other than the optimizer, of which gradients tell nothing; "
-                "whenever that happens, the log goes on with a snapshot"
+                f"{what} changed by something other than the optimizer, of which gradients tell nothing; whenever that "
+                "happens, the log goes on with a snapshot"
             )
         return self._gap
+
+    def _anew(self) -> None:
+        """Start a checkpointing process for what there is to log now.
+
+        Raises:
+            ProcessGone: that cannot be logged.
+        """
+        before = self._subject
+        try:
+            self._subject = self._subject_of(before.model, before.optimizer, before.states)
+        except ConfigError as error:
+            raise ProcessGone(str(error)) from error
+        self._watch = Watch(self._subject.watched())
+        self._optimizer_state = self._subject.optimizer.state
+        self._start()
+
+    def _in_order(self) -> None:
+        """Let the hook before a step be the last of all, since others may change gradients, and the one after it the
+        first, since others may change parameters.
+        """
+        for kind, own, last in (("pre", self._before_step, True), ("post", self._after_step, False)):
+            hooks: Any = getattr(self._subject.optimizer, f"_optimizer_step_{kind}_hooks", {})
+            for key in [key for key, hook in hooks.items() if hook == own]:
+                hooks.move_to_end(key, last=last)
 
     # What is sent.
 
@@ -248,8 +286,12 @@ class Recorder(Crew):
         changed = [(name, buffer) for name, buffer in self._own_buffers()
                    if name not in self._buffers or not identical(self._buffers[name], buffer)]
         if changed:
-            message["buffers"], grown = put_buffers(changed, self._handle, pending.slot, pending.buffers_at)
-            new = new or grown
+            put = put_buffers(changed, self._handle, pending.slot, pending.buffers_at)
+            if put is None:
+                self._gap = True
+                self._handle.release(pending.slot)
+                return
+            message["buffers"], new = put[0], new or put[1]
             self._buffers |= {name: buffer.clone() for name, buffer in changed}
         arena = self._handle.arena(pending.slot) if new else None
         self._handle.send_when(pending.copied, message, arena)

@@ -43,10 +43,11 @@ class Recovered:
         closed: the log was closed, so there was no failure.
         ended: why the log ends where it does, where some of it is missing or damaged; None: it ends as it was left.
         left_out: what was logged and could not be given back, with `partial`.
+        feedback_lost: with `partial`, what error feedback held back could not be given back.
         seconds: that loading the snapshot and replaying took.
         residual: gradients that were not sent yet, by parameter, of this rank; None: there are none for it.
         merged: steps were merged, so the state is that of a replay up to rounding.
-        sent: by parameter, where gradients were sent since the snapshot, int64.
+        sent: by parameter, where gradients were sent since the snapshot, int64; None: everywhere.
     """
 
     step: int
@@ -57,10 +58,11 @@ class Recovered:
     from_memory: bool
     ended: str | None
     left_out: list[str]
+    feedback_lost: bool
     seconds: tuple[float, float]
     compressor: str
     residual: dict[str, torch.Tensor] | None = None
-    sent: dict[str, torch.Tensor] = field(default_factory=dict)
+    sent: dict[str, torch.Tensor | None] = field(default_factory=dict)
     tuner: dict[str, Any] | None = None
     merged: bool = False
 
@@ -79,14 +81,14 @@ class Recovered:
         """Whether the run goes on exactly as it would have without the failure. What error feedback holds back is known
         at the snapshot; after steps that were replayed it is that of the snapshot, without what was sent since.
         """
-        return self.exact and (self.replayed == 0 or self.residual is None)
+        return self.exact and not self.feedback_lost and (self.replayed == 0 or self.residual is None)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What error feedback goes on with: that of the snapshot where nothing was sent since, zero elsewhere."""
         found = {name: tensor.clone() for name, tensor in (self.residual or {}).items()}
         for name, places in self.sent.items():
             if name in found:
-                found[name].view(-1)[places] = 0
+                found[name].view(-1)[slice(None) if places is None else places] = 0
         return found
 
 
@@ -136,15 +138,15 @@ def recover_subject(
     """As `recover`, of anything that is logged by names."""
     started = time.perf_counter()
     survivors = Survivors(directory, comm)
-    try:
-        in_memory = survivors.state() if memory else None
-        if in_memory is not None:
-            kept = in_memory
-            recovered = together(comm, lambda: _restore(subject, kept, comm, partial))
-            recovered.seconds = (time.perf_counter() - started, 0.0)
-            return recovered
-    finally:
+    in_memory = survivors.state() if memory else None
+    if in_memory is not None:
+        kept = in_memory
+        # If this fails the processes stay, and it may be tried again.
+        recovered = together(comm, lambda: _restore(subject, kept, comm, partial))
+        recovered.seconds = (time.perf_counter() - started, 0.0)
         survivors.dismiss()
+        return recovered
+    survivors.dismiss()
     together(comm, lambda: wait_for_writers(directory, timeout))
     chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None))
     if chosen is None:
@@ -252,7 +254,8 @@ def _restore(subject: Subject, snapshot: Snapshot | InMemory, comm: Communicator
         from_memory=isinstance(snapshot, InMemory),
         closed=isinstance(snapshot, Snapshot) and segments.end_of(snapshot.path.parent, meta["session"]).exists(),
         # Without the optimizer's state nothing can be replayed; without residuals everything can.
-        left_out=problems, seconds=(0.0, 0.0), compressor=meta["compressor"], residual=residual, tuner=meta["tuner"],
+        left_out=problems, feedback_lost=bool(lost), seconds=(0.0, 0.0), compressor=meta["compressor"],
+        residual=residual, tuner=meta["tuner"],
     )
 
 
@@ -310,7 +313,7 @@ def _replayed(
     if shared and done.steps:
         exchange(subject, share(subject, course, comm.rank), comm)
     recovered.step += done.steps
-    recovered.merged = merge
+    recovered.merged = merge and done.steps > 0
     recovered.ended = done.ended or recovered.ended
 
     def finish() -> None:
@@ -346,11 +349,16 @@ def _replay(
     return course.segments, done, shared and not subject.partitioned
 
 
-def _sent(course: Sequence[Sequence[Segment]], first: int) -> dict[str, torch.Tensor]:
-    """Where gradients were sent in these steps, by parameter."""
+def _sent(course: Sequence[Sequence[Segment]], first: int) -> dict[str, torch.Tensor | None]:
+    """Where gradients were sent in these steps, by parameter; None: everywhere."""
     found: dict[str, list[torch.Tensor]] = {}
+    everywhere: set[str] = set()
     for number, segments_of in enumerate(course, first):
         for segment in segments_of:
-            for name, places in segment.gradients(number, places=True).items():
-                found.setdefault(name, []).append(places)
-    return {name: torch.cat(places).unique() for name, places in found.items()}
+            for name, places in segment.sent(number).items():
+                if places is None:
+                    everywhere.add(name)
+                elif name not in everywhere:
+                    found.setdefault(name, []).append(places)
+    sparse = {name: torch.cat(places).unique() for name, places in found.items() if name not in everywhere}
+    return {**sparse, **dict.fromkeys(everywhere)}

@@ -7,8 +7,10 @@ process.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -78,7 +80,9 @@ class Replica(Recorder):
         self._kind = _importable(optimizer)
         self._hook, self._linger = hook, linger
         self._persist_every = self._pace = persist_every
-        self._persisted_at, self._waited_then, self._began = 0, 0.0, 0.0
+        self._persisted_at, self._wanted_pace = 0, 1
+        self._began: tuple[float, float] | None = None
+        self._ended, self._took, self._calm = (time.perf_counter(), 0.0), 0.0, 0.0
         super().__init__(
             run, model, optimizer, resume=resume, state=state, base=base, queue=queue, keep=keep, cores=cores,
             process_group=process_group, timeout=timeout,
@@ -101,6 +105,7 @@ class Replica(Recorder):
 
     def _started(self) -> None:
         room = self._buffer_room()
+        self._began, self._ended = None, (time.perf_counter(), 0.0)
         self._handover.start(self._running(), self._subject, self._own, room)
 
     def _suspend(self) -> None:
@@ -166,13 +171,20 @@ class Replica(Recorder):
     def _snapshot_due(self) -> bool:
         return False
 
-    def _sent(self, saving: bool) -> None:
-        """Have the replica saved again, as soon as it is; CheckFreq's rule, by what training waited for."""
-        if saving or self._running().saving or self.steps_done - self._persisted_at < self._pace:
+    def _all_sent(self, step: int) -> None:
+        """Have the replica saved again, as soon as it is, if that does not slow training down.
+
+        At a step that all ranks have sent, so that none waits for what another will never have.
+        """
+        if step <= self._snapshot_at or self._running().saving or step - self._persisted_at < self._pace:
             return
+        now, waited = time.perf_counter(), self._running().waited
+        if now - self._ended[0] > self._took:  # long enough to be compared with
+            self._calm = (waited - self._ended[1]) / (now - self._ended[0])
+        self._began = now, waited
         self._running().saving = True
-        self._running().send({"kind": "persist", "step": self.steps_done})
-        self._persisted_at = self.steps_done
+        self._running().send({"kind": "persist", "step": step})
+        self._persisted_at = step
 
     def _settings(self) -> dict[str, int]:
         return {"persist": self._wanted_pace}
@@ -181,17 +193,16 @@ class Replica(Recorder):
         self._pace = max(settings["persist"], self._persist_every)
 
     def _observe(self, **measured: Any) -> None:
-        if "snapshot" not in measured:
+        """CheckFreq's rule: save less often where that takes training more than a hundredth of its time. Training also
+        waits where the replica is slower than it is; what counts is what it waits for more than when nothing is saved.
+        """
+        if "snapshot" not in measured or self._began is None or self._handle is None:
             return
-        seconds = max(self._last_step - self._began, 1e-9)
-        waited = 0.0 if self._handle is None else self._handle.waited
-        if waited - self._waited_then > _SLOWED * seconds:
-            self._wanted_pace = min(2 * self._pace, 1 << 20)
-        else:
-            self._wanted_pace = max(self._pace // 2, 1)
-        self._waited_then, self._began = waited, self._last_step
-
-    _wanted_pace = 1
+        (began, before), now, waited = self._began, time.perf_counter(), self._handle.waited
+        self._took = now - began
+        slowed = waited - before - self._calm * self._took > _SLOWED * (now - self._ended[0])
+        self._wanted_pace = min(2 * self._pace, 1 << 20) if slowed else max(self._pace // 2, 1)
+        self._began, self._ended = None, (now, waited)
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
@@ -205,6 +216,7 @@ class Replica(Recorder):
             hook.remove()
         self._hooks = []
         self._detach()
+        atexit.unregister(self._at_exit)
         if self._handle is not None:
             with suppress(ProcessGone):
                 self._handle.send({"kind": "leave"})

@@ -52,14 +52,14 @@ class ReplicaServer(Server):
         self._turn = threading.RLock()  # of those who change or read the replica, once training is gone
         self._persisted = -1
         self._problem = ""
-        self._persist_at: int | None = None
         self.applied = 0
         """Steps that the replica has done."""
 
     @property
     def newest(self) -> int:
         """Steps that it was handed."""
-        return int(self._waiting[-1]["step"]) if self._waiting else self.applied
+        with self._turn:
+            return int(self._waiting[-1]["step"]) if self._waiting else self.applied
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "snapshot":
@@ -70,9 +70,8 @@ class ReplicaServer(Server):
             self._waiting.append(message)
             self.advance(self.newest - (1 if self.ranks > 1 else 0))
         elif message["kind"] == "persist":
-            self._persist_at = int(message["step"])
-            if self.applied == self._persist_at:
-                self._persist()
+            self.advance(int(message["step"]))  # all ranks were handed it
+            self._persist()
         elif message["kind"] == "leave":
             raise ChannelClosed("the training process goes on without")
         else:
@@ -83,8 +82,6 @@ class ReplicaServer(Server):
         with self._turn:
             while self._waiting and int(self._waiting[0]["step"]) <= step:
                 self._apply(self._waiting.pop(0))
-                if self.applied == self._persist_at:
-                    self._persist()
 
     def after(self, step: int) -> tuple[list[list[Any]], dict[str, Any], Arena] | None:
         """The replica after a step, in shared memory: path, dtype, shape and place of each tensor, and what a snapshot
@@ -205,7 +202,6 @@ class ReplicaServer(Server):
         """Save the replica as it is now, from a copy, in the background."""
         self.wait()
         pieces = [Piece(piece.path, piece.tensor.clone()) for piece in self._replica()]
-        self._persist_at = None
         self._save_later(self.applied, pieces, self._about())
 
     def _save(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
@@ -221,16 +217,18 @@ class ReplicaServer(Server):
             self._failed(step, SaveFailed("the training process of another rank is gone"))
             return
         whole = {**meta, "plain": {name: values for other in everybody for name, values in other["plain"].items()}}
-        self._persisted, self._problem = step, ""
+        self._persisted = step
         super()._save(step, pieces, whole if self.rank == 0 else None)
+        if self._persisted == step:  # it did not fail
+            self._problem = ""
 
     def _failed(self, step: int, error: Exception) -> None:
+        self._persisted = -1
+        self._problem = self._problem or f"the state after step {step} was not saved: {describe(error)}"
         if isinstance(error, RankUnreachable):
             super()._failed(step, error)
             return
         # The replica is there all the same. The next failure is told in the same words, which are a warning once.
-        self._persisted = -1
-        self._problem = self._problem or f"the state after step {step} was not saved: {describe(error)}"
         self._tell({"kind": "unsaved", "text": self._problem})
 
     def _end(self, closing: bool) -> None:
@@ -254,7 +252,6 @@ class ReplicaServer(Server):
         try:
             step = self._last_of_all()
             with self._turn:
-                self._persist_at = None
                 if step is not None:
                     self.advance(step)
                     if self._persisted != step:

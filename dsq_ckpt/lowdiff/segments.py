@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,38 +138,52 @@ class Segment:
             self._reader = ContainerReader(self.path)
         return [self._reader.read(Block(*block)) for block in self.steps[step]["blocks"]]
 
-    def gradients(self, step: int, places: bool = False) -> dict[str, torch.Tensor]:
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
         """The gradients of a step by name, each flat; parameters that had none are absent.
-
-        Args:
-            step: its number.
-            places: instead of gradients, where they may be non-zero; only of those that are stored sparse.
 
         Raises:
             CorruptCheckpoint: the segment does not hold what it says.
         """
-        about = self.steps[step]
-        try:
+        found: dict[str, torch.Tensor] = {}
+        with self._readable(step):
             blocks = self.blocks(step)
-            found: dict[str, torch.Tensor] = {}
-            for part in about["grads"]:
+            for part in self.steps[step]["grads"]:
                 entries = [self.entries[number] for number in part["params"]]
                 sizes = [entry.elements for entry in entries]
-                if places:
-                    if part["as"] == "sparse":
-                        flat, _ = sparse_places(part, sum(sizes), blocks.__getitem__)
-                        bounds = torch.tensor([0, *sizes]).cumsum(0)
-                        cuts = torch.searchsorted(flat, bounds).tolist()
-                        for place, entry in enumerate(entries):
-                            found[entry.name] = flat[cuts[place] : cuts[place + 1]] - bounds[place]
-                    continue
                 whole = torch.empty(sum(sizes), dtype=dtype_of(part["dtype"]))
                 decode(part, whole, blocks.__getitem__)
                 for entry, piece in zip(entries, whole.split(sizes), strict=True):
                     found[entry.name] = piece
+        return found
+
+    def sent(self, step: int) -> dict[str, torch.Tensor | None]:
+        """Where gradients were sent in a step, by name, int64; None: everywhere.
+
+        Raises:
+            CorruptCheckpoint: the segment does not hold what it says.
+        """
+        found: dict[str, torch.Tensor | None] = {}
+        with self._readable(step):
+            blocks = self.blocks(step)
+            for part in self.steps[step]["grads"]:
+                entries = [self.entries[number] for number in part["params"]]
+                if part["as"] != "sparse":
+                    found |= dict.fromkeys(entry.name for entry in entries)
+                    continue
+                sizes = [entry.elements for entry in entries]
+                flat = sparse_places(part, sum(sizes), blocks.__getitem__)
+                bounds = torch.tensor([0, *sizes]).cumsum(0)
+                cuts = torch.searchsorted(flat, bounds).tolist()
+                for place, entry in enumerate(entries):
+                    found[entry.name] = flat[cuts[place] : cuts[place + 1]] - bounds[place]
+        return found
+
+    @contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except (CodingError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptCheckpoint(f"'{self.path}', step {step}: {error!r}") from error
-        return found
 
     def buffers(self, step: int) -> dict[str, torch.Tensor]:
         """Buffers of the model that changed in a step, by name."""

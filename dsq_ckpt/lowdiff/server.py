@@ -21,7 +21,7 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
-from dsq_ckpt.lowdiff.locks import Lock
+from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import Piece
 from dsq_ckpt.lowdiff.subject import entries_from
 
@@ -50,6 +50,7 @@ class Server(ABC):
         self.config = DSQConfig.create(begin["config"])
         self._keep = int(begin["keep"])
         self._timeout = timedelta(seconds=float(begin["timeout"]))
+        self._alone = False
         self.closed = False
         """Training said that it is done."""
         self._slots: dict[int, Arena] = {}
@@ -63,7 +64,9 @@ class Server(ABC):
         """Do what messages say until the training process is gone, or wants this one to end."""
         ready: dict[str, Any] = {"kind": "ready"}
         if self.rank == 0 and self.ranks > 1:
-            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            # Where the job's first rank is, it is known by that name to all others.
+            first = os.environ.get("RANK", "0") == "0"
+            host = (os.environ.get("MASTER_ADDR") if first else None) or socket.gethostname()
             self._store = dist.TCPStore(host, 0, self.ranks, is_master=True, wait_for_workers=False)
             ready |= {"host": host, "port": self._store.port}
         self._tell(ready)
@@ -121,9 +124,13 @@ class Server(ABC):
     def _save(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
         started = time.perf_counter()
         try:
+            if not self._alone:
+                # Where processes were started again, those before them may still be saving what is older.
+                wait_for_writers(self.run, self._timeout.total_seconds(), self.session)
+                self._alone = True
             manifest = snapshots.save(self.run, step, pieces, meta, self.config, self._communicator())
             if self.rank == 0:
-                snapshots.retire(self.run, self._keep)
+                snapshots.retire(self.run, self._keep, step)
             size = manifest.bytes_in("own", "refinement", "index")
             self._tell({"kind": "snapshot", "step": step, "bytes": size, "seconds": time.perf_counter() - started})
         except Exception as error:

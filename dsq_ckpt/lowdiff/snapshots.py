@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsq_ckpt import gc
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import Communicator
@@ -27,6 +29,7 @@ from dsq_ckpt.workers import Workers
 META = ("lowdiff", "meta")
 RESIDUAL = ("lowdiff", "residual")
 _VERSION = 1
+_NAME = re.compile(r"step-\d{9,}")
 _RESIDUALS = {"pattern": f"{'.'.join(RESIDUAL)}.*", "group": "residual"}
 
 
@@ -190,11 +193,11 @@ def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
     """Complete checkpoints of a run that look like snapshots, by their names; None: the manifest cannot be read."""
     found: list[tuple[Path, Manifest | None]] = []
     for path, manifest in checkpoints(run):
-        if path.name.startswith("step-"):
+        if _NAME.fullmatch(path.name):
             found.insert(0, (path, manifest))
     known = {path for path, _ in found}
     for path in sorted(run.glob("step-*")):
-        if is_complete(path) and path not in known:
+        if _NAME.fullmatch(path.name) and is_complete(path) and path not in known:
             older = (place for place, (other, _) in enumerate(found) if other.name < path.name)
             found.insert(next(older, len(found)), (path, None))
     return found
@@ -207,13 +210,30 @@ def about(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def retire(run: Path, keep: int) -> None:
+def clear_interrupted(run: Path) -> None:
+    """Remove what snapshots that were interrupted left; nobody may be saving one."""
+    for path in run.iterdir():
+        if _NAME.fullmatch(path.name) and path.is_dir() and not is_complete(path):
+            gc.collect(path, 0)
+            with suppress(OSError):  # not empty: something else lives there
+                path.rmdir()
+
+
+def retire(run: Path, keep: int, saved: int | None = None) -> None:
     """Remove snapshots but the newest `keep`, and the segments that those left do not need.
 
     A manifest goes first, so that a crash in between leaves garbage, never a checkpoint that does not load.
+
+    Args:
+        run: the run directory.
+        keep: how many stay.
+        saved: step of the one that was saved just now, which is the newest whatever the clocks of hosts say; None: go
+            by their times.
     """
     found = [(path, meta) for path, manifest in newest_first(run)
              if manifest is not None and not manifest.pinned and (meta := about(path)) is not None]
+    if saved is not None:
+        found.sort(key=lambda one: one[0] != directory_of(run, saved))
     oldest: dict[str, int] = {}
     for _, meta in found[:keep]:
         step = int(meta["step"])

@@ -103,6 +103,11 @@ class Subject:
         name = type(self.optimizer).__name__
         if why := _UNLOGGABLE.get(name):
             raise ConfigError(f"{name} cannot be logged: {why}")
+        if foreign := [key for key in self.optimizer.state if not torch.is_tensor(key)]:
+            raise ConfigError(
+                f"{name} cannot be logged: its state has {foreign[0]!r}, which belongs to no parameter, and would be "
+                "lost"
+            )
 
     def entries(self, ranks: int) -> list[Entry]:
         """The parameters, dealt to ranks, the largest first, so that all log about as much."""
@@ -172,12 +177,18 @@ class Subject:
         for name, state in self.states.items():
             state.load_state_dict(from_plain(states[name]))
 
+    def watched(self) -> list[torch.Tensor]:
+        """What nothing but the optimizer may change, if gradients are to tell it: also parameters that it does not
+        have, such as those of a teacher that follows the model.
+        """
+        return list(self._names)
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent buffers, by name."""
-        wanted = {id(value) for value in self.model.state_dict(keep_vars=True).values() if torch.is_tensor(value)}
-        for name, buffer in self.model.named_buffers():
-            if id(buffer) in wanted:
-                yield unwrapped(name), buffer
+        for prefix, module in self.model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    yield unwrapped(f"{prefix}.{key}" if prefix else key), buffer
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
         """All tensors of a snapshot: path, tensor, and the parameter they belong to (None: to none that is logged)."""

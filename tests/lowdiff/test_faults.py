@@ -17,7 +17,7 @@ from torch.optim import Adam
 
 from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.container import ContainerWriter
-from dsq_ckpt.lowdiff import recorder, segments, snapshots
+from dsq_ckpt.lowdiff import crew, segments, snapshots
 from tests import processes
 from tests.lowdiff.loops import Case, Loop, differences
 
@@ -104,7 +104,7 @@ class Disk:
             append(writer, data)
 
         monkeypatch.setattr(ContainerWriter, "_append", limited)
-        monkeypatch.setattr(recorder, "_PAUSES", (0.0, 0.05))
+        monkeypatch.setattr(crew, "_PAUSES", (0.0, 0.05))
 
 
 def temporary(run):

@@ -73,8 +73,9 @@ def test_round_trip(tmp_path):
         found, truth = segment.gradients(number), gradients(number)
         assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in truth.items()}
         assert bits(segment.buffers(number)["mean"]) == bits(truth["c"])
-        places = segment.gradients(number, places=True)
-        assert list(places) == ["b"] and torch.equal(places["b"], truth["b"].nonzero().view(-1))
+        places = segment.sent(number)
+        assert set(places) == set(truth) and torch.equal(places["b"], truth["b"].nonzero().view(-1))
+        assert all(places[name] is None for name in truth if name != "b")  # whole gradients were sent everywhere
     segment.close()
     segment.close()
 
