@@ -1,0 +1,206 @@
+"""Runs under replicas whose training processes die, alone or with their checkpointing processes, and are continued:
+
+    python replica_lives.py --trials 8 --seed 1 --kinds one trainers everything
+
+Every state that is recovered must be that of an uninterrupted run after as many steps, bit for bit: from memory and no
+older than a step where training processes died; from disk, and some step's, where all died. Processes are forks of this
+one, which imports everything once and starts no thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.lowdiff.kills import CASE, forked, joined, uninterrupted
+from tests.lowdiff.loops import Loop, digest
+from tests.lowdiff.nursery import Nursery, alive
+from tests.lowdiff.workers.replica import replica_of
+
+STEPS = 600
+PAUSE = 0.003
+
+
+def live(run: Path, store: Path, rank: int, ranks: int, options: dict[str, Any], dies: int, writer: int) -> None:
+    """Recover, say what, and train until killed, or until just before the end of an iteration, the `dies`th of it."""
+
+    def say(**told: Any) -> None:
+        os.write(writer, json.dumps(told).encode() + b"\n")
+
+    signal.alarm(150)  # whoever waits for ever
+    loop = Loop(CASE, seed=9 if run.exists() else 0)
+    if ranks > 1:
+        joined(loop, store, rank, ranks)
+    found = loop.recover(run, timeout=90)
+    say(recovered=None if found is None else [found.step, found.from_memory, digest(loop.state())])
+    if dies == 0:
+        return
+    replica = replica_of(loop, run, resume=found, timeout=60.0, **options)
+    say(process=replica._running().pid)
+    first = replica.steps_done
+    while replica.steps_done < STEPS:
+        loop.step(replica.steps_done, rank)
+        if replica.steps_done + 1 == first + dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replica.step()
+        say(done=replica.steps_done)
+        time.sleep(PAUSE)
+
+
+class Life:
+    """Training processes of a run, and what they said."""
+
+    def __init__(self, run: Path, number: int, ranks: int, options: dict[str, Any], dies: dict[int, int]) -> None:
+        self.trainers: list[int] = []
+        self.processes: dict[int, int] = {}
+        self.recovered: dict[int, Any] = {}
+        self.done: dict[int, int] = {}
+        self._pipes: dict[int, int] = {}
+        store = run.with_name(f"{run.name}-store-{number}")
+        for rank in range(ranks):
+            reader, writer = os.pipe()
+            self.trainers.append(forked(
+                lambda rank=rank, writer=writer: live(run, store, rank, ranks, options, dies.get(rank, -1), writer)
+            ))
+            os.close(writer)
+            self._pipes[reader] = rank
+        self._rest = dict.fromkeys(self._pipes, b"")
+
+    def listen(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Take what is said, for some time, or until something is true or all are gone."""
+        deadline = time.monotonic() + seconds
+        while self._pipes and not until() and (left := deadline - time.monotonic()) > 0:
+            for pipe in select.select(list(self._pipes), [], [], min(left, 0.05))[0]:
+                data = os.read(pipe, 1 << 16)
+                rank = self._pipes[pipe]
+                if not data:
+                    os.close(pipe)
+                    del self._pipes[pipe]
+                *lines, self._rest[pipe] = (self._rest[pipe] + data).split(b"\n")
+                for line in lines:
+                    for key, value in json.loads(line).items():
+                        where = {"done": self.done, "process": self.processes, "recovered": self.recovered}[key]
+                        where[rank] = value
+
+    def kill(self, pids: list[int]) -> None:
+        """SIGKILL to all that are there."""
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Nobody trains any more, and everything they said was heard."""
+        self.kill(self.trainers)
+        for pid in self.trainers:
+            os.waitpid(pid, 0)
+        self.listen(5)
+
+
+def trial(seed: int, kinds: list[str], directory: Path, tables: dict[int, list[str]]) -> dict[str, Any]:
+    """Several lives of one run; what is wrong is under "problem"."""
+    rng = random.Random(seed)
+    lives = [rng.choice(kinds) for _ in range(3)]
+    ranks = 2 if "one" in lives or rng.random() < 0.4 else 1
+    options = {"queue": rng.choice([2, 4]), "persist_every": rng.choice([1, 1, 5, 1000]), "keep": rng.choice([1, 2])}
+    told: dict[str, Any] = {"seed": seed, "ranks": ranks, "lives": lives, "options": options, "recovered": []}
+    run, seen, last, done = directory / f"run-{seed}", [], 0, 0
+    try:
+        for number, kind in enumerate([*lives, "end"]):
+            dies = {rng.randrange(ranks): rng.randint(2, 30)} if kind == "one" else {}
+            if kind == "end":
+                dies = dict.fromkeys(range(ranks), 0)
+            life = Life(run, number, ranks, options, dies)
+            try:
+                life.listen(120, lambda: len(life.recovered) == ranks)  # noqa: B023
+                if len(life.recovered) < ranks:
+                    return {**told, "problem": f"life {number} did not recover"}
+                if number:
+                    states = list(life.recovered.values())
+                    told["recovered"].append((lives[number - 1], done, *states[0][:2]))
+                    if any(state != states[0] for state in states):
+                        return {**told, "problem": f"ranks recovered different states: {states}"}
+                    step, from_memory, found = states[0]
+                    if found != tables[ranks][step]:
+                        return {**told, "problem": f"the state is not that after step {step}"}
+                    if from_memory != (lives[number - 1] != "everything"):
+                        return {**told, "problem": f"from memory: {from_memory}"}
+                    if step < (done - 1 if from_memory else last):
+                        return {**told, "problem": f"step {step} is too old, {done} were done"}
+                    last = step
+                if kind != "end":
+                    life.listen(120, lambda: len(life.done) == ranks or (len(life.done) == 1 and bool(dies)))  # noqa: B023
+                    if not life.done:
+                        return {**told, "problem": f"life {number} did not train"}
+                    gone = list(life.trainers)
+                    if kind == "one":
+                        life.listen(120)  # the others end by themselves
+                    else:
+                        life.listen(rng.uniform(0, 0.6))
+                        gone += list(life.processes.values()) if kind == "everything" else []
+                        rng.shuffle(gone)
+                        life.kill(gone)
+            finally:
+                life.end()
+                seen += life.processes.values()
+            done = max(life.done.values(), default=0)
+        deadline = time.monotonic() + 60
+        while any(map(alive, seen)):
+            if time.monotonic() > deadline:
+                return {**told, "problem": "a checkpointing process did not end"}
+            time.sleep(0.02)
+        left = [str(path) for pattern in ("*.lock", "*.tmp") for path in run.rglob(pattern)]
+        if left and lives[-1] != "everything":
+            return {**told, "problem": f"{left} are left"}
+    finally:
+        for pid in seen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--kinds", nargs="+", default=["one", "trainers", "everything"])
+    parser.add_argument("--parallel", type=int, default=2)
+    given = parser.parse_args()
+    print("seed", given.seed, flush=True)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    problems = 0
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        Nursery()
+        tables = {ranks: uninterrupted("none", ranks, directory / f"store-{ranks}") for ranks in (1, 2)}
+        reader, writer = os.pipe()
+
+        def lane(first: int) -> None:
+            for number in range(first, given.trials, given.parallel):
+                found = trial(given.seed + number, given.kinds, directory, tables)
+                os.write(writer, json.dumps(found).encode() + b"\n")
+
+        lanes = [forked(lambda first=first: lane(first)) for first in range(given.parallel)]
+        os.close(writer)
+        count = 0
+        with open(reader, encoding="utf-8") as pipe:
+            for line in pipe:
+                print(line.strip(), flush=True)
+                count, problems = count + 1, problems + ("problem" in json.loads(line))
+        for child in lanes:
+            os.waitpid(child, 0)
+    return 0 if count == given.trials and not problems else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
