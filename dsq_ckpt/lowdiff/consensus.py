@@ -5,6 +5,7 @@ largest of each after the next one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -55,14 +56,20 @@ class Consensus:
         return dict(zip(self._names, tensor.tolist(), strict=True))
 
 
-def cpu_group(comm: Communicator) -> dist.ProcessGroup | None:
-    """A group of gloo over the ranks of a communicator of torch.distributed; collective. None: one process alone."""
+def cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessGroup | None:
+    """A group of gloo over the ranks of a communicator of torch.distributed; collective. None: one process alone.
+
+    Args:
+        comm: of the ranks.
+        timeout: seconds after which a collective gives up; None: torch's default.
+    """
     if not isinstance(comm, TorchCommunicator):
         return None
     base = comm.group if comm.group is not None else dist.group.WORLD
     assert base is not None
     group = dist.new_group(
-        dist.get_process_group_ranks(base), backend="gloo", use_local_synchronization=comm.group is not None
+        dist.get_process_group_ranks(base), backend="gloo", use_local_synchronization=comm.group is not None,
+        timeout=None if timeout is None else timedelta(seconds=timeout),
     )
     assert group is not None
     return group

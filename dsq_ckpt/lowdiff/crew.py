@@ -111,7 +111,7 @@ class Crew(ABC):
     def _agree(self) -> None:
         """Make what ranks agree by; collective."""
         self._seed, self._starts = self._comm.broadcast(uuid.uuid4().int >> 80), 0
-        self._group = cpu_group(self._comm)
+        self._group = cpu_group(self._comm, self._timeout)
         self._consensus = Consensus((*_POSTED, *self._settings()), self._group)
 
     def _prepare(self, resume: Recovered | None) -> None:

@@ -43,6 +43,20 @@ class Run(NamedTuple):
     added: torch.Tensor
 
 
+def check_linear(optimizer: torch.optim.Optimizer) -> None:
+    """Whether steps of an optimizer can be merged.
+
+    Raises:
+        ConfigError: they are not linear.
+    """
+    kind = type(optimizer)
+    if kind is not torch.optim.SGD:
+        raise ConfigError(
+            f"steps of {kind.__name__} cannot be merged, since they are not linear; only those of SGD are. Recover "
+            "with merge=False, which replays them"
+        )
+
+
 class Merging:
     """Steps of SGD, taken one by one and merged at the end; a context manager.
 
@@ -58,12 +72,7 @@ class Merging:
     """
 
     def __init__(self, subject: Subject, threads: int) -> None:
-        kind = type(subject.optimizer)
-        if kind is not torch.optim.SGD:
-            raise ConfigError(
-                f"steps of {kind.__name__} cannot be merged, since they are not linear; only those of SGD are. Recover "
-                "with merge=False, which replays them"
-            )
+        check_linear(subject.optimizer)
         self._subject = subject
         self._threads = threads
         self._runs: dict[str, list[Run]] = {name: [] for name in subject.parameters}

@@ -19,6 +19,7 @@ from dsq_ckpt.comm import Communicator, communicator, together
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff.linear import check_linear
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.memory import InMemory, Survivors
 from dsq_ckpt.lowdiff.plain import from_plain
@@ -120,8 +121,10 @@ def recover(
         None where the run has nothing to recover from, on all ranks.
 
     Raises:
+        ConfigError: something cannot be recovered, or steps cannot be merged; nothing was changed.
         LoadFailed: model, optimizer or ranks are not those that were logged; nothing was changed.
-        CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed.
+        CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed. Or the log changed while it
+            was read: then the state is that of the snapshot.
     """
     comm = communicator(process_group)
     subject = together(comm, lambda: Subject(model, optimizer, state))
@@ -137,6 +140,8 @@ def recover_subject(
 ) -> Recovered | None:
     """As `recover`, of anything that is logged by names."""
     started = time.perf_counter()
+    if merge:
+        together(comm, lambda: check_linear(subject.optimizer))
     survivors = Survivors(directory, comm)
     in_memory = survivors.state() if memory else None
     if in_memory is not None:

@@ -246,6 +246,7 @@ def test_persistence_waits_for_the_disk_and_training_does_not(tmp_path, holders,
     check_same(again, loop)
 
 
+@pytest.mark.slow
 def test_saving_that_slows_training_down_is_done_less_often(tmp_path, holders, monkeypatch):
     """CheckFreq's rule: where training waited while a state was saved, the next saves are further apart; where it no
     longer does, they are nearer again.

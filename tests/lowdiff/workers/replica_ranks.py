@@ -194,7 +194,9 @@ def other_world(run: Path, rank: int) -> None:
     dist.barrier()
 
 
-CHECKS |= {"edited": edited, "goes on": goes_on, "a step earlier": a_step_earlier, "another number of ranks": other_world}
+CHECKS |= {
+    "edited": edited, "goes on": goes_on, "a step earlier": a_step_earlier, "another number of ranks": other_world,
+}
 
 
 def main(names: list[str]) -> int:
