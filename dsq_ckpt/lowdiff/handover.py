@@ -6,10 +6,12 @@ import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dsq_ckpt.errors import ConfigError
@@ -18,6 +20,21 @@ from dsq_ckpt.lowdiff.subject import Entry, Subject
 
 Hook = Any
 """A communication hook of DDP, and its state."""
+
+
+class _Seat:
+    """DDP's communication hook, of which there is one for ever: replicas come and go."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.over: HandOver | None = None
+        self._group = group
+
+    def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls when all gradients of a bucket are there."""
+        return allreduce_hook(self._group, bucket) if self.over is None else self.over.bucket(bucket, self._group)
+
+
+_SEATS: WeakKeyDictionary[DistributedDataParallel, _Seat] = WeakKeyDictionary()
 
 
 class HandOver:
@@ -45,6 +62,7 @@ class HandOver:
         self._synchronized: list[torch.futures.Future[Any]] = []
         self._waits_in = -1
         self._removable: list[Any] = []
+        self._seat: _Seat | None = None
         self.failed: ProcessGone | OSError | None = None
         self.slot: int | None = None
         self.new = False
@@ -59,12 +77,19 @@ class HandOver:
         """
         model = self._subject.model
         if isinstance(model, DistributedDataParallel):
-            try:
-                model.register_comm_hook(None, lambda state, bucket: self._bucket(bucket))
-            except (RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"the model has a communication hook already ({error}); give it as hook=(state, hook) instead"
-                ) from error
+            seat = _SEATS.get(model)
+            if seat is None:
+                seat = _Seat(model.process_group)
+                try:  # a lambda, since DDP does not understand annotations that are strings
+                    model.register_comm_hook(seat, lambda seat, bucket: seat.run(bucket))
+                except (RuntimeError, ValueError) as error:
+                    raise ConfigError(
+                        f"the model has a communication hook already ({error}); give it as hook=(state, hook) instead"
+                    ) from error
+                _SEATS[model] = seat
+            elif seat.over is not None:
+                raise ConfigError("the model has a replica already; close that first")
+            seat.over, self._seat = self, seat
             return
         if self._hook is not None:
             raise ConfigError("hook= is for models under DistributedDataParallel")
@@ -77,6 +102,8 @@ class HandOver:
         self.stop()
         for hook in self._removable:
             hook.remove()
+        if self._seat is not None:
+            self._seat.over, self._seat = None, None
         self._pool.shutdown()
 
     def start(self, handle: Handle, subject: Subject, own: Sequence[Entry], room: int) -> None:
@@ -148,15 +175,9 @@ class HandOver:
         self.handed.clear()
         return slot, self.new
 
-    def _bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self._hook is None:
-            model = self._subject.model
-            assert isinstance(model, DistributedDataParallel)
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-            done = allreduce_hook(model.process_group, bucket)
-        else:
-            done = self._hook[1](self._hook[0], bucket)
+    def bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+        """Synchronize a bucket, and hand it over when that is done."""
+        done = allreduce_hook(group, bucket) if self._hook is None else self._hook[1](self._hook[0], bucket)
         if self._handle is None:
             return done
         self._begin()

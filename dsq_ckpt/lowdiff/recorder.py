@@ -164,6 +164,8 @@ class Recorder(Crew):
 
     def _close(self, done: bool) -> None:
         """Stop; `done`: because training is, not because it failed."""
+        if done and self._gap and self._comm.size == 1 and self._state == "running":
+            self._guarded(self._last_snapshot)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -201,7 +203,8 @@ class Recorder(Crew):
         if self._state != "running" or self._broken or self._subject.changed():
             self._discard()
             return
-        if self._has_gap():
+        if self._has_gap() or not self._is_last():
+            self._gap = True
             self._discard()
             return
         self._hyper = self._subject.hyper()
@@ -250,6 +253,11 @@ class Recorder(Crew):
         self._optimizer_state = self._subject.optimizer.state
         self._start()
 
+    def _is_last(self) -> bool:
+        """Whether no hook comes after this one that could change gradients, or hyperparameters."""
+        hooks: Any = getattr(self._subject.optimizer, "_optimizer_step_pre_hooks", None)
+        return not hooks or next(reversed(hooks.values())) == self._before_step
+
     def _in_order(self) -> None:
         """Let the hook before a step be the last of all, since others may change gradients, and the one after it the
         first, since others may change parameters.
@@ -295,6 +303,12 @@ class Recorder(Crew):
             self._buffers |= {name: buffer.clone() for name, buffer in changed}
         arena = self._handle.arena(pending.slot) if new else None
         self._handle.send_when(pending.copied, message, arena)
+
+    def _last_snapshot(self) -> None:
+        """The state at the end, which gradients do not lead to."""
+        self._running().wait("saved", self._timeout)
+        self._send_snapshot()
+        self._running().wait("saved", self._timeout)
 
     def _send_snapshot(self) -> None:
         """All of the state that this rank has to bring, copied, and on its way."""

@@ -35,12 +35,12 @@ def test_two_ranks():
 def test_training_processes_die():
     """At random moments, and one of two just before the end of an iteration; twice in a row, and more."""
     seed = random.randrange(1 << 30)
-    worker("replica_lives", "--trials", 4, "--seed", seed, "--kinds", "one", "trainers", timeout=250)
+    worker("replica_lives", "--trials", 3, "--seed", seed, "--kinds", "one", "trainers", timeout=250)
 
 
 def test_everything_dies():
     """Training and checkpointing processes at random moments: ten or so, and never a torn state."""
-    worker("replica_lives", "--trials", 4, "--seed", random.randrange(1 << 30), "--kinds", "everything", timeout=250)
+    worker("replica_lives", "--trials", 3, "--seed", random.randrange(1 << 30), "--kinds", "everything", timeout=250)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def storage(bench: Bench, compressors: Sequence[str], steps: int) -> list[Row]:
             sizes = worker.call("bytes")
             worker.call("finish")
         if job.system == "lowdiff" and job.setting.compressor == compressors[0]:
-            rows.append(_size(job.system, "snapshot", before, sizes))
+            rows.append(_size(job.system, "snapshot before the first step", before, sizes))
         rows.append(_size(job.system, what, (sizes["stored"] - before) / steps, sizes))
     return rows
 

@@ -1,0 +1,179 @@
+"""What others than the optimizer change is never recovered wrongly: the log goes on with a snapshot."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff import GradientLog, recover
+from dsq_ckpt.lowdiff.capture import put_buffers
+from dsq_ckpt.lowdiff.handle import Layout
+
+pytestmark = [pytest.mark.usefixtures("in_thread", "one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
+STEPS = 12
+
+
+class Taught(nn.Module):
+    """A student, and a teacher that follows it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+    @torch.no_grad()
+    def follow(self):
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.lerp_(other, 0.1)
+
+
+def adam(model):
+    return Adam(model.student.parameters(), 0.01)
+
+
+def state(model, optimizer):
+    moments = [value for own in optimizer.state_dict()["state"].values() for value in own.values()]
+    return [tensor.clone() for tensor in (*model.state_dict().values(), *moments)]
+
+
+def backward(model, optimizer, number):
+    optimizer.zero_grad()
+    model(torch.randn(8, 40, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+
+
+def check(run, table):
+    """What comes back is what training had after that step."""
+    model = Taught()
+    optimizer = adam(model)
+    found = recover(run, model, optimizer)
+    assert found is not None and found.exact
+    assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), table[found.step], strict=True)), found.step
+    return found
+
+
+def train(run, *, each=lambda model, number: None, before=lambda optimizer: None, after=lambda optimizer: None):
+    model = Taught()
+    optimizer = adam(model)
+    before(optimizer)
+    table = [state(model, optimizer)]
+    with GradientLog(run, model, optimizer, compressor="none", batch=1) as log:
+        after(optimizer)
+        for number in range(STEPS):
+            backward(model, optimizer, number)
+            optimizer.step()
+            each(model, number)
+            log.step()
+            table.append(state(model, optimizer))
+    return table
+
+
+def test_nothing_is_lost_where_nothing_is_changed(tmp_path):
+    assert check(tmp_path, train(tmp_path)).step == STEPS
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_teacher_follows(tmp_path, every):
+    table = train(tmp_path, each=lambda model, number: model.follow() if number % every == 0 else None)
+    assert check(tmp_path, table).step == STEPS
+
+
+def test_a_hook_after_the_step_clamps(tmp_path):
+    def clamp(optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.05, 0.05)
+
+    check(tmp_path, train(tmp_path, before=lambda optimizer: optimizer.register_step_post_hook(clamp)))
+
+
+def test_a_hook_before_the_step_clips(tmp_path):
+    """Registered after that of the log, it is seen all the same."""
+    def halve(optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    table = train(tmp_path, after=lambda optimizer: optimizer.register_step_pre_hook(halve))
+    assert check(tmp_path, table).step == STEPS
+
+
+def test_the_optimizer_is_loaded(tmp_path):
+    model = Taught()
+    optimizer = adam(model)
+    kept, table = optimizer.state_dict(), [state(model, optimizer)]
+    with GradientLog(tmp_path, model, optimizer, compressor="none", batch=1) as log:
+        for number in range(STEPS):
+            if number == 6:
+                optimizer.load_state_dict(kept)
+            backward(model, optimizer, number)
+            optimizer.step()
+            log.step()
+            table.append(state(model, optimizer))
+    assert check(tmp_path, table).step >= 6
+
+
+def test_state_of_no_parameter_is_refused(tmp_path):
+    model = Taught()
+    optimizer = adam(model)
+    optimizer.state["global"]["seen"] = 3
+    with pytest.raises(ConfigError, match="'global', which belongs to no parameter"):
+        GradientLog(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize(("compressor", "left"), [("kmeans:4", False), ("topk:0.1", True)])
+def test_what_was_sent_is_not_sent_again(tmp_path, compressor, left):
+    """What error feedback holds back is that of the snapshot, where nothing was sent since."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    optimizer = SGD(model.parameters(), 0.1)
+    with GradientLog(tmp_path, model, optimizer, compressor=compressor, snapshot_every=4, batch=1) as log:
+        for number in range(6):
+            backward(model, optimizer, number)
+            optimizer.step()
+            log.step()
+            while log._handle.saving:
+                log._handle.poll(0.01)
+    other = nn.Linear(40, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = recover(tmp_path, other, SGD(other.parameters(), 0.1))
+    assert found.replayed == 2 and any(tensor.any() for tensor in found.residual.values())
+    assert any(bool(tensor.any()) for tensor in found.residuals().values()) == left
+    for name, places in found.sent.items():
+        if places is not None:
+            assert not found.residuals()[name].view(-1)[places].any()
+
+
+class _Slots:
+    """A slot with gradients in it, and room for a small buffer."""
+
+    def __init__(self):
+        from dsq_ckpt.lowdiff.arena import Arena
+
+        self.memory = Arena.create(256)
+        self.memory.tensor.fill_(7)
+
+    def arena(self, slot):
+        return self.memory
+
+    def room(self, slot, size):
+        assert size <= self.memory.size
+        return self.memory, False
+
+
+def test_buffers_that_grow_do_not_cost_gradients():
+    slots, layout = _Slots(), Layout()
+    layout.add(128)
+    at = layout.size
+    assert put_buffers([("small", torch.zeros(4))], slots, 0, at) is not None
+    assert put_buffers([("large", torch.zeros(400))], slots, 0, at) is None
+    assert bool((slots.memory.tensor[:128] == 7).all())
