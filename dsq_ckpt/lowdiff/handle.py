@@ -59,6 +59,7 @@ class Handle:
         self._unsent: deque[tuple[Ready | None, dict[str, Any], Arena | None]] = deque()
         self._free = deque(range(queue))
         self._staging: Arena | None = None
+        self._errors = os.memfd_create("errors")  # for what it prints when it dies
         self._channel, theirs = Channel.pair()
         root = str(Path(dsq_ckpt.__file__).resolve().parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -66,7 +67,7 @@ class Handle:
             # Not multiprocessing's spawn, which runs the user's script anew and so asks for a guard around all of it.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
                 start_new_session=True, env={**os.environ, "PYTHONPATH": path},
             )
         except OSError as error:
@@ -218,6 +219,7 @@ class Handle:
             except subprocess.TimeoutExpired:
                 problem = problem or "the checkpointing process still has work to do, and goes on with it"
         self._channel.close()
+        os.close(self._errors)
         for arena in (*self._arenas.values(), *filter(None, [self._staging])):
             arena.close()
         self._arenas.clear()
@@ -247,7 +249,10 @@ class Handle:
         except subprocess.TimeoutExpired:
             status = None
         how = "is gone" if status is None else f"was killed by signal {-status}" if status < 0 else f"ended ({status})"
-        raise ProcessGone(f"the checkpointing process {how}")
+        size = os.fstat(self._errors).st_size
+        printed = os.pread(self._errors, 4096, max(size - 4096, 0)).decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(printed) if line.strip()), "")
+        raise ProcessGone(f"the checkpointing process {how}{last and ': '}{last}")
 
 
 class NotSparse(ProcessGone):
