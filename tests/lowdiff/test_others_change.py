@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff import GradientLog, recover
+from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.capture import put_buffers
 from dsq_ckpt.lowdiff.handle import Layout
 
@@ -157,8 +158,6 @@ class _Slots:
     """A slot with gradients in it, and room for a small buffer."""
 
     def __init__(self):
-        from dsq_ckpt.lowdiff.arena import Arena
-
         self.memory = Arena.create(256)
         self.memory.tensor.fill_(7)
 
