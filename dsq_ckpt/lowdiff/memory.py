@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,29 @@ from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.locks import wait_for_writers
-from dsq_ckpt.lowdiff.snapshots import about, newest_first
+from dsq_ckpt.lowdiff.snapshots import Piece, about, newest_first
 
 _PEER = struct.Struct("3i")
 _PATIENCE, _TRANSFER = 30.0, 300.0
 """Seconds to wait for an answer, and for one with all of a state."""
+
+
+class Share(NamedTuple):
+    """A rank's share of a replica after a step: path, dtype, shape and place of each tensor in an arena, and what a
+    snapshot says besides.
+    """
+
+    step: int
+    tensors: list[list[Any]]
+    meta: dict[str, Any]
+    arena: Arena
+
+    def pieces(self) -> list[Piece]:
+        """The tensors, in the arena."""
+        return [
+            Piece(tuple(path), self.arena.view(at, tuple(shape), dtype_of(dtype)))
+            for path, dtype, shape, at in self.tensors
+        ]
 
 
 class Holder(Protocol):
@@ -50,7 +68,7 @@ class Holder(Protocol):
     @property
     def newest(self) -> int: ...
 
-    def after(self, step: int) -> tuple[list[list[Any]], dict[str, Any], Arena] | None: ...
+    def after(self, step: int) -> Share | None: ...
 
 
 def listen(run: Path, rank: int) -> socket.socket | None:
@@ -93,9 +111,7 @@ def _answer(connection: socket.socket, take: socket.socket, holder: Holder) -> N
                 if found is None:
                     channel.send({})
                     continue
-                tensors, meta, arena = found
-                channel.send({"tensors": tensors, "meta": meta}, arena)
-                arena.close()
+                channel.send({"tensors": found.tensors, "meta": found.meta}, found.arena)
             elif message["kind"] == "end":
                 take.shutdown(socket.SHUT_RDWR)
                 break
@@ -126,10 +142,10 @@ class InMemory:
         return tuple(self._tensors[name].shape), self._tensors[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, which is the caller's."""
+        """A tensor, in memory that holds all of them."""
         if name not in self._tensors:
             raise CorruptCheckpoint(f"the replica of '{self.path}' has no '{name}'")
-        return self._tensors[name].clone()  # the memory is that of all of them
+        return self._tensors[name]
 
 
 class Survivors:

@@ -50,6 +50,7 @@ class ReplicaServer(Server):
         self._waiting: list[Mapping[str, Any]] = []
         self._path: list[str] = begin["path"]
         self._turn = threading.RLock()  # of those who change or read the replica, once training is gone
+        self._copy: memory.Share | None = None
         self._persisted = -1
         self._problem = ""
         self.applied = 0
@@ -83,25 +84,26 @@ class ReplicaServer(Server):
             while self._waiting and int(self._waiting[0]["step"]) <= step:
                 self._apply(self._waiting.pop(0))
 
-    def after(self, step: int) -> tuple[list[list[Any]], dict[str, Any], Arena] | None:
-        """The replica after a step, in shared memory: path, dtype, shape and place of each tensor, and what a snapshot
-        says besides. None if it is not that far, or was left behind.
-        """
+    def after(self, step: int) -> memory.Share | None:
+        """The replica after a step, in shared memory; None if it is not that far, or was left behind."""
         with self._turn:
             if self.applied <= step <= self.newest:
                 self.advance(step)
-            return None if self.applied != step else self._packed()
+            return None if self.applied != step else self._shared()
 
-    def _packed(self) -> tuple[list[list[Any]], dict[str, Any], Arena]:
-        pieces = self._replica()
-        layout = Layout()
-        places = [layout.add(nbytes(piece.tensor)) for piece in pieces]
-        arena = Arena.create(layout.size)
-        told = []
-        for (path, tensor), at in zip(pieces, places, strict=True):
-            arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-            told.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
-        return told, self._about(), arena
+    def _shared(self) -> memory.Share:
+        """A copy of the replica, in shared memory; one for each step."""
+        if self._copy is None or self._copy.step != self.applied:
+            pieces = self._replica()
+            layout = Layout()
+            places = [layout.add(nbytes(piece.tensor)) for piece in pieces]
+            arena = Arena.create(layout.size)
+            told = []
+            for (path, tensor), at in zip(pieces, places, strict=True):
+                arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                told.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
+            self._copy = memory.Share(self.applied, told, self._about(), arena)
+        return self._copy
 
     def _about(self) -> dict[str, Any]:
         """What a snapshot of it says of the log; the optimizer's plain state is that of this rank's share."""
@@ -201,7 +203,10 @@ class ReplicaServer(Server):
     def _persist(self) -> None:
         """Save the replica as it is now, from a copy, in the background."""
         self.wait()
-        pieces = [Piece(piece.path, piece.tensor.clone()) for piece in self._replica()]
+        if self._copy is not None and self._copy.step == self.applied:
+            pieces = self._copy.pieces()
+        else:
+            pieces = [Piece(piece.path, piece.tensor.clone()) for piece in self._replica()]
         self._save_later(self.applied, pieces, self._about())
 
     def _save(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
@@ -248,6 +253,9 @@ class ReplicaServer(Server):
 
     def _finish(self, closing: bool) -> None:
         """Save the last state that all ranks have; then nothing is written any more."""
+        if not closing and self.ranks == 1:
+            with self._turn:
+                self._shared()  # the next training process will ask for it
         self.wait()
         try:
             step = self._last_of_all()

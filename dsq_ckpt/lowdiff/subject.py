@@ -230,8 +230,7 @@ class Subject:
                     value = value.to(parameter.device)
                     if value.shape == parameter.shape and not parameter.is_contiguous():
                         value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-                # A copy of its own: what is given may be a view of much more.
-                own[key] = value.clone() if torch.is_tensor(value) else value
+                own[key] = _alone(value) if torch.is_tensor(value) else value
             self.optimizer.state[parameter] = own
 
     def state_keys(self) -> dict[str, list[str]]:
@@ -241,6 +240,11 @@ class Subject:
 
     def _by_name(self, name: str) -> nn.Parameter:
         return next(parameter for parameter, own in self._names.items() if own == name)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without others in its memory; a copy where there are."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
