@@ -350,7 +350,7 @@ def test_a_lossy_base(tmp_path, holders):
     loop = Loop(Case(adamw, model=large))
     with replica_of(loop, tmp_path, base="dsq") as replica:
         follow(loop, replica, holders, 3)
-        assert not holders[-1].after(3)[1]["lossy"]
+        assert not holders[-1].after(3).meta["lossy"]
     assert Loop(loop.case, seed=1).recover(tmp_path).lossy
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.lowdiff import Replica, process
 from dsq_ckpt.lowdiff.memory import Holder, InMemory
@@ -48,13 +47,11 @@ def restored(case: Case, run: Path, holder: Holder) -> Loop:
     """Another loop of the case, which was given what the process of a replica holds."""
     found = holder.after(holder.newest)
     assert found is not None
-    told, meta, arena = found
-    tensors = {".".join(path): arena.view(at, tuple(shape), dtype_of(dtype)) for path, dtype, shape, at in told}
-    assert len(tensors) == len(told), "a name twice"
+    tensors = {piece.name: piece.tensor for piece in found.pieces()}
+    assert len(tensors) == len(found.tensors), "a name twice"
     loop = Loop(case, seed=1)
-    arena.close()
     subject = Subject(loop.model, loop.optimizer, loop.states)
-    recovered = _restore(subject, InMemory(run, meta, tensors), SingleProcess(), False)
+    recovered = _restore(subject, InMemory(run, found.meta, tensors), SingleProcess(), False)
     assert (recovered.step, recovered.from_memory) == (holder.newest, True)
     return loop
 
