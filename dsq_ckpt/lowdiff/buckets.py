@@ -12,20 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.lowdiff.contract import Compressor, Trace
+from dsq_ckpt.lowdiff.ddp import Seat, distributed, take_seat
 
 Group = dist.ProcessGroup
 _BUCKET = 1 << 23
@@ -94,7 +92,7 @@ class Hooked(Compressor):
         self._names: dict[nn.Parameter, str] = {}
         self._left: dict[nn.Parameter, Left] = {}
         self._handles: list[RemovableHandle] = []
-        self._seat: _Seat | None = None
+        self._seat: Seat | None = None
         self._skips = False
         """Whether DDP drops the gradients of parameters that no rank used, residuals that were sent included."""
 
@@ -113,16 +111,32 @@ class Hooked(Compressor):
         """See `Compressor.attach`."""
         if self._seat is not None or self._handles:
             raise ConfigError(f"compressor '{self.spec}' is attached to a model already; call detach() first")
-        inner = getattr(model, "_orig_mod", None)  # of torch.compile
-        model = inner if isinstance(inner, nn.Module) else model
-        inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        if inside and inside[0] is not model:
-            raise ConfigError(f"{type(model).__name__} contains a DistributedDataParallel: give that to the compressor")
-        names = self._adopt(model)
-        if isinstance(model, DistributedDataParallel):
-            self._take_seat(model)
-        else:
+        under = distributed(model, "the compressor")
+        names = self._adopt(model if under is None else under)
+        if under is None:
             self._handles = [p.register_post_accumulate_grad_hook(self._compress) for p in names]
+        else:
+            self._seat = take_seat(under, self, "leave out the other one")
+            self._skips = bool(under.find_unused_parameters or under.static_graph)
+
+    @property
+    def tenant(self) -> str:
+        """See `ddp.Tenant`."""
+        return f"compressor '{self.spec}'"
+
+    def on_bucket(self, bucket: dist.GradBucket, group: Group) -> Future[Tensor]:
+        """See `ddp.Tenant`."""
+        flat = bucket.buffer()
+        parameters = [cast(nn.Parameter, p) for p in bucket.parameters()]
+        if flat.layout != torch.strided:
+            names = ", ".join(self._names[p] for p in parameters)
+            raise ConfigError(f"{names} has sparse gradients, which compressors do not understand")
+        parts, start = [], 0
+        for p in parameters:  # bucket.gradients() are row-major whatever the memory format is
+            parts.append(Part(p, start, start + p.numel(), memory_strides(p)))
+            start += p.numel()
+        with torch.no_grad():
+            return self._synchronize(Bucket(flat, parts, bucket), group if group.size() > 1 else None)
 
     def adopt(self, model: nn.Module) -> None:
         """As `attach`, without hooks: who averages the gradients calls `synchronize` instead of averaging them."""
@@ -174,7 +188,7 @@ class Hooked(Compressor):
     def detach(self) -> None:
         """See `Compressor.detach`."""
         if self._seat is not None:
-            self._seat.compressor = None
+            self._seat.leave()
         for handle in self._handles:
             handle.remove()
         self._seat, self._handles = None, []
@@ -197,23 +211,6 @@ class Hooked(Compressor):
                 f"compressor '{self.spec}' needs whole real floating-point parameters, but {'; '.join(wrong[:8])}"
             )
 
-    def _take_seat(self, model: DistributedDataParallel) -> None:
-        seat = _SEATS.get(model)
-        if seat is None:
-            seat = _Seat(model.process_group)
-            try:  # a lambda, since DDP does not understand annotations that are strings
-                model.register_comm_hook(seat, lambda seat, bucket: seat.run(bucket))
-            except (RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"compressor '{self.spec}' cannot be the communication hook of this DistributedDataParallel; "
-                    f"leave out the other one. DDP says: {str(error).splitlines()[0]}"
-                ) from error
-            _SEATS[model] = seat
-        elif seat.compressor is not None:
-            raise ConfigError(f"this model has compressor '{seat.compressor.spec}' already; call its detach() first")
-        seat.compressor, self._seat = self, seat
-        self._skips = bool(model.find_unused_parameters or model.static_graph)
-
     def _compress(self, parameter: nn.Parameter) -> None:
         """Compress a gradient where no other rank has a part in it."""
         gradient = parameter.grad
@@ -227,37 +224,6 @@ class Hooked(Compressor):
         part = Part(parameter, 0, gradient.numel(), strides)
         with torch.no_grad():
             self._synchronize(Bucket(in_memory(gradient), [part]), None).wait()
-
-
-class _Seat:
-    """DDP's communication hook, of which there is one for ever: compressors come and go."""
-
-    def __init__(self, group: Group) -> None:
-        self.compressor: Hooked | None = None
-        self.group = group
-
-    def run(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """What DDP calls when all gradients of a bucket are there."""
-        flat = bucket.buffer()
-        if self.compressor is None:
-            return default_hooks.allreduce_hook(self.group, bucket)
-        if flat.layout != torch.strided:
-            raise ConfigError(f"{self._named(bucket)} has sparse gradients, which compressors do not understand")
-        parts, start = [], 0
-        for p in bucket.parameters():  # bucket.gradients() are row-major whatever the memory format is
-            parts.append(Part(cast(nn.Parameter, p), start, start + p.numel(), memory_strides(p)))
-            start += p.numel()
-        with torch.no_grad():
-            return self.compressor._synchronize(
-                Bucket(flat, parts, bucket), self.group if self.group.size() > 1 else None
-            )
-
-    def _named(self, bucket: dist.GradBucket) -> str:
-        names = {} if self.compressor is None else self.compressor._names
-        return ", ".join(names[cast(nn.Parameter, p)] for p in bucket.parameters())
-
-
-_SEATS: WeakKeyDictionary[DistributedDataParallel, _Seat] = WeakKeyDictionary()
 
 
 def ready(value: Tensor) -> Future[Tensor]:

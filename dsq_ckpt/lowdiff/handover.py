@@ -6,35 +6,20 @@ import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.lowdiff.buckets import memory_strides
+from dsq_ckpt.lowdiff.ddp import Seat, distributed, take_seat
 from dsq_ckpt.lowdiff.handle import Handle, Layout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.subject import Entry, Subject
 
 Hook = Any
 """A communication hook of DDP, and its state."""
-
-
-class _Seat:
-    """DDP's communication hook, of which there is one for ever: replicas come and go."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.over: HandOver | None = None
-        self._group = group
-
-    def run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls when all gradients of a bucket are there."""
-        return allreduce_hook(self._group, bucket) if self.over is None else self.over.bucket(bucket, self._group)
-
-
-_SEATS: WeakKeyDictionary[DistributedDataParallel, _Seat] = WeakKeyDictionary()
 
 
 class HandOver:
@@ -62,7 +47,7 @@ class HandOver:
         self._synchronized: list[torch.futures.Future[Any]] = []
         self._waits_in = -1
         self._removable: list[Any] = []
-        self._seat: _Seat | None = None
+        self._seat: Seat | None = None
         self.failed: ProcessGone | OSError | None = None
         self.slot: int | None = None
         self.new = False
@@ -75,21 +60,8 @@ class HandOver:
         Raises:
             ConfigError: the model has a communication hook already.
         """
-        model = self._subject.model
-        if isinstance(model, DistributedDataParallel):
-            seat = _SEATS.get(model)
-            if seat is None:
-                seat = _Seat(model.process_group)
-                try:  # a lambda, since DDP does not understand annotations that are strings
-                    model.register_comm_hook(seat, lambda seat, bucket: seat.run(bucket))
-                except (RuntimeError, ValueError) as error:
-                    raise ConfigError(
-                        f"the model has a communication hook already ({error}); give it as hook=(state, hook) instead"
-                    ) from error
-                _SEATS[model] = seat
-            elif seat.over is not None:
-                raise ConfigError("the model has a replica already; close that first")
-            seat.over, self._seat = self, seat
+        if (under := distributed(self._subject.model, "the replica")) is not None:
+            self._seat = take_seat(under, self, "give the other one as hook=(state, hook)")
             return
         if self._hook is not None:
             raise ConfigError("hook= is for models under DistributedDataParallel")
@@ -103,7 +75,8 @@ class HandOver:
         for hook in self._removable:
             hook.remove()
         if self._seat is not None:
-            self._seat.over, self._seat = None, None
+            self._seat.leave()
+            self._seat = None
         self._pool.shutdown()
 
     def start(self, handle: Handle, subject: Subject, own: Sequence[Entry], room: int) -> None:
@@ -175,7 +148,12 @@ class HandOver:
         self.handed.clear()
         return slot, self.new
 
-    def bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    @property
+    def tenant(self) -> str:
+        """See `ddp.Tenant`."""
+        return "a replica"
+
+    def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
         """Synchronize a bucket, and hand it over when that is done."""
         done = allreduce_hook(group, bucket) if self._hook is None else self._hook[1](self._hook[0], bucket)
         if self._handle is None:
@@ -191,7 +169,7 @@ class HandOver:
                 piece = flat[start : start + parameter.numel()]
                 start += parameter.numel()
                 self._copy(parameter, torch.as_strided(
-                    piece, parameter.shape, _strides(parameter), piece.storage_offset()
+                    piece, parameter.shape, memory_strides(parameter), piece.storage_offset()
                 ))
             return whole
 
@@ -250,9 +228,3 @@ def _copied(target: torch.Tensor, gradient: torch.Tensor, ready: torch.cuda.Even
     with torch.cuda.stream(stream):
         target.copy_(gradient, non_blocking=True)
     stream.synchronize()
-
-
-def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """How DDP lays the gradient out in its bucket: as the parameter, if that has no holes, else row by row."""
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from evaluation import create
-from evaluation.lowdiff.base import System, live_tensors
+from evaluation.lowdiff.base import System, Without, live_tensors
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Training:
 
     Args:
         setting: What is trained.
-        hook: Whether gradients are compressed here; else the system of checkpointing does it.
 
     Attributes:
         model: The model, in DDP.
@@ -52,7 +51,7 @@ class Training:
         done: Steps that are done.
     """
 
-    def __init__(self, setting: Setting, hook: bool = True) -> None:
+    def __init__(self, setting: Setting) -> None:
         torch.set_num_threads(1)
         if not dist.is_initialized():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works where the host cannot resolve its own name
@@ -65,11 +64,17 @@ class Training:
         self.scheduler = LambdaLR(self.optimizer, lambda step: plan.rate_at(min(step, plan.steps)) / plan.rate)
         self.done = 0
         self.compressor: Any = None
-        if hook and setting.compressor != "none":
+        if setting.compressor != "none":
             from dsq_ckpt.lowdiff.compressors import compressor
 
             self.compressor = compressor(setting.compressor)
             self.compressor.attach(self.model)
+
+    def leave_compression(self) -> None:
+        """From now on the system of checkpointing compresses the gradients."""
+        if self.compressor is not None:
+            self.compressor.detach()
+            self.compressor = None
 
     def step(self) -> None:
         """Make one step."""
@@ -120,21 +125,24 @@ class Block:
 
 
 class Loop:
-    """A training and its system of checkpointing.
+    """A training, and its system of checkpointing once there is one.
 
     Args:
         training: At the step it begins with.
-        system: Not yet prepared.
     """
 
-    def __init__(self, training: Training, system: System) -> None:
+    def __init__(self, training: Training) -> None:
         self.training = training
-        self.system = system
+        self.system: System = Without()
         self._waited = self._before = 0.0
+
+    def begin(self, system: System) -> None:
+        """Checkpoint from now on."""
         # Hooks run in the order in which they were registered: the system's own are between these two.
-        training.optimizer.register_step_pre_hook(self._start)
-        system.prepare(training.model, training.optimizer, training.done)
-        training.optimizer.register_step_pre_hook(self._stop)
+        self.training.optimizer.register_step_pre_hook(self._start)
+        system.prepare(self.training.model, self.training.optimizer, self.training.done)
+        self.training.optimizer.register_step_pre_hook(self._stop)
+        self.system = system
 
     def run(self, steps: int, lead: int = 0, each: Callable[[], None] = lambda: None) -> Block:
         """Train.

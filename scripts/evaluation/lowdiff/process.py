@@ -180,19 +180,20 @@ class _Service:
         keep_to(job.cores.training)
         self._job = job
         self._counter = done
-        self._training = Training(job.setting, hook=not compresses(job.system))
+        self._training = Training(job.setting)
         self._system = make(job.system, job.directory, job.cores.checkpointing, job.setting.compressor, job.options)
-        self._loop: Loop | None = None
+        self._loop = Loop(self._training)
 
     def prepare(self) -> float:
         """Begin to checkpoint; seconds that it took."""
         started = time.perf_counter()
-        self._loop = Loop(self._training, self._system)
+        if compresses(self._job.system):
+            self._training.leave_compression()
+        self._loop.begin(self._system)
         return time.perf_counter() - started
 
     def train(self, steps: int, lead: int = 0) -> Any:
         """Train; the `Block` of the steps after the first `lead`."""
-        assert self._loop is not None
         return self._loop.run(steps, lead, self._count)
 
     def lag(self) -> float:

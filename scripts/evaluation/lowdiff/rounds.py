@@ -1,8 +1,9 @@
 """What checkpointing costs training: every system in turns with training without, so that a noisy machine is fair.
 
 All processes are there from the start and wait. In a round each of them trains a block, and before and after each block
-training without checkpoints does. A block's ratio is to the mean of its two neighbours; what is kept of a system is the
-median of its rounds.
+another process does that never checkpoints; a block is compared with the mean of its two neighbours. Processes that do
+the same differ by some percent for as long as they live, as memory was dealt to them. So there are rounds before any of
+them checkpoints, and rounds when all do: the overhead is what the second say over the median of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Plan:
     """How much is measured.
 
     Attributes:
-        rounds: Rounds.
+        rounds: Rounds, of each kind.
         lead: Steps at the start of a block that are not timed.
         steps: Steps of a block that are timed.
         warm_up: Steps of each system before the first round.
@@ -45,6 +46,7 @@ class Costs(NamedTuple):
     Attributes:
         seconds: Of an iteration; mean of each block.
         overhead: Over training without checkpoints, as a share of it; of each block.
+        before: As overhead, before the process began to checkpoint: how it differs from the other one anyway.
         stalls: Seconds per iteration in which the training thread was in the system, of each block.
         alone: Seconds of an iteration without checkpoints, next to each block.
         bytes: That were written per step, lead included.
@@ -53,6 +55,7 @@ class Costs(NamedTuple):
 
     seconds: list[float]
     overhead: list[float]
+    before: list[float]
     stalls: list[float]
     alone: list[float]
     bytes: float
@@ -66,7 +69,8 @@ class Costs(NamedTuple):
             "seconds_max": max(self.seconds), "alone": iteration,
             "overhead": statistics.median(self.overhead), "overhead_low": quartile(self.overhead, 1),
             "overhead_high": quartile(self.overhead, 3), "overhead_min": min(self.overhead),
-            "overhead_max": max(self.overhead), "stall": statistics.median(self.stalls) / iteration,
+            "overhead_max": max(self.overhead), "before": statistics.median(self.before),
+            "stall": statistics.median(self.stalls) / iteration,
             "bytes_per_step": self.bytes, "rounds": len(self.seconds), "about": self.about,
             "blocks": [list(block) for block in zip(self.alone, self.seconds, strict=True)],
         }
@@ -94,40 +98,53 @@ def measure(jobs: Mapping[str, Job], plan: Plan, report: Report = lambda line: N
 
 def _measure(jobs: Mapping[str, Job], plan: Plan, report: Report) -> dict[str, Costs]:
     """Measure jobs that train the same, but for their checkpoints."""
-    alone = replace(next(iter(jobs.values())), system=WITHOUT, options={}, directory=Path())
-    found: dict[str, list[tuple[float, Block]]] = {name: [] for name in jobs}
+    other = replace(next(iter(jobs.values())), system=WITHOUT, options={}, directory=Path())
     with contextlib.ExitStack() as stack:
-        reference = stack.enter_context(Worker(alone))
+        reference = stack.enter_context(Worker(other))
         workers = {name: stack.enter_context(Worker(job)) for name, job in jobs.items()}
         for worker in (reference, *workers.values()):
+            worker.call("train", 0, plan.warm_up)
+        before = _rounds(reference, workers, plan, lambda line: report(f"without: {line}"))
+        for worker in workers.values():
             worker.call("prepare")
             worker.call("train", 0, plan.warm_up)
             worker.call("wait")
         written = {name: worker.call("bytes")["written"] for name, worker in workers.items()}
-        names = list(jobs)
-        for number in range(plan.rounds):
-            before = _block(reference, plan)
-            # Another one is first in each round: no system always follows the same one.
-            for name in names[number % len(names):] + names[: number % len(names)]:
-                block = _block(workers[name], plan)
-                after = _block(reference, plan)
-                neighbours = (_mean(before.seconds) + _mean(after.seconds)) / 2
-                found[name].append((neighbours, block))
-                report(f"round {number + 1} of {plan.rounds}, {name}: "
-                       f"{1e3 * _mean(block.seconds):.1f} ms, {1e3 * neighbours:.1f} without")
-                before = after
+        found = _rounds(reference, workers, plan, report)
         about = {name: worker.call("about") for name, worker in workers.items()}
         steps = plan.rounds * (plan.lead + plan.steps)
         sizes = {name: worker.call("finish")["written"] - written[name] for name, worker in workers.items()}
-    return {
-        name: Costs(
+    costs = {}
+    for name, blocks in found.items():
+        own = statistics.median(_mean(block.seconds) / alone for alone, block in before[name])
+        costs[name] = Costs(
             [_mean(block.seconds) for _, block in blocks],
-            [_mean(block.seconds) / neighbours - 1 for neighbours, block in blocks],
-            [_mean(block.stalls) for _, block in blocks], [neighbours for neighbours, _ in blocks],
+            [_mean(block.seconds) / alone / own - 1 for alone, block in blocks],
+            [_mean(block.seconds) / alone - 1 for alone, block in before[name]],
+            [_mean(block.stalls) for _, block in blocks], [alone for alone, _ in blocks],
             sizes[name] / steps, about[name],
         )
-        for name, blocks in found.items()
-    }
+    return costs
+
+
+def _rounds(
+    reference: Worker, workers: Mapping[str, Worker], plan: Plan, report: Report
+) -> dict[str, list[tuple[float, Block]]]:
+    """Blocks of each, with the seconds of an iteration of the reference around them."""
+    found: dict[str, list[tuple[float, Block]]] = {name: [] for name in workers}
+    names = list(workers)
+    before = _block(reference, plan)
+    for number in range(plan.rounds):
+        # Another one is first in each round: no system always follows the same one.
+        for name in names[number % len(names):] + names[: number % len(names)]:
+            block = _block(workers[name], plan)
+            after = _block(reference, plan)
+            neighbours = (_mean(before.seconds) + _mean(after.seconds)) / 2
+            found[name].append((neighbours, block))
+            report(f"round {number + 1} of {plan.rounds}, {name}: "
+                   f"{1e3 * _mean(block.seconds):.1f} ms, {1e3 * neighbours:.1f} without")
+            before = after
+    return found
 
 
 def quartile(values: list[float], number: int) -> float:

@@ -168,5 +168,6 @@ RATIO_COLUMNS = (
     Column("", "overhead_high", percent), Column("every step within bound", "within"),
 )
 TIME_NOTES = """\
-Overhead: median over rounds of a block's time against the blocks without checkpoints before and after it; that of
-"none" is the noise. Stall: time of the training thread within the system, against an iteration."""
+Overhead: median over rounds of a block's time against the blocks of a process without checkpoints before and after it,
+over the same before the system began; that of "none" is the noise. Stall: time of the training thread within the
+system, against an iteration."""
