@@ -226,8 +226,8 @@ class _Service:
         return found
 
     def wait(self) -> None:
-        """Wait for the system's work."""
-        self._system.wait()
+        """Wait for the system's work, if it began."""
+        self._loop.system.wait()
 
     def finish(self) -> dict[str, int]:
         """End checkpointing; bytes that it wrote, that are there, and of a state in memory."""
