@@ -7,6 +7,7 @@
     python scripts/evaluate_lowdiff.py writes --json writes.json         # time to write by batch size
     python scripts/evaluate_lowdiff.py storage --json storage.json       # bytes of a checkpoint
     python scripts/evaluate_lowdiff.py ratios --json ratios.json         # ratios of compression
+    python scripts/evaluate_lowdiff.py contention --json contention.json # what work on one CPU takes from the other
     python scripts/evaluate_lowdiff.py constants --json constants.json   # what the simulations need
     python scripts/evaluate_lowdiff.py wasted constants.json --json wasted.json      # by time between failures
     python scripts/evaluate_lowdiff.py failures constants.json --json failures.json  # effective time, many failures
@@ -29,6 +30,7 @@ import torch
 import typer
 from evaluation import report as results
 from evaluation.lowdiff import constants as measured_constants
+from evaluation.lowdiff import contention as contentions
 from evaluation.lowdiff import plots, recovery, training, wasted, writes
 from evaluation.lowdiff import targets as aims
 from evaluation.lowdiff.loop import Setting
@@ -55,6 +57,9 @@ JSON = typer.Option(..., "--json", help="File to write the results to.")
 REPEATS = typer.Option(5, min=1, help="Of every measurement; medians are kept.")
 CONSTANTS = typer.Argument(help="JSON file that `constants` wrote.", exists=True, dir_okay=False)
 FAILURES = typer.Option(20_000, min=1, help="Failures that are simulated of each case.")
+OVERHEADS = typer.Option(
+    [], help="JSON files of `time` and `plain`: their overheads instead of those among the constants.", exists=True,
+)
 RESTART = typer.Option(0.0, min=0, help="Seconds from a failure until a process can load; the same for all systems.")
 
 
@@ -157,6 +162,19 @@ def ratios(
 
 
 @app.command()
+def contention(
+    logged: int = 20, compressor: str = COMPRESSOR, workload: str = WORKLOAD, batch: int | None = BATCH,
+    seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD, steps: int = STEPS, cores: str | None = CORES,
+    directory: Path | None = DIRECTORY, json_path: Path = JSON,
+) -> None:
+    """What share of its time the checkpointing process takes from training on another CPU."""
+    setting = Setting(workload, batch, seed, compressor)
+    with _bench(setting, rounds, lead, steps, cores, directory) as bench:
+        rows = contentions.contention(bench, logged)
+        _done(aims.CONTENTION, bench, rows, contentions.COLUMNS, contentions.NOTES, json_path, logged=logged)
+
+
+@app.command()
 def constants(
     systems: str = _systems([*COMPARED, *OURS]), compressor: str = COMPRESSOR, repeats: int = REPEATS,
     workload: str = WORKLOAD, batch: int | None = BATCH, seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD,
@@ -172,32 +190,35 @@ def constants(
 @app.command("wasted")
 def wasted_command(
     source: Path = CONSTANTS, hours: str = typer.Option("0.5,1,2", help="Between failures of the job."),
-    count: int = FAILURES, restart: float = RESTART, seed: int = SEED, json_path: Path = JSON,
+    count: int = FAILURES, restart: float = RESTART, seed: int = SEED, overheads: list[Path] = OVERHEADS,
+    json_path: Path = JSON,
 ) -> None:
     """Wasted time of jobs with failures (experiment 3)."""
     cases = [Failures(float(mtbf) * wasted.HOUR, seed=seed) for mtbf in hours.split(",")]
-    _simulated(aims.WASTED, source, cases, count, restart, json_path)
+    _simulated(aims.WASTED, source, cases, count, restart, overheads, json_path)
 
 
 @app.command()
 def failures(
     source: Path = CONSTANTS, hours: str = typer.Option("0.1,0.3,0.5,1,2,5", help="Between failures of the job."),
-    count: int = FAILURES, restart: float = RESTART, seed: int = SEED, json_path: Path = JSON,
+    count: int = FAILURES, restart: float = RESTART, seed: int = SEED, overheads: list[Path] = OVERHEADS,
+    json_path: Path = JSON,
 ) -> None:
     """Effective training time of jobs that fail often (experiment 9)."""
     cases = [Failures(float(mtbf) * wasted.HOUR, seed=seed) for mtbf in hours.split(",")]
-    _simulated(aims.FAILURES, source, cases, count, restart, json_path)
+    _simulated(aims.FAILURES, source, cases, count, restart, overheads, json_path)
 
 
 @app.command()
 def ranks(
     source: Path = CONSTANTS, numbers: str = typer.Option("8,64,512,1024,2048,4096,8192,16384", help="Of ranks."),
     hours: float = typer.Option(wasted.OPT_175B, help="Between failures of one rank."),
-    count: int = FAILURES, restart: float = RESTART, seed: int = SEED, json_path: Path = JSON,
+    count: int = FAILURES, restart: float = RESTART, seed: int = SEED, overheads: list[Path] = OVERHEADS,
+    json_path: Path = JSON,
 ) -> None:
     """Effective training time of jobs on many ranks, any of which fails the job (experiment 10)."""
     cases = [Failures(hours * wasted.HOUR, int(number), seed=seed) for number in numbers.split(",")]
-    _simulated(aims.RANKS, source, cases, count, restart, json_path)
+    _simulated(aims.RANKS, source, cases, count, restart, overheads, json_path)
 
 
 @app.command()
@@ -251,13 +272,21 @@ def _done(
 
 
 def _simulated(
-    measured: str, source: Path, cases: Sequence[Failures], count: int, restart: float, json_path: Path
+    measured: str, source: Path, cases: Sequence[Failures], count: int, restart: float, overheads: Sequence[Path],
+    json_path: Path,
 ) -> None:
     made = json.loads(source.read_text())
     if made.get("measured") != aims.CONSTANTS:
         raise typer.BadParameter(f"{source} holds no constants (measured: {made.get('measured')!r})")
+    times = [json.loads(path.read_text()) for path in overheads]
+    if wrong := [path for path, time in zip(overheads, times, strict=True) if time["measured"] not in aims.TIMES]:
+        raise typer.BadParameter(f"{wrong[0]} holds no training times")
+    made["rows"] = wasted.with_overheads(made["rows"], [row for time in times for row in time["rows"]])
     rows = wasted.compare(made["rows"], cases, count, restart)
-    settings = {"constants": source.name, "failures": count, "restart": restart, "seed": cases[0].seed}
+    settings = {
+        "constants": source.name, "overheads": [path.name for path in overheads], "failures": count,
+        "restart": restart, "seed": cases[0].seed,
+    }
     document = results.document(measured, settings, rows, constants=made)
     results.write(json_path, document)
     results.show(measured, wasted.COLUMNS, document["rows"], wasted.NOTES)

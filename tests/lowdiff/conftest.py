@@ -1,4 +1,6 @@
-"""A checkpointing process that is a thread: the same code and the same channel, without three seconds to start."""
+"""A checkpointing process that is a thread: the same code and the same channel, without three seconds to start; and a
+process group of one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dsq_ckpt.lowdiff import handle, process
 
@@ -41,3 +44,11 @@ def in_thread(monkeypatch):
     """Logs of this test have checkpointing processes that are threads."""
     monkeypatch.setattr(handle.subprocess, "Popen", _Thread)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)  # which only the main thread may
+
+
+@pytest.fixture
+def alone_under_ddp():
+    """A process group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.optim import SGD, Adam, lr_scheduler
 
 from dsq_ckpt.lowdiff import GradientLog, Recovered, recover, segments
 
@@ -205,3 +205,28 @@ def check_every_step(case: Case, run: Path, table: list[State], first: int = 0) 
         assert (recovered.step, recovered.ended) == (step, None)
         assert differences(loop.state(), table[step]) == []
         cut(run, step - 1)
+
+
+ADAM = Case(lambda m: Adam(m.parameters(), 0.01))
+SCHEDULED = Case(lambda m: Adam(m.parameters(), 0.01), schedule=lambda o: lr_scheduler.ExponentialLR(o, 0.9))
+TOPK = Case(lambda m: SGD(m.parameters(), 0.1, momentum=0.9), log={"compressor": "topk:0.05"})
+
+
+def until(log: GradientLog, loop: Loop, condition: Callable[[], bool], most: int = 400) -> list[float]:
+    """Train under a log until something is true; the losses."""
+    losses = []
+    for _ in range(most):
+        losses.append(loop.step(log.steps_done))
+        log.step()
+        if condition():
+            return losses
+    raise AssertionError(f"not within {most} steps")
+
+
+def check_recovers(case: Case, run: Path, truth: State, step: int) -> Recovered:
+    """The log gives this state, after this step."""
+    loop = Loop(case, seed=5)
+    recovered = loop.recover(run)
+    assert recovered is not None and (recovered.step, recovered.exact, recovered.ended) == (step, True, None)
+    assert differences(loop.state(), truth) == []
+    return recovered

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -19,16 +18,9 @@ from dsq_ckpt.lowdiff.subject import Subject
 from tests.lowdiff.loops import Case, Loop
 from tests.lowdiff.workers.replica import check_same, known_holders, replica_of, restored, until
 
-pytestmark = pytest.mark.usefixtures("one_thread", "group")
+pytestmark = pytest.mark.usefixtures("one_thread", "alone_under_ddp")
 holders = pytest.fixture(known_holders)
 CASE = Case(lambda model: Adam(model.parameters(), 0.01))
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def ddp(**options) -> Loop:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
@@ -71,14 +70,7 @@ def wrapped(loop: Loop, kind: str) -> Loop:
     return loop
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone_under_ddp")
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
 def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monkeypatch):
     """The backward pass does not go on before the gradient of the last layer is in shared memory."""
@@ -113,7 +105,7 @@ def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monke
         check_same(restored(STACK, tmp_path, holders[-1]), loop)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone_under_ddp")
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
 def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, monkeypatch):
     loop = wrapped(Loop(STACK), kind)

@@ -267,6 +267,18 @@ def test_wasted_time_of_cheap_and_dear_logs(overhead: float, met: bool) -> None:
     assert rarely["LowDiff+ (S)"] < rarely["LowDiff+ (P)"]
 
 
+def test_overheads_of_other_runs() -> None:
+    """All blocks of a system count, each against its process's own ratio; but a stall is no less than it is."""
+    rows = [{"name": name, "iteration": 2.0, "overhead": 9.0, "stalled": 0.1} for name in ("a", "b", "c")]
+    times = [
+        {"name": "a", "before": 0.1, "blocks": [[1.0, 1.1], [1.0, 1.32]]},
+        {"name": "a", "before": 0.0, "blocks": [[1.0, 1.4]]},
+        {"name": "b", "before": 0.0, "blocks": [[1.0, 0.9]]},
+    ]
+    found = wasted.with_overheads(rows, times)
+    assert [row["overhead"] for row in found] == pytest.approx([2.0 * 0.2, 0.1, 9.0])
+
+
 @pytest.mark.slow
 def test_an_experiment_from_its_command_to_its_plot(tmp_path: Path) -> None:
     file = tmp_path / "time.json"
@@ -281,3 +293,18 @@ def test_an_experiment_from_its_command_to_its_plot(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["report", str(file)]).exit_code == 0
     assert file.with_suffix(".png").stat().st_size > 0
     assert sorted(tmp_path.iterdir()) == [file, file.with_suffix(".png")]
+
+
+@pytest.mark.slow
+def test_contention_is_of_the_work_of_a_log(tmp_path: Path) -> None:
+    """Both kinds of work are done while training trains, and each block with them has its neighbours without."""
+    file = tmp_path / "contention.json"
+    sizes = ["--workload", "gpt-tiny", "--rounds", "2", "--steps", "5", "--lead", "1", "--logged", "3"]
+    result = CliRunner().invoke(app, ["contention", *sizes, "--directory", str(tmp_path), "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["logged steps", "snapshots"]
+    for row in rows:
+        assert row["done"] >= 2 and row["work"] > 0
+        assert row["contention"] == pytest.approx(sum(slowed / alone - 1 for alone, slowed in row["blocks"]) / 2)
+    assert sorted(tmp_path.iterdir()) == [file]

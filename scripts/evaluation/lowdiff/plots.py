@@ -101,6 +101,11 @@ def _constants(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
+def _contention(rows: Sequence[Row]) -> list[Panel]:
+    spread = ("contention_low", "contention_high")
+    return [lambda axis: _bars(axis, rows, "contention", "% of the work's time that training loses", 100, spread)]
+
+
 def _wasted(rows: Sequence[Row]) -> list[Panel]:
     def draw(axis: Axes) -> None:
         _lines(axis, rows, "job_mtbf", "wasted", 1 / HOUR, 100)
@@ -120,7 +125,7 @@ def _effective(rows: Sequence[Row], x: str, scale: float, label: str) -> list[Pa
 PANELS: dict[str, Callable[[Sequence[Row]], list[Panel]]] = {
     targets.TIME: _training, targets.PLAIN: _training, targets.FREQUENCY: _frequency, targets.RECOVERY: _recovery,
     targets.WRITES: _writes, targets.STORAGE: _storage, targets.RATIOS: _ratios, targets.CONSTANTS: _constants,
-    targets.WASTED: _wasted,
+    targets.WASTED: _wasted, targets.CONTENTION: _contention,
     targets.FAILURES: partial(_effective, x="job_mtbf", scale=1 / HOUR, label="hours between failures"),
     targets.RANKS: partial(_effective, x="ranks", scale=1.0, label="ranks"),
 }

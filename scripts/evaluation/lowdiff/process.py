@@ -76,7 +76,7 @@ class Worker:
     """
 
     def __init__(self, job: Job) -> None:
-        context = _context()
+        context = processes()
         self.job = job
         self._connection, theirs = context.Pipe()
         self._done = context.RawValue("q", 0)
@@ -158,7 +158,7 @@ class Worker:
 
 
 @functools.cache
-def _context() -> ForkServerContext:
+def processes() -> ForkServerContext:
     """Processes are forked from one that has imported everything and done nothing: they start at once, and clean."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

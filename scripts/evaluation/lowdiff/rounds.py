@@ -133,16 +133,16 @@ def _rounds(
     """Blocks of each, with the seconds of an iteration of the reference around them."""
     found: dict[str, list[tuple[float, Block]]] = {name: [] for name in workers}
     names = list(workers)
-    before = _block(reference, plan)
+    before = block(reference, plan)
     for number in range(plan.rounds):
         # Another one is first in each round: no system always follows the same one.
         for name in names[number % len(names):] + names[: number % len(names)]:
-            block = _block(workers[name], plan)
-            after = _block(reference, plan)
+            own = block(workers[name], plan)
+            after = block(reference, plan)
             neighbours = (_mean(before.seconds) + _mean(after.seconds)) / 2
-            found[name].append((neighbours, block))
+            found[name].append((neighbours, own))
             report(f"round {number + 1} of {plan.rounds}, {name}: "
-                   f"{1e3 * _mean(block.seconds):.1f} ms, {1e3 * neighbours:.1f} without")
+                   f"{1e3 * _mean(own.seconds):.1f} ms, {1e3 * neighbours:.1f} without")
             before = after
     return found
 
@@ -152,10 +152,11 @@ def quartile(values: list[float], number: int) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[number - 1] if len(values) > 1 else values[0]
 
 
-def _block(worker: Worker, plan: Plan) -> Block:
-    block: Block = worker.call("train", plan.steps, plan.lead)
+def block(worker: Worker, plan: Plan) -> Block:
+    """Have it train a block, and wait until its system has done its part."""
+    trained: Block = worker.call("train", plan.steps, plan.lead)
     worker.call("wait")  # what is under way would take time from the next one
-    return block
+    return trained
 
 
 _mean = statistics.fmean

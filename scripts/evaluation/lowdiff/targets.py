@@ -8,11 +8,13 @@ from typing import NamedTuple
 from evaluation.lowdiff.wasted import BEST, HOUR, OURS, below_all
 from evaluation.report import Row, percent, ratio
 
-TIME, PLAIN, FREQUENCY, RECOVERY, WRITES, STORAGE, RATIOS, CONSTANTS, WASTED, FAILURES, RANKS = NAMES = (
+TIME, PLAIN, FREQUENCY, RECOVERY, WRITES, STORAGE, RATIOS, CONSTANTS, WASTED, FAILURES, RANKS, CONTENTION = NAMES = (
     "lowdiff-time", "lowdiff-plain", "lowdiff-frequency", "lowdiff-recovery", "lowdiff-writes", "lowdiff-storage",
-    "lowdiff-ratios", "lowdiff-constants", "lowdiff-wasted", "lowdiff-failures", "lowdiff-ranks",
+    "lowdiff-ratios", "lowdiff-constants", "lowdiff-wasted", "lowdiff-failures", "lowdiff-ranks", "lowdiff-contention",
 )
 """What the documents of the experiments say they measured."""
+TIMES = (TIME, PLAIN)
+"""Those of training times."""
 
 OVERHEAD, OVERHEAD_PLUS = 0.03, 0.08
 """Largest overhead over training without checkpoints, of LowDiff and LowDiff+ at every step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -41,8 +42,25 @@ def compare(rows: Sequence[Row], cases: Iterable[Failures], count: int, restart:
         count: How many of them.
         restart: Seconds from a failure until a process is there that can load; the same for all.
     """
-    constants = {row["name"]: _restarted(row, restart) for row in rows}
+    constants = {row["name"]: _restarted(_plausible(row), restart) for row in rows}
     return simulation.compare(lambda failures: _systems(constants, failures), cases, count)
+
+
+def with_overheads(rows: Sequence[Row], measured: Iterable[Row]) -> list[Row]:
+    """Constants with the overheads that other runs measured, all blocks of a system together.
+
+    Args:
+        rows: Constants.
+        measured: Rows of training times with a checkpoint in every step.
+    """
+    blocks: dict[str, list[float]] = {}
+    for row in measured:
+        own = 1 + row["before"]
+        blocks.setdefault(row["name"], []).extend(seconds / alone / own - 1 for alone, seconds in row["blocks"])
+    return [
+        {**row, "overhead": max(statistics.median(blocks[row["name"]]) * row["iteration"], row["stalled"])}
+        if row["name"] in blocks else row for row in rows
+    ]
 
 
 def below_all(rows: Sequence[Row], ours: str, best: bool) -> dict[float, tuple[float, Row]]:
@@ -79,6 +97,16 @@ def _systems(constants: Mapping[str, Row], failures: Failures) -> Iterator[Syste
         yield _lowdiff(constants["lowdiff"], failures)
     if "lowdiff+" in constants:
         yield from simulation.modes(_lowdiff_plus(constants["lowdiff+"]))
+
+
+def _plausible(row: Row) -> Row:
+    """Without what only noise can have made: a checkpoint costs no more where there are fewer of them."""
+    found = dict(row)
+    if "stall" in row:
+        found["stall"] = min(row["stall"], row["overhead"])
+    if "policy" in row:
+        found["policy"] = {**row["policy"], "overhead": min(row["policy"]["overhead"], row["overhead"])}
+    return found
 
 
 def _restarted(row: Row, restart: float) -> Row:
