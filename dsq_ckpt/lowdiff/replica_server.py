@@ -254,7 +254,7 @@ class ReplicaServer(Server):
     def _finish(self, closing: bool) -> None:
         """Save the last state that all ranks have; then nothing is written any more."""
         if not closing and self.ranks == 1:
-            with self._turn:
+            with self._turn, suppress(OSError):  # no memory: it is saved all the same
                 self._shared()  # the next training process will ask for it
         self.wait()
         try:

@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam
 
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.lowdiff import memory, snapshots
+from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
 from tests.lowdiff.loops import Case, Loop
 from tests.lowdiff.workers.replica import check_same, known_holders, replica_of, restored, until
@@ -367,3 +368,21 @@ def test_what_holds_it_is_asked_twice(tmp_path, holders):
     assert holder.after(4) is None and holder.after(6) is None
     check_same(restored(CASE, tmp_path, holder), loop)
     assert Loop(CASE, seed=1).recover(tmp_path).from_memory
+
+
+def test_no_memory_to_share(tmp_path, holders, monkeypatch):
+    """The state cannot be given from memory then; it is on disk all the same."""
+    loop = Loop(CASE)
+    replica = replica_of(loop, tmp_path)
+    train(loop, replica, 5)
+
+    def none(size):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(Arena, "create", none)
+    replica._leave()
+    until(lambda: listens(tmp_path))
+    again = Loop(CASE, seed=1)
+    found = again.recover(tmp_path)
+    assert (found.step, found.from_memory) == (5, False)
+    check_same(again, loop)
