@@ -78,6 +78,7 @@ def show(found: list[LogSession]) -> None:
             output.size(round(one.bytes / one.steps)), one.snapshot or "none", str(one.complete or "-"),
         )
     screen.print(rows)
+    screen.print("Unless a file is damaged: `dsq verify` reads every byte.", markup=False, style="dim")
     for one in found:
         if one.ended is not None:
             screen.print(f"{one.session} ends at step {one.complete}: {one.ended}", soft_wrap=True)

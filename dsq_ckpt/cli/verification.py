@@ -107,6 +107,8 @@ class Verification:
             screen.print(f"\ngradient log: {len(self.segments)} segment(s), {output.size(total)}: {result}")
             for _, text in wrong[:_SHOWN]:
                 screen.print(f"  {text}", soft_wrap=True)
+            if wrong:
+                screen.print("  Recovery from a snapshot before these steps ends there; later snapshots remove them.")
         print_incomplete(self.incomplete)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 import uuid
@@ -53,6 +54,8 @@ class Crew(ABC):
         for name, value in (("queue", queue), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected a positive number")
+        if wrong := [core for core in cores or () if core not in range(os.cpu_count() or 1)]:
+            raise ConfigError(f"cores: there is no CPU {wrong[0]!r}; this machine has 0 to {(os.cpu_count() or 1) - 1}")
         self.run = run
         self._subject = subject
         self._comm = comm

@@ -18,7 +18,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import capture
 from dsq_ckpt.lowdiff.compressors import Compressor
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
-from dsq_ckpt.lowdiff.recorder import Recorder
+from dsq_ckpt.lowdiff.recorder import Recorder, recovered_or_none
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.subject import Stateful
 from dsq_ckpt.lowdiff.tuning import Bounds, Tuner
@@ -68,7 +68,7 @@ class GradientLog(Recorder):
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; expected a positive number of steps, or 'auto'")
         self._compressor = compressor_of(compressor)
-        self._tuner = _tuner(snapshot_every, batch, mtbf, resume)
+        self._tuner = _tuner(snapshot_every, batch, mtbf, recovered_or_none(resume))
         self._pace = self._settings()
         super().__init__(
             run, model, optimizer, resume=resume, state=state, base=base, queue=queue, keep=keep, cores=cores,

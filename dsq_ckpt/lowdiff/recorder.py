@@ -28,6 +28,18 @@ from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 from dsq_ckpt.lowdiff.watch import Watch
 from dsq_ckpt.manifest import local_path
 
+
+def recovered_or_none(resume: Any) -> Recovered | None:
+    """What a log goes on from, as it was given.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if resume is None or isinstance(resume, Recovered):
+        return resume
+    raise ConfigError(f"resume is {resume!r}; expected what dsq_ckpt.lowdiff.recover() returned, or None")
+
+
 _Self = TypeVar("_Self", bound="Recorder")
 
 
@@ -43,6 +55,10 @@ class Recorder(Crew):
         resume: Recovered | None, state: Mapping[str, Stateful] | None, base: str | Mapping[str, Any],
         queue: int, keep: int, cores: Collection[int] | None, process_group: dist.ProcessGroup | None, timeout: float,
     ) -> None:
+        resume = recovered_or_none(resume)
+        for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
+            if isinstance(other := getattr(hook, "__self__", None), Recorder):
+                raise ConfigError(f"this optimizer is logged already, into '{other.run}'; close() that first")
         comm, states = communicator(process_group), state or {}
         subject = self._subject_of(model, optimizer, states)
         super().__init__(local_path(run), subject, comm, base, queue, keep, cores, timeout)

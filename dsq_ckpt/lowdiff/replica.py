@@ -27,7 +27,7 @@ from dsq_ckpt.lowdiff.handover import HandOver
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.subject import Stateful, dtype_name
+from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 
 _STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
     "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
@@ -77,7 +77,6 @@ class Replica(Recorder):
             raise ConfigError(f"persist_every is {persist_every!r}; expected a positive number of steps")
         if queue < 2:
             raise ConfigError(f"queue is {queue}; a replica needs at least 2, since it may be a step behind")
-        self._kind = _importable(optimizer)
         self._hook, self._linger = hook, linger
         self._persist_every = self._pace = persist_every
         self._persisted_at, self._wanted_pace = 0, 1
@@ -92,6 +91,13 @@ class Replica(Recorder):
     def bound(self) -> int:
         """Steps that a failure of training processes alone costs at most, while `logging`."""
         return 1
+
+    def _subject_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
+    ) -> Subject:
+        subject = super()._subject_of(model, optimizer, states)
+        self._kind = _importable(optimizer)
+        return subject
 
     def _attach(self, resume: Recovered | None) -> None:
         self._handover = HandOver(self._subject, self._hook, self._cores)

@@ -19,7 +19,7 @@ from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig, StorageConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.direct import Contribution, save_parts
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, UnsupportedFormat
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
 from dsq_ckpt.parts import Part
@@ -58,7 +58,10 @@ def config_of(base: str | Mapping[str, Any], residuals: bool = False) -> DSQConf
         tree: Mapping[str, Any] = {"system": base}
     else:
         tree = dict(base) if isinstance(base, Mapping) else {"system": base}
-    config = DSQConfig.create(dict(tree))
+    try:
+        config = DSQConfig.create(dict(tree))
+    except ConfigError as error:
+        raise ConfigError(f"base is {base!r}; expected 'exact', 'dsq' or a configuration. {error}") from None
     if not (residuals and is_lossy(config)):
         return config
     # What was not sent yet is distributed unlike weights, so it has codebooks of its own.

@@ -72,6 +72,12 @@ class Subject:
         self.model = model
         self.optimizer = optimizer
         self.states = dict(states or {})
+        for name, value in self.states.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(
+                    f"state={{{name!r}: ...}} is {value!r}; expected something with state_dict() and "
+                    "load_state_dict(), such as a scheduler"
+                )
         self._check_optimizer()
         self._names: dict[nn.Parameter, str] = {}
         self.aliases: dict[str, str] = {}

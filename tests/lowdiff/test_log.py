@@ -220,7 +220,7 @@ def test_something_else_is_recovered(tmp_path, case, says):
 
 def test_what_is_possible(tmp_path):
     """Another head: all other weights come back, the optimizer begins anew."""
-    recorded(ADAM, tmp_path, 2, snapshot_every=1)
+    recorded(ADAM, tmp_path, 3)
     truth = Loop(ADAM)
     snapshot = truth.recover(tmp_path, replay_log=False)
     loop = Loop(Case(ADAM.optimizer, lambda seed: seeded(seed, lambda: nn.Sequential(
@@ -228,7 +228,8 @@ def test_what_is_possible(tmp_path):
     ))), seed=1)
     head = loop.model[3].weight.clone()
     recovered = loop.recover(tmp_path, partial=True)
-    assert recovered.step == snapshot.step and not recovered.exact
+    assert recovered.step == snapshot.step == 0 and not recovered.exact
+    assert recovered.ended == "3 logged steps were not replayed: they are of what was left out"
     assert any("3.weight" in problem for problem in recovered.left_out)
     assert torch.equal(loop.model[3].weight, head)
     assert torch.equal(loop.model[0].weight, truth.model[0].weight)
@@ -265,8 +266,26 @@ def test_refused(tmp_path):
     refused("'topl', expected topk", compressor="topl:0.1")
     for name in ("queue", "keep", "batch", "snapshot_every"):
         refused(f"{name} is 0", **{name: 0})
-    refused("object", state={"mine": type("Mine", (), {"state_dict": lambda self: {"a": object()}})()})
-    refused("base|system", base="exactly")
+    mine = type("Mine", (), {"state_dict": lambda self: {"a": object()}, "load_state_dict": print})()
+    refused("object", state={"mine": mine})
+    refused(r"state=\{'scheduler': ...\} is 3; expected something with state_dict", state={"scheduler": 3})
+    refused("base is 'exactly'; expected 'exact', 'dsq' or a configuration", base="exactly")
+    refused("resume is True; expected what dsq_ckpt.lowdiff.recover", resume=True)
+    refused("cores: there is no CPU 100000; this machine has 0 to", cores=[100_000])
+
+
+def test_a_second_log(tmp_path):
+    """Both would hook into the same steps; the first one is not disturbed."""
+    loop = Loop(ADAM)
+    with loop.log(tmp_path / "first", compressor="none") as log:
+        for kind in (dsq_ckpt.lowdiff.GradientLog, dsq_ckpt.lowdiff.Replica):
+            with pytest.raises(ConfigError, match=r"logged already, into '.*first'; close\(\) that first"):
+                kind(tmp_path / "second", loop.model, loop.optimizer)
+        loop.step(0)
+        log.step()
+        truth = loop.state()
+    check_recovers(ADAM, tmp_path / "first", truth, 1)
+    loop.log(tmp_path / "second", compressor="none").close()
 
 
 def test_a_second_step(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 
 from dsq_ckpt.errors import CheckpointExists, ConfigError
 from dsq_ckpt.lowdiff import Replica, recover
@@ -63,6 +63,8 @@ def test_optimizers_that_cannot_be_made_again(tmp_path, kind, says):
 
 def test_refused(tmp_path, holders):
     loop = Loop(ADAM)
+    with pytest.raises(ConfigError, match="LBFGS cannot be logged: it calls the model several times"):
+        Replica(tmp_path, loop.model, LBFGS(loop.model.parameters()))
     for options in ({"persist_every": 0}, {"queue": 1}, {"keep": 0}, {"hook": (None, default_hooks.allreduce_hook)}):
         with pytest.raises(ConfigError):
             replica_of(loop, tmp_path, **options)
