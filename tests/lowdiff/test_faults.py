@@ -156,7 +156,12 @@ def test_nothing_is_removed_before_a_snapshot_is_complete(tmp_path, monkeypatch)
         copied = tmp_path / moment
         if moment not in moments:
             moments[moment] = copied
-            shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns("*.lock"))
+            while True:
+                try:
+                    shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns("*.lock"))
+                    return
+                except shutil.Error:  # a segment got its name meanwhile
+                    rmtree(copied)
 
     save, retire, rmtree = snapshots.save, snapshots.retire, snapshots.shutil.rmtree
 
