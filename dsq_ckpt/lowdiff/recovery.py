@@ -171,7 +171,7 @@ def recover_subject(
     if last is not None and not recovered.left_out:
         recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
     elif last is not None and last > recovered.step:
-        recovered.ended = f"{last - recovered.step} logged steps were not replayed: they are of what was left out"
+        recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
     recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
     return recovered
 

@@ -229,7 +229,7 @@ def test_what_is_possible(tmp_path):
     head = loop.model[3].weight.clone()
     recovered = loop.recover(tmp_path, partial=True)
     assert recovered.step == snapshot.step == 0 and not recovered.exact
-    assert recovered.ended == "3 logged steps were not replayed: they are of what was left out"
+    assert recovered.ended == "3 logged steps were not replayed: they need what was left out"
     assert any("3.weight" in problem for problem in recovered.left_out)
     assert torch.equal(loop.model[3].weight, head)
     assert torch.equal(loop.model[0].weight, truth.model[0].weight)
