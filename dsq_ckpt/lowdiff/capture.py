@@ -11,8 +11,9 @@ from torch import nn
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.compressors import Trace
-from dsq_ckpt.lowdiff.encoding import as_integers, scales_from
+from dsq_ckpt.lowdiff.encoding import scales_from
 from dsq_ckpt.lowdiff.handle import Handle, Layout, nbytes
+from dsq_ckpt.lowdiff.scan import gather
 from dsq_ckpt.lowdiff.subject import Entry, Subject, dtype_name
 
 
@@ -53,8 +54,8 @@ def capture(
         ProcessGone: the checkpointing process is.
     """
     layout = Layout()
-    sparse: list[dict[str, Any]] = []
-    dense: list[dict[str, Any]] = []
+    sparse: dict[torch.dtype, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+    dense: list[tuple[dict[str, Any], torch.Tensor]] = []
     witnesses = []
     halves = set()
     for place, entry in enumerate(own):
@@ -67,23 +68,21 @@ def capture(
                 f"the gradient of '{entry.name}' is sparse ({gradient.layout}), which is not logged; make the layer "
                 "with sparse=False"
             )
+        gradient = gradient.detach()
         trace = traces.get(parameter)
-        part: dict[str, Any] = {"param": place, "dtype": dtype_name(gradient.dtype)}
         if trace is not None and trace.support is not None and not whole:
-            count = trace.support.numel()
-            sparse.append(part | {
-                "count": count, "places": layout.add(8 * count), "nonzero": layout.add(8),
-                "values": layout.add(gradient.element_size() * count),
-            })
+            sparse.setdefault(gradient.dtype, []).append((place, gradient, trace.support))
             continue
+        part: dict[str, Any] = {"param": place, "dtype": dtype_name(gradient.dtype)}
         if trace is not None and trace.levels is not None:
             part["levels"] = trace.levels.tolist()
         if trace is not None and trace.witness is not None:
             places, before = trace.witness
-            witnesses.append((before, gradient.detach().reshape(-1).index_select(0, places.to(gradient.device))))
+            witnesses.append((before, gradient.reshape(-1).index_select(0, places.to(gradient.device))))
         if trace is not None and trace.dtype is not None:
             halves.add(dtype_name(trace.dtype))
-        dense.append(part | {"at": layout.add(nbytes(gradient))})
+        dense.append((part | {"at": layout.add(nbytes(gradient))}, gradient))
+    supported = [(_supported(layout, dtype, found), found) for dtype, found in sparse.items()]
     buffers_at = layout.add(room)
     slot = handle.slot()
     arena, new = handle.room(slot, layout.size)
@@ -92,29 +91,40 @@ def capture(
     # checkpointing process could fetch them by an IPC handle; it would need a CUDA context of its own for that, which
     # takes some hundred megabytes of the GPU's memory on every rank.
     target: _Room = _OnDevice(layout.size, devices.pop()) if len(devices) == 1 else arena
-    for part in sparse:
-        parameter = subject.parameters[own[part["param"]].name]
-        assert parameter.grad is not None
-        support = traces[parameter].support
-        assert support is not None
-        flat = parameter.grad.detach().reshape(-1)
-        target.view(part["places"], (part["count"],), torch.int64).copy_(support)
-        values = target.view(part["values"], (part["count"],), flat.dtype)
-        if flat.device == values.device:
-            torch.index_select(flat, 0, support, out=values)
-        else:
-            values.copy_(flat.index_select(0, support))
-        target.view(part["nonzero"], (1,), torch.int64).copy_(as_integers(flat).count_nonzero().view(1))
-    for part in dense:
-        parameter = subject.parameters[own[part["param"]].name]
-        assert parameter.grad is not None
-        target.view(part["at"], tuple(parameter.shape), parameter.grad.dtype).copy_(parameter.grad)
+    for told, found in supported:
+        _gather(target, told, found)
+    for part, gradient in dense:
+        target.view(part["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
     hints = {
         "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in witnesses),
         "half": halves.pop() if len(halves) == 1 else None,
     }
     copied = target.copy_to(arena) if isinstance(target, _OnDevice) else None
-    return Captured({"sparse": sparse, "dense": dense, "hints": hints}, slot, buffers_at, new, copied)
+    message = {"sparse": [told for told, _ in supported], "dense": [part for part, _ in dense], "hints": hints}
+    return Captured(message, slot, buffers_at, new, copied)
+
+
+def _supported(
+    layout: Layout, dtype: torch.dtype, found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+) -> dict[str, Any]:
+    """Room for gradients of one dtype whose places are known, end to end; what the process is told of it."""
+    counts = [support.numel() for _, _, support in found]
+    return {
+        "dtype": dtype_name(dtype), "params": [place for place, _, _ in found], "counts": counts,
+        "places": layout.add(8 * sum(counts)), "nonzero": layout.add(8 * len(found)),
+        "values": layout.add(dtype.itemsize * sum(counts)),
+    }
+
+
+def _gather(
+    target: _Room, told: Mapping[str, Any], found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+) -> None:
+    counts: list[int] = told["counts"]
+    places = target.view(told["places"], (sum(counts),), torch.int64)
+    torch.cat([support.to(places.device) for _, _, support in found], out=places)
+    values = target.view(told["values"], (sum(counts),), found[0][1].dtype)
+    nonzero = target.view(told["nonzero"], (len(found),), torch.int64)
+    gather([gradient for _, gradient, _ in found], places, counts, values, nonzero)
 
 
 class _Room(Protocol):

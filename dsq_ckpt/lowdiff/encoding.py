@@ -21,6 +21,7 @@ import torch
 from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
 from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.lowdiff.scan import identical
 
 Array = npt.NDArray[Any]
 _ESCAPE = 255
@@ -29,7 +30,6 @@ _NEAR = 3
 """Numbers next to a candidate that are candidates too."""
 _WITNESSES = 64
 _HALVES = (torch.float16, torch.bfloat16)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEVEL = 1  # zstd on what is hardly compressible: more effort gains nothing
 
 Add = Callable[[bytes], int]
@@ -114,16 +114,6 @@ def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
         out[places] = _unpack(get(entry["values"]), out.dtype, places.numel())
     else:
         raise CorruptCheckpoint(f"a gradient is stored as {kind!r}, which this version does not know")
-
-
-def as_integers(values: torch.Tensor) -> torch.Tensor:
-    """The bits of values, as integers of their size: NaN equals itself, and only +0 is 0."""
-    return values.view(_INTEGERS.get(values.dtype.itemsize, values.dtype))
-
-
-def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one dtype are equal bit for bit."""
-    return torch.equal(as_integers(one), as_integers(other))
 
 
 def scales_from(witnesses: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:

@@ -139,7 +139,6 @@ class Handle:
             ProcessGone: the process is.
         """
         self._send_ready(wait=False)
-        self.poll()
         started = time.perf_counter()
         while not self._free:
             self._send_ready(wait=True)

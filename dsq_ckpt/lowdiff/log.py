@@ -50,6 +50,7 @@ class GradientLog(Recorder):
 
     Attributes:
         steps_done: optimizer steps done, with those before a recovery.
+        spent: seconds that training spent in the log, between backward passes; what it waited is part of it.
 
     Raises:
         CheckpointExists: the run has a log, and `resume` is None.

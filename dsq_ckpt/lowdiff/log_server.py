@@ -12,8 +12,9 @@ from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel
-from dsq_ckpt.lowdiff.encoding import as_integers, encode_dense, encode_sparse
+from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.locks import Lock
+from dsq_ckpt.lowdiff.scan import as_integers
 from dsq_ckpt.lowdiff.segments import Step
 from dsq_ckpt.lowdiff.server import Server, Unfaithful
 
@@ -72,23 +73,24 @@ class LogServer(Server):
     def _sparse(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:
         """Gradients whose places are known, each dtype by itself, the parameters end to end."""
         found = []
-        for dtype in sorted({part["dtype"] for part in message["sparse"]}):
-            parts = [part for part in message["sparse"] if part["dtype"] == dtype]
-            places, values, start = [], [], 0
-            for part in parts:
-                own = slot.view(part["places"], (part["count"],), torch.int64)
-                picked = slot.view(part["values"], (part["count"],), dtype_of(dtype))
+        for part in sorted(message["sparse"], key=lambda part: str(part["dtype"])):
+            total = sum(part["counts"])
+            places = slot.view(part["places"], (total,), torch.int64).clone()
+            values = slot.view(part["values"], (total,), dtype_of(part["dtype"]))
+            nonzero = slot.view(part["nonzero"], (len(part["params"]),), torch.int64).tolist()
+            start = 0
+            for param, own, picked, expected in zip(
+                part["params"], places.split(part["counts"]), values.split(part["counts"]), nonzero, strict=True
+            ):
                 # Each place once, and together they must be all that is not +0: what is not logged is lost.
-                nonzero = int(slot.view(part["nonzero"], (1,), torch.int64))
-                unique = torch.zeros(self.entries[part["param"]].elements, dtype=torch.bool)
+                unique = torch.zeros(self.entries[param].elements, dtype=torch.bool)
                 unique[own[as_integers(picked) != 0]] = True
-                if int(unique.count_nonzero()) != nonzero:
-                    raise Unfaithful(self.entries[part["param"]].name)
-                places.append(own + start)
-                values.append(picked)
-                start += self.entries[part["param"]].elements
-            entry = encode_sparse(torch.cat(places), torch.cat(values), add)
-            found.append({"params": [part["param"] for part in parts], "dtype": dtype, **entry})
+                if int(unique.count_nonzero()) != expected:
+                    raise Unfaithful(self.entries[param].name)
+                own += start
+                start += self.entries[param].elements
+            entry = encode_sparse(places, values, add)
+            found.append({"params": part["params"], "dtype": part["dtype"], **entry})
         return found
 
     def _dense(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:

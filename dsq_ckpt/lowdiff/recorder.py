@@ -8,9 +8,10 @@ import atexit
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,9 @@ from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import Captured, put_buffers
 from dsq_ckpt.lowdiff.crew import Crew
-from dsq_ckpt.lowdiff.encoding import identical
 from dsq_ckpt.lowdiff.handle import Layout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.scan import identical
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 from dsq_ckpt.lowdiff.watch import Watch
 from dsq_ckpt.manifest import local_path
@@ -41,6 +42,22 @@ def recovered_or_none(resume: Any) -> Recovered | None:
 
 
 _Self = TypeVar("_Self", bound="Recorder")
+_Parameters = ParamSpec("_Parameters")
+
+
+def _timed(
+    method: Callable[Concatenate[Recorder, _Parameters], None]
+) -> Callable[Concatenate[Recorder, _Parameters], None]:
+    """Have a method count what it takes."""
+    @wraps(method)
+    def timed(self: Recorder, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        started = time.perf_counter()
+        try:
+            method(self, *args, **kwargs)
+        finally:
+            self.spent += time.perf_counter() - started
+
+    return timed
 
 
 class Recorder(Crew):
@@ -48,6 +65,7 @@ class Recorder(Crew):
 
     Attributes:
         steps_done: optimizer steps done, with those before a recovery.
+        spent: seconds that training spent here, between backward passes.
     """
 
     def __init__(
@@ -63,6 +81,7 @@ class Recorder(Crew):
         subject = self._subject_of(model, optimizer, states)
         super().__init__(local_path(run), subject, comm, base, queue, keep, cores, timeout)
         self.steps_done = 0 if resume is None else resume.step
+        self.spent = 0.0
         self._lossy = resume is not None and resume.lossy
         self._watch = Watch(subject.watched())
         self._optimizer_state = optimizer.state
@@ -136,6 +155,7 @@ class Recorder(Crew):
         """
         return self._state == "running" and not self._broken and not self._gap and self._needed is None
 
+    @_timed
     def step(self) -> None:
         """End an iteration: what it did goes on its way.
 
@@ -208,6 +228,7 @@ class Recorder(Crew):
 
     # What the optimizer tells.
 
+    @_timed
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepped:
             raise SaveFailed("optimizer.step() ran twice since the last log.step(): call log.step() after each")
@@ -238,6 +259,7 @@ class Recorder(Crew):
         """Whether this rank brings a tensor to a snapshot, of a parameter or of none."""
         return self._comm.rank == (0 if parameter is None else self._owner[parameter])
 
+    @_timed
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._watch.look()
 

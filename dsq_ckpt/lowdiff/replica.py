@@ -21,18 +21,20 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import Captured
-from dsq_ckpt.lowdiff.encoding import identical, scales_from
+from dsq_ckpt.lowdiff.encoding import scales_from
 from dsq_ckpt.lowdiff.handle import ProcessGone
 from dsq_ckpt.lowdiff.handover import HandOver
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
+from dsq_ckpt.lowdiff.scan import are_products
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 
 _STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
     "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
 }
-_WITNESSES = 64
+_SEEN, _WITNESSES = 8, 64
+"""Parameters, and elements of each, that tell what gradients were multiplied by."""
 _SLOWED = 0.01
 
 
@@ -154,22 +156,14 @@ class Replica(Recorder):
         own = [self._subject.parameters[entry.name] for entry in self._own]
         if any(parameter.grad is not None and parameter not in over.handed for parameter in own):
             return None
-        pairs = [(over.view(parameter), parameter.grad) for parameter in own if parameter.grad is not None]
+        present = [parameter for parameter in own if parameter.grad is not None]
+        before = [over.view(parameter) for parameter in present]
+        after = [parameter.grad.detach() for parameter in present if parameter.grad is not None]
         witnesses = []
-        for before, after in pairs:
-            every = max(before.numel() // _WITNESSES, 1)
-            witnesses.append((before.view(-1)[::every].float(), after.detach().reshape(-1)[::every].cpu().float()))
-        for scale in scales_from(witnesses):
-            if scale == 1.0:
-                if all(identical(before, after.detach().cpu()) for before, after in pairs):
-                    return scale
-            elif all(
-                before.dtype == torch.float32
-                and identical(before * torch.tensor(scale, dtype=torch.float32), after.detach().cpu())
-                for before, after in pairs
-            ):
-                return scale
-        return None
+        for one, other in list(zip(before, after, strict=True))[:: max(len(before) // _SEEN, 1)]:
+            every = max(one.numel() // _WITNESSES, 1)
+            witnesses.append((one.view(-1)[::every].float(), other.reshape(-1)[::every].cpu().float()))
+        return next((scale for scale in scales_from(witnesses) if are_products(before, scale, after)), None)
 
     def _discard(self) -> None:
         self._handover.handed.clear()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
-_ELEMENTS = 8192
+from dsq_ckpt.lowdiff.scan import Samples
+
+_RUNS = 512
 
 
 class Watch:
     """Remembers parameters as they are.
 
     A change is seen by torch's own count of changes in place, by new memory, and, since neither counts what is done to
-    `parameter.data`, by about 8,000 elements that are compared, evenly spread. What is done to `parameter.data` of a
-    few elements is therefore seen with luck only; on a GPU, where comparing would make training wait, not at all.
+    `parameter.data`, by about 8,000 elements that are compared, some of each parameter. What is done to
+    `parameter.data` of a few elements is therefore seen with luck only; on a GPU, where comparing would make training
+    wait, not at all.
 
     Args:
         parameters: that are watched.
@@ -22,27 +26,19 @@ class Watch:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = list(parameters)
-        total = sum(parameter.numel() for parameter in self._parameters)
-        every = max(total // _ELEMENTS, 1)
-        self._samples = [
-            parameter.detach().view(-1)[parameter.numel() // 2 % every :: every] for parameter in self._parameters
-            if parameter.device.type == "cpu" and parameter.is_contiguous() and parameter.dtype == torch.float32
-        ]
-        self._seen = self._now()
-        self._sampled = self._sample()
+        self._seen: list[tuple[int, int, int]] = []
+        self.look()
 
     def look(self) -> None:
         """Remember them as they are now."""
-        self._seen = self._now()
-        self._sampled = self._sample()
+        seen = self._now()
+        if [one[1:] for one in seen] != [one[1:] for one in self._seen]:
+            self._samples = Samples(self._parameters, _RUNS)
+        self._seen, self._sampled = seen, self._samples.take()
 
     def changed(self) -> bool:
         """Whether they changed since they were last looked at."""
-        return self._seen != self._now() or not torch.equal(self._sampled, self._sample())
+        return self._seen != self._now() or not np.array_equal(self._sampled, self._samples.take())
 
-    def _now(self) -> list[tuple[int, int]]:
-        return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
-
-    def _sample(self) -> torch.Tensor:
-        """As integers: NaN equals itself then."""
-        return torch.cat(self._samples).view(torch.int32) if self._samples else torch.empty(0, dtype=torch.int32)
+    def _now(self) -> list[tuple[int, int, int]]:
+        return [(parameter._version, parameter.data_ptr(), parameter.nbytes) for parameter in self._parameters]

@@ -8,17 +8,17 @@ import random
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from evaluate_lowdiff import app
 from evaluation.lowdiff import targets as aims
 from evaluation.lowdiff import wasted
-from evaluation.lowdiff.base import live_tensors
+from evaluation.lowdiff.base import Without, live_tensors
 from evaluation.lowdiff.checkfreq import BOUND, Profile, Tuner, interval
 from evaluation.lowdiff.gemini import copies
-from evaluation.lowdiff.loop import Setting
+from evaluation.lowdiff.loop import Loop, Setting, Training
 from evaluation.lowdiff.naive import NaiveDifferences
 from evaluation.lowdiff.process import Cores, Job, Worker
 from evaluation.lowdiff.systems import COMPARED
@@ -293,6 +293,27 @@ def test_an_experiment_from_its_command_to_its_plot(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["report", str(file)]).exit_code == 0
     assert file.with_suffix(".png").stat().st_size > 0
     assert sorted(tmp_path.iterdir()) == [file, file.with_suffix(".png")]
+
+
+def test_stalls_are_what_a_system_says_it_took() -> None:
+    """Hooks around a system's own miss what it does after them."""
+    class Told(Without):
+        spent = 0.0
+
+        def after_step(self, step: int) -> None:
+            self.spent += step
+
+    class Counted:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        done = 0
+
+        def step(self) -> None:
+            self.done += 1
+
+    loop = Loop(cast(Training, Counted()))
+    loop.begin(Told())
+    assert loop.run(3, lead=1).stalls == [2.0, 3.0, 4.0]
 
 
 @pytest.mark.slow

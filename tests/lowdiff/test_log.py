@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adam
 
 import dsq_ckpt.lowdiff
 from dsq_ckpt.errors import CheckpointExists, ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.lowdiff import segments
+from dsq_ckpt.lowdiff import recorder, segments
 from tests.lowdiff.loops import (
     ADAM,
     SCHEDULED,
@@ -51,6 +52,27 @@ def test_nothing_to_recover(tmp_path):
     (tmp_path / "log").mkdir()
     assert loop.recover(tmp_path) is None
     assert differences(loop.state(), before) == []
+
+
+def test_time_spent_is_counted(tmp_path, monkeypatch):
+    """Of the capture before the optimizer's step as well as of what comes after."""
+    own, taken = recorder.Watch.changed, []
+
+    def slow(watch):
+        taken.append(0.05)
+        time.sleep(taken[-1])
+        return own(watch)
+
+    monkeypatch.setattr(recorder.Watch, "changed", slow)
+    loop = Loop(ADAM)
+    with loop.log(tmp_path, compressor="none") as log:
+        for number in range(3):
+            before = log.spent, len(taken)
+            loop.step(number)
+            between = log.spent, len(taken)
+            log.step()
+            assert between[0] - before[0] >= sum(taken[before[1]:between[1]]) > 0
+            assert log.spent - between[0] >= sum(taken[between[1]:]) > 0
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])

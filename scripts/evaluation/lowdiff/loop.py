@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,14 @@ class Block:
     stalls: list[float] = field(default_factory=list)
 
 
+@runtime_checkable
+class TellsTime(Protocol):
+    """A system that says itself how many seconds training has spent in it, since hooks cannot be put around its own."""
+
+    @property
+    def spent(self) -> float: ...
+
+
 class Loop:
     """A training, and its system of checkpointing once there is one.
 
@@ -155,6 +163,7 @@ class Loop:
         """
         block = Block()
         for number in range(lead + steps):
+            spent = self._spent()
             started, self._waited = time.perf_counter(), 0.0
             self.training.step()
             stepped = time.perf_counter()
@@ -162,9 +171,13 @@ class Loop:
             ended = time.perf_counter()
             if number >= lead:
                 block.seconds.append(ended - started)
-                block.stalls.append(self._waited + ended - stepped)
+                seen = self._waited + ended - stepped
+                block.stalls.append(seen if spent is None else (self._spent() or 0.0) - spent)
             each()
         return block
+
+    def _spent(self) -> float | None:
+        return self.system.spent if isinstance(self.system, TellsTime) else None
 
     def _start(self, *_: Any) -> None:
         self._before = time.perf_counter()

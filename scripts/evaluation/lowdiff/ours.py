@@ -42,6 +42,11 @@ class _Ours:
     def bytes_stored(self) -> int:
         return bytes_below(self._directory)
 
+    @property
+    def spent(self) -> float:
+        """See `loop.TellsTime`."""
+        return float(self._made.spent)
+
     def after_step(self, step: int) -> None:
         """End the iteration."""
         self._made.step()

@@ -1,0 +1,186 @@
+"""Passes over all gradients that the training thread waits for, at the speed of memory.
+
+On a CPU they are Numba's loops over the bits of elements, which read everything once, allocate nothing, and take all
+parameters in one call: torch's own operations make masks and products, and each call of one costs some microseconds per
+parameter. Elsewhere they are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+Array = npt.NDArray[Any]
+_RUN = 16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """The bits of values, as integers of their size: NaN equals itself, and only +0 is 0."""
+    return values.view(_INTEGERS.get(values.dtype.itemsize, values.dtype))
+
+
+def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one dtype are equal bit for bit."""
+    return torch.equal(as_integers(one), as_integers(other))
+
+
+def gather(
+    gradients: Sequence[torch.Tensor], places: torch.Tensor, counts: Sequence[int], values: torch.Tensor,
+    nonzero: torch.Tensor,
+) -> None:
+    """Some elements of each gradient, and how many of all its elements are not +0.
+
+    Args:
+        gradients: of one dtype and device.
+        places: int64[sum of counts], row-major indices into each, one after the other.
+        counts: how many of them are for each gradient.
+        values: of the gradients' dtype, as many; filled with the elements.
+        nonzero: int64, one per gradient; filled. It is where places and values are.
+
+    Raises:
+        IndexError: there is no such element.
+    """
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    if not _on_cpu(*flats, values):
+        for flat, own, picked, count in zip(
+            flats, places.split(list(counts)), values.split(list(counts)), nonzero.split(1), strict=True
+        ):
+            picked.copy_(flat.index_select(0, own.to(flat.device)))
+            count.copy_(as_integers(flat).count_nonzero().view(1))
+        return
+    wrong = _gather(
+        *_addresses(flats), places.numpy(), np.array(counts, np.int64), as_integers(values).numpy(), nonzero.numpy()
+    )
+    if wrong >= 0:
+        raise IndexError(f"gradient {wrong} of {[tuple(one.shape) for one in gradients]} has fewer elements")
+
+
+def are_products(before: Sequence[torch.Tensor], scale: float, after: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor is another one times a number, bit for bit as fp32 rounds it.
+
+    Args:
+        before: contiguous, on the CPU.
+        scale: exact in fp32; 1 is for any dtype, others for fp32.
+        after: of the same shapes and dtypes.
+    """
+    pairs = [(one, other.detach().cpu().contiguous()) for one, other in zip(before, after, strict=True)]
+    if scale != 1.0 and any(one.dtype != torch.float32 for pair in pairs for one in pair):
+        return False
+    (befores, sizes), (afters, _) = (_addresses([pair[side] for pair in pairs]) for side in (0, 1))
+    if scale == 1.0:
+        return bool(_are_equal(befores, afters, np.array([one.nbytes for one, _ in pairs], np.int64)))
+    return bool(_are_products(befores, np.float32(scale), afters, sizes))
+
+
+class Samples:
+    """Elements of tensors, in runs that are evenly spread over all of them, one at least in each.
+
+    A run is what a cache holds in one line: reading one element of it takes as long as reading all.
+
+    Args:
+        tensors: those are sampled that are float32, contiguous and on the CPU.
+        runs: about; fewer where there are fewer elements.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
+        self._every = max(sum(tensor.numel() for tensor in tensors) // runs, _RUN)
+        self._addresses, sizes = _addresses([
+            tensor for tensor in tensors
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == torch.float32
+        ])
+        self._sizes = sizes
+        self._starts = sizes // 2 % self._every
+        self._counts = -(-(sizes - self._starts) // self._every)
+
+    def take(self) -> Array:
+        """Their bits, int32. The tensors must be where they were, and as large."""
+        taken = np.zeros(int(self._counts.sum()) * _RUN, np.int32)
+        _sample(self._addresses, self._sizes, self._starts, self._counts, self._every, taken)
+        return taken
+
+
+def _on_cpu(*tensors: torch.Tensor) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.dtype.itemsize in _INTEGERS for tensor in tensors)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[Array, Array]:
+    """Where contiguous tensors are, and how many elements they have; they must outlive the use of it."""
+    return (
+        np.array([tensor.data_ptr() for tensor in tensors], np.int64),
+        np.array([tensor.numel() for tensor in tensors], np.int64),
+    )
+
+
+@intrinsic
+def _pointer(_context, address):  # type: ignore[no-untyped-def]
+    """An address as a pointer, which Numba's `carray` makes an array of."""
+    signature = types.voidptr(address)
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, generate
+
+
+@njit(nogil=True, cache=True)
+def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[no-untyped-def]
+    start = 0
+    for number in range(addresses.size):
+        bits = carray(_pointer(addresses[number]), sizes[number], values.dtype)
+        found = 0
+        for i in range(bits.size):
+            found += bits[i] != 0
+        nonzero[number] = found
+        stop = start + counts[number]
+        for i in range(start, stop):
+            place = places[i]
+            if place < 0 or place >= bits.size:
+                return number
+            values[i] = bits[place]
+        start = stop
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _sample(addresses, sizes, starts, counts, every, taken):  # type: ignore[no-untyped-def]
+    place = 0
+    for number in range(addresses.size):
+        bits = carray(_pointer(addresses[number]), sizes[number], np.int32)
+        for run in range(counts[number]):
+            start = starts[number] + run * every
+            for i in range(start, min(start + _RUN, bits.size)):
+                taken[place + i - start] = bits[i]
+            place += _RUN
+
+
+@njit(nogil=True, cache=True)
+def _are_equal(befores, afters, sizes):  # type: ignore[no-untyped-def]
+    for number in range(befores.size):
+        before = carray(_pointer(befores[number]), sizes[number], np.uint8)
+        after = carray(_pointer(afters[number]), sizes[number], np.uint8)
+        different = 0
+        for i in range(before.size):
+            different += before[i] != after[i]
+        if different:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _are_products(befores, scale, afters, sizes):  # type: ignore[no-untyped-def]
+    for number in range(befores.size):
+        before = carray(_pointer(befores[number]), sizes[number], np.float32)
+        after = carray(_pointer(afters[number]), sizes[number], np.int32)
+        different = 0
+        for i in range(before.size):
+            different += np.float32(before[i] * scale).view(np.int32) != after[i]
+        if different:
+            return False
+    return True

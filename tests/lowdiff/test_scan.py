@@ -1,0 +1,106 @@
+"""Passes over gradients in Numba give what torch's own operations give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsq_ckpt.lowdiff.scan import Samples, are_products, as_integers, gather, identical
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
+ODD = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45)
+
+
+def some(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator) -> torch.Tensor:
+    """A gradient of which a part is zero, and a few elements are odd."""
+    values = rng.normal(size=shape) * (rng.random(shape) < 0.5)
+    odd = rng.choice(np.array(ODD), shape)
+    return torch.tensor(np.where(rng.random(shape) < 0.2, odd, values)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None)
+@given(shapes=SHAPES, seed=st.integers(0, 2**32 - 1))
+def test_gather_is_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    gradients = [some(shape, dtype, rng) for shape in shapes]
+    supports = [torch.tensor(rng.integers(0, one.numel(), 3 if one.numel() else 0)) for one in gradients]
+    counts = [support.numel() for support in supports]
+    values, nonzero = torch.ones(sum(counts), dtype=dtype), torch.full((len(shapes),), -1)
+    gather(gradients, torch.cat(supports), counts, values, nonzero)
+    expected = torch.cat([one.reshape(-1)[support] for one, support in zip(gradients, supports, strict=True)])
+    assert identical(values, expected)
+    assert nonzero.tolist() == [int(as_integers(one).count_nonzero()) for one in gradients]
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded"])
+def test_gather_goes_by_row_major_places(layout: str) -> None:
+    gradient = {
+        "transposed": torch.randn(7, 5).t(), "expanded": torch.randn(4, 1).expand(4, 6),
+        "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    }[layout]
+    places, values, nonzero = torch.tensor([1, 8, 19]), torch.empty(3), torch.empty(1, dtype=torch.int64)
+    gather([gradient], places, [3], values, nonzero)
+    assert torch.equal(values, gradient.flatten()[places]) and int(nonzero) == gradient.numel()
+
+
+@pytest.mark.parametrize("place", [-1, 4, 2**40])
+def test_gather_reads_nothing_else(place: int) -> None:
+    places, values, nonzero = torch.tensor([0, place]), torch.empty(2), torch.empty(2, dtype=torch.int64)
+    with pytest.raises(IndexError, match="gradient 1 of"):
+        gather([torch.ones(9), torch.ones(4)], places, [1, 1], values, nonzero)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None)
+@given(shapes=SHAPES, seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1.0, 0.25, 0.3, 1e-30]))
+def test_products_are_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    factor = torch.tensor(scale)
+    before = [some(shape, dtype, rng) for shape in shapes]
+    after = [one * factor if dtype == torch.float32 else one.clone() for one in before]
+    possible = dtype == torch.float32 or scale == 1.0
+    assert are_products(before, float(factor), after) == possible
+    changeable = [one for one in after if one.numel()]
+    if changeable:
+        as_integers(changeable[-1]).view(-1)[-1] ^= 1  # the last bit
+        assert not are_products(before, float(factor), after)
+
+
+def test_products_of_other_layouts() -> None:
+    before = torch.randn(2, 3, 4, 5)
+    after = (before * 0.5).contiguous(memory_format=torch.channels_last)
+    assert are_products([before], 0.5, [after]) and not are_products([before], 0.25, [after])
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=8), runs=st.integers(1, 200))
+def test_samples_are_of_every_tensor(sizes: list[int], runs: int) -> None:
+    tensors = [torch.randn(size) for size in sizes]
+    samples = Samples(tensors, runs)
+    before = samples.take()
+    assert np.array_equal(before, samples.take())
+    assert np.isin(before[before != 0], torch.cat(tensors).view(torch.int32).numpy()).all()
+    for tensor in tensors:
+        kept = tensor.clone()
+        tensor.numpy()[...] += 1.0
+        assert np.array_equal(before, samples.take()) == (tensor.numel() == 0)
+        tensor.numpy()[...] = kept.numpy()
+
+
+def test_samples_see_what_is_longer_than_the_gaps_between_them() -> None:
+    tensor = torch.randn(100_000)
+    samples = Samples([tensor], 100)
+    before = samples.take()
+    for start in range(0, 99_000, 250):
+        tensor.numpy()[start : start + 1000] += 1.0
+        assert not np.array_equal(before, samples.take()), start
+        before = samples.take()
+
+
+def test_samples_leave_out_what_cannot_be_read_cheaply() -> None:
+    assert len(Samples([torch.randn(8, 8).t(), torch.randn(64).double(), torch.empty(5, device="meta")], 9).take()) == 0
