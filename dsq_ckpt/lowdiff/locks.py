@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.lowdiff.segments import LOG
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -41,17 +41,19 @@ class Lock:
             self._descriptor = -1
 
 
-def wait_for_writers(run: Path, timeout: float, session: str | None = None) -> None:
+def wait_for_writers(
+    run: Path, timeout: float, session: str | None = None, failed: type[DSQError] = SaveFailed
+) -> None:
     """Wait until no checkpointing process writes into a run, but for those of a session.
 
     Raises:
-        SaveFailed: one still does after `timeout` seconds.
+        SaveFailed: one still does after `timeout` seconds; or another error, if `failed` says so.
     """
     deadline = time.monotonic() + timeout
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
         while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path):
             if time.monotonic() > deadline:
-                raise SaveFailed(
+                raise failed(
                     f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "
                     "another job logs there, or its disk is slow; wait for it, or end it"
                 )

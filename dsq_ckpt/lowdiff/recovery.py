@@ -122,7 +122,8 @@ def recover(
 
     Raises:
         ConfigError: something cannot be recovered, or steps cannot be merged; nothing was changed.
-        LoadFailed: model, optimizer or ranks are not those that were logged; nothing was changed.
+        LoadFailed: model, optimizer or ranks are not those that were logged, the run is a file, or another process
+            still writes into it after `timeout`; nothing was changed.
         CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed. Or the log changed while it
             was read: then the state is that of the snapshot.
     """
@@ -152,7 +153,7 @@ def recover_subject(
         survivors.dismiss()
         return recovered
     survivors.dismiss()
-    together(comm, lambda: wait_for_writers(directory, timeout))
+    together(comm, lambda: _wait(directory, timeout))
     chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None))
     if chosen is None:
         return None
@@ -174,6 +175,13 @@ def recover_subject(
         recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
     recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
     return recovered
+
+
+def _wait(run: Path, timeout: float) -> None:
+    """Until nothing is written into the run any more."""
+    if run.exists() and not run.is_dir():
+        raise LoadFailed(f"'{run}' is a file; expected the directory of a run, as a log was given it")
+    wait_for_writers(run, timeout, failed=LoadFailed)
 
 
 def _choose(run: Path) -> tuple[Path, int, str | None] | None:

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import sys
@@ -38,7 +37,7 @@ from torch.optim import lr_scheduler
 
 from dsq_ckpt.lowdiff import compressor
 from tests.lowdiff.loops import Case, Loop, digest
-from tests.lowdiff.nursery import Nursery
+from tests.lowdiff.nursery import Nursery, listen
 
 STEPS = 600
 """Of the uninterrupted run."""
@@ -125,22 +124,15 @@ class Life:
 
     def listen(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Take what is said, for some time, or until something is true or all are gone."""
-        deadline = time.monotonic() + seconds
-        while self._pipes and not until() and (left := deadline - time.monotonic()) > 0:
-            for pipe in select.select(list(self._pipes), [], [], min(left, 0.05))[0]:
-                data = os.read(pipe, 1 << 16)
-                rank = self._pipes[pipe]
-                if not data:
-                    os.close(pipe)
-                    del self._pipes[pipe]
-                *lines, self._rest[rank] = (self._rest[rank] + data).split(b"\n")
-                for line in lines:
-                    kind, *numbers = line.split()
-                    if kind == b"process":
-                        self.processes[rank] = int(numbers[0])
-                        self.seen.add(int(numbers[0]))
-                    else:
-                        self.said[rank] = Said(*map(int, numbers))
+        listen(self._pipes, self._rest, self._take, seconds, until)
+
+    def _take(self, rank: int, line: bytes) -> None:
+        kind, *numbers = line.split()
+        if kind == b"process":
+            self.processes[rank] = int(numbers[0])
+            self.seen.add(int(numbers[0]))
+        else:
+            self.said[rank] = Said(*map(int, numbers))
 
     def kill(self, trainers: bool, processes: bool, rng: random.Random) -> None:
         """SIGKILL to each of them, in any order; then everything they had said is heard."""

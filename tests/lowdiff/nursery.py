@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -102,3 +103,29 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def listen(
+    pipes: dict[int, int], rest: dict[int, bytes], take: Callable[[int, bytes], None], seconds: float,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Take lines that forks say, for some time, or until something is true or all are gone.
+
+    Args:
+        pipes: the rank that speaks through each; those that end are closed and left out.
+        rest: by rank, what was said of the next line.
+        take: called with the rank and each line.
+        seconds: how long at most.
+        until: what ends it.
+    """
+    deadline = time.monotonic() + seconds
+    while pipes and not until() and (left := deadline - time.monotonic()) > 0:
+        for pipe in select.select(list(pipes), [], [], min(left, 0.05))[0]:
+            data = os.read(pipe, 1 << 16)
+            rank = pipes[pipe]
+            if not data:
+                os.close(pipe)
+                del pipes[pipe]
+            *lines, rest[rank] = (rest[rank] + data).split(b"\n")
+            for line in lines:
+                take(rank, line)

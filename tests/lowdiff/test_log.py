@@ -13,6 +13,7 @@ from torch.optim import LBFGS, SGD, Adam
 import dsq_ckpt.lowdiff
 from dsq_ckpt.errors import CheckpointExists, ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff import recorder, segments
+from dsq_ckpt.lowdiff.locks import Lock, path_of
 from tests.lowdiff.loops import (
     ADAM,
     SCHEDULED,
@@ -73,6 +74,24 @@ def test_time_spent_is_counted(tmp_path, monkeypatch):
             log.step()
             assert between[0] - before[0] >= sum(taken[before[1]:between[1]]) > 0
             assert log.spent - between[0] >= sum(taken[between[1]:]) > 0
+
+
+def test_recovery_from_what_is_no_run(tmp_path):
+    loop = Loop(SCHEDULED)
+    before = loop.state()
+    (tmp_path / "model.pt").write_bytes(b"x")
+    with pytest.raises(LoadFailed, match=r"model\.pt' is a file; expected the directory of a run"):
+        loop.recover(tmp_path / "model.pt")
+    assert differences(loop.state(), before) == []
+
+
+def test_recovery_while_another_process_writes(tmp_path):
+    table = recorded(ADAM, tmp_path, 3)
+    lock = Lock(path_of(tmp_path, "another", 0))
+    with pytest.raises(LoadFailed, match=r"still writes into '.*another-00000\.lock"):
+        Loop(ADAM).recover(tmp_path, timeout=0.1)
+    lock.release()
+    check_recovers(ADAM, tmp_path, table[3], 3)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])

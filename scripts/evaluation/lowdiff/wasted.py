@@ -160,11 +160,8 @@ def _lowdiff(row: Row, failures: Failures) -> System:
         "mtbf": failures.job_mtbf, "ranks": failures.ranks,
     }
     costs = Costs(**known)
-    busy = costs.batch_fixed + costs.batch_step
-    # What the training thread does itself costs the same whatever the settings are.
-    contention = min(1.0, max(0.0, row["overhead"] - row["stalled"]) / busy) if busy > 0 else 0.0
-    choice = Model(replace(costs, contention=contention)).choice(Bounds())
-    made = simulation.lowdiff(replace(costs, contention=0.0), choice.snapshot_every, choice.batch, row["overhead"])
+    choice = Model(costs).choice(Bounds())
+    made = simulation.lowdiff(costs, choice.snapshot_every, choice.batch, row["overhead"])
     return replace(made, name="LowDiff")
 
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import select
 import signal
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 
 from tests.lowdiff.kills import CASE, forked, joined, uninterrupted
 from tests.lowdiff.loops import Loop, digest
-from tests.lowdiff.nursery import Nursery, alive
+from tests.lowdiff.nursery import Nursery, alive, listen
 from tests.lowdiff.workers.replica import replica_of
 
 STEPS = 600
@@ -75,23 +74,15 @@ class Life:
             ))
             os.close(writer)
             self._pipes[reader] = rank
-        self._rest = dict.fromkeys(self._pipes, b"")
+        self._rest = dict.fromkeys(range(ranks), b"")
 
     def listen(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Take what is said, for some time, or until something is true or all are gone."""
-        deadline = time.monotonic() + seconds
-        while self._pipes and not until() and (left := deadline - time.monotonic()) > 0:
-            for pipe in select.select(list(self._pipes), [], [], min(left, 0.05))[0]:
-                data = os.read(pipe, 1 << 16)
-                rank = self._pipes[pipe]
-                if not data:
-                    os.close(pipe)
-                    del self._pipes[pipe]
-                *lines, self._rest[pipe] = (self._rest[pipe] + data).split(b"\n")
-                for line in lines:
-                    for key, value in json.loads(line).items():
-                        where = {"done": self.done, "process": self.processes, "recovered": self.recovered}[key]
-                        where[rank] = value
+        listen(self._pipes, self._rest, self._take, seconds, until)
+
+    def _take(self, rank: int, line: bytes) -> None:
+        for key, value in json.loads(line).items():
+            {"done": self.done, "process": self.processes, "recovered": self.recovered}[key][rank] = value
 
     def kill(self, pids: list[int]) -> None:
         """SIGKILL to all that are there."""
