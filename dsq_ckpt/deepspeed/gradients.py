@@ -44,7 +44,7 @@ class FlatGradients:
             found = None if name is None else self._average.average(name)
             return None if found is None else found.view(-1)
 
-        return {key: found for key, found in by_chunk(buffers, average).items()}  # noqa: C416 - of a wider type
+        return {key: found for key, found in by_chunk(buffers, average).items()}
 
     def reset(self) -> None:
         """A checkpoint was made."""
