@@ -90,16 +90,17 @@ def capture(
     # On a GPU the pieces are put together there, and cross to the host in one copy that nobody waits for here. The
     # checkpointing process could fetch them by an IPC handle; it would need a CUDA context of its own for that, which
     # takes some hundred megabytes of the GPU's memory on every rank.
-    target: _Room = _OnDevice(layout.size, devices.pop()) if len(devices) == 1 else arena
+    # Buffers are put into the slot behind them later, which that copy must not touch.
+    target = _on_device(buffers_at, devices.pop()) if len(devices) == 1 else None
     for told, found in supported:
-        _gather(target, told, found)
+        _gather(target or arena, told, found)
     for part, gradient in dense:
-        target.view(part["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
+        (target or arena).view(part["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
     hints = {
         "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in witnesses),
         "half": halves.pop() if len(halves) == 1 else None,
     }
-    copied = target.copy_to(arena) if isinstance(target, _OnDevice) else None
+    copied = None if target is None else target.copy_to(arena)
     message = {"sparse": [told for told, _ in supported], "dense": [part for part, _ in dense], "hints": hints}
     return Captured(message, slot, buffers_at, new, copied)
 
@@ -158,6 +159,14 @@ class _OnDevice:
             copied.record(stream)
         self._memory.record_stream(stream)
         return copied
+
+
+def _on_device(size: int, device: torch.device) -> _OnDevice | None:
+    """Memory of a GPU; None where there is not enough of it, so that pieces go to the host one by one."""
+    try:
+        return _OnDevice(size, device)
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def put_buffers(

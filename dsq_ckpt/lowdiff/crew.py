@@ -173,7 +173,7 @@ class Crew(ABC):
             "cores": self._cores,
             "threads": len(self._cores) or self._threads, "timeout": self._timeout,
             **self._begin(),
-        }, self._queue)
+        }, self._queue, self._timeout)
         self._gap, self._fresh = False, True
         self._started()
 
@@ -205,6 +205,8 @@ class Crew(ABC):
 
     def _suspend(self) -> None:
         """Stop logging on all ranks; the processes write what they were given. Rank 0 says when to go on."""
+        if self._pending is not None and self._pending.copied is not None:
+            self._pending.copied.synchronize()
         if self._handle is not None:
             self._handle.close(None)
             self._handle = None

@@ -41,6 +41,7 @@ class Handle:
     Args:
         begin: its first message; see `process.Server`.
         queue: steps that may be on their way at most.
+        timeout: seconds after which a process that takes nothing is given up.
         module: that it runs.
 
     Attributes:
@@ -50,7 +51,10 @@ class Handle:
         waited: seconds that training waited for a free slot.
     """
 
-    def __init__(self, begin: Mapping[str, Any], queue: int, module: str = "dsq_ckpt.lowdiff.process") -> None:
+    def __init__(
+        self, begin: Mapping[str, Any], queue: int, timeout: float, module: str = "dsq_ckpt.lowdiff.process"
+    ) -> None:
+        self._timeout = timeout
         self.ready: dict[str, Any] | None = None
         self.reports: list[dict[str, Any]] = []
         self.saving = False
@@ -91,7 +95,7 @@ class Handle:
 
     def _send(self, message: Mapping[str, Any], arena: Arena | None) -> None:
         try:
-            self._channel.send(dict(message), arena)
+            self._channel.send(dict(message), arena, self._timeout)
         except ChannelClosed:
             self.poll()  # it may have said why
             self._gone()
@@ -142,7 +146,11 @@ class Handle:
         started = time.perf_counter()
         while not self._free:
             self._send_ready(wait=True)
-            self.poll(_PATIENCE)
+            if not self.poll(_PATIENCE) and time.perf_counter() - started > self._timeout:
+                raise ProcessGone(
+                    f"the checkpointing process ({self.pid}) is there, but took no step for {self._timeout:.0f} s; its "
+                    "disk may hang"
+                )
         self.waited += time.perf_counter() - started
         return self._free.popleft()
 
@@ -201,7 +209,7 @@ class Handle:
         try:
             if timeout is not None:
                 self._send_ready(wait=True)
-            self._channel.send({"kind": "close", "done": done}, timeout=timeout)
+            self._channel.send({"kind": "close", "done": done}, timeout=_PATIENCE if timeout is None else timeout)
             if timeout is not None:
                 deadline = time.monotonic() + timeout
                 while self._process.poll() is None and time.monotonic() < deadline:
@@ -217,6 +225,10 @@ class Handle:
                 problem = problem or (None if self._process.wait(0.5) == 0 else gone)
             except subprocess.TimeoutExpired:
                 problem = problem or "the checkpointing process still has work to do, and goes on with it"
+        for ready, _, _ in self._unsent:
+            if ready is not None:
+                ready.synchronize()  # a GPU writes into memory that is let go below
+        self._unsent.clear()
         self._channel.close()
         os.close(self._errors)
         for arena in (*self._arenas.values(), *filter(None, [self._staging])):

@@ -196,6 +196,8 @@ class HandOver:
     def _copy(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if self.failed is None and parameter in self._places and gradient.layout is torch.strided:
             assert isinstance(parameter, nn.Parameter)
+            if gradient.shape != self._places[parameter][1]:
+                return  # the parameter has another shape since, and the log begins anew for that
             self.handed.add(parameter)
             ready = None
             if gradient.is_cuda:

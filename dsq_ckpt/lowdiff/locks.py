@@ -26,12 +26,16 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            if _is_at(self._descriptor, path):  # who looked whether it was locked may have removed it in between
+                return
+            os.close(self._descriptor)
 
     def release(self) -> None:
         """Nothing is written any more."""
@@ -51,7 +55,7 @@ def wait_for_writers(
     """
     deadline = time.monotonic() + timeout
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
-        while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path):
+        while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path, failed):
             if time.monotonic() > deadline:
                 raise failed(
                     f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "
@@ -60,13 +64,20 @@ def wait_for_writers(
             time.sleep(0.02)
 
 
-def _released(path: Path) -> bool:
+def _released(path: Path, failed: type[DSQError]) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return True
+    except OSError as error:
+        raise failed(
+            f"whether '{path}' is locked by a checkpointing process cannot be found out: {error}; make it writable for "
+            "this user, or remove it if no job writes there"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(descriptor, path):
+            return False  # another one has removed it, and there may be a new one
         path.unlink(missing_ok=True)
     except BlockingIOError:
         return False
@@ -76,3 +87,11 @@ def _released(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

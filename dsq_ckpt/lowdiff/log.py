@@ -46,7 +46,8 @@ class GradientLog(Recorder):
         keep: snapshots that are kept, with the log since the oldest of them.
         cores: CPUs that the checkpointing process may use; None: as this one.
         process_group: that DDP synchronizes over; None: the default one.
-        timeout: seconds after which ranks that cannot reach each other give up.
+        timeout: seconds after which ranks that cannot reach each other give up, and after which a checkpointing process
+            that takes no step is left alone, as one that died.
 
     Attributes:
         steps_done: optimizer steps done, with those before a recovery.

@@ -313,7 +313,7 @@ class Recorder(Crew):
         pending, self._pending = self._pending, None
         if self._has_gap():
             if pending is not None:
-                self._handle.release(pending.slot)
+                self._release(pending)
             return
         if pending is None:
             if self._stepped:  # it could not be captured, so nothing after it can be replayed
@@ -335,12 +335,18 @@ class Recorder(Crew):
             put = put_buffers(changed, self._handle, pending.slot, pending.buffers_at)
             if put is None:
                 self._gap = True
-                self._handle.release(pending.slot)
+                self._release(pending)
                 return
             message["buffers"], new = put[0], new or put[1]
             self._buffers |= {name: buffer.clone() for name, buffer in changed}
         arena = self._handle.arena(pending.slot) if new else None
         self._handle.send_when(pending.copied, message, arena)
+
+    def _release(self, pending: Captured) -> None:
+        """Give a slot back, once nothing is written into it any more."""
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        self._running().release(pending.slot)
 
     def _last_snapshot(self) -> None:
         """The state at the end, which gradients do not lead to."""

@@ -27,7 +27,7 @@ from dsq_ckpt.lowdiff.handover import HandOver
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.scan import are_products
+from dsq_ckpt.lowdiff.scan import factor_between
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 
 _STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
@@ -132,20 +132,24 @@ class Replica(Recorder):
             raise over.failed
         over.take_slot()
         over.reserve(room)
+        for entry in self._own:
+            gradient = self._subject.parameters[entry.name].grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided or dtype_name(gradient.dtype) != entry.dtype:
+                raise ConfigError(
+                    f"the gradient of '{entry.name}' is {gradient.dtype}, {gradient.layout}; a replica "
+                    f"needs it dense and of the parameter's {entry.dtype}"
+                )
         scale = self._scale()
         parts: list[dict[str, Any]] = []
         for place, entry in enumerate(self._own):
             parameter = self._subject.parameters[entry.name]
             if parameter.grad is None:
                 continue
-            if parameter.grad.layout is not torch.strided or parameter.grad.dtype != parameter.dtype:
-                raise ConfigError(
-                    f"the gradient of '{entry.name}' is {parameter.grad.dtype}, {parameter.grad.layout}; a replica "
-                    f"needs it dense and of the parameter's {parameter.dtype}"
-                )
             if scale is None:
                 over.view(parameter).copy_(parameter.grad)
-            parts.append({"param": place, "dtype": dtype_name(parameter.dtype), "at": over.place(parameter)})
+            parts.append({"param": place, "dtype": entry.dtype, "at": over.place(parameter)})
         slot, new = over.give()
         hints = {"scales": [1.0 if scale is None else scale], "half": None}
         self._pending = Captured({"sparse": [], "dense": parts, "hints": hints}, slot, over.buffers_at, new)
@@ -163,7 +167,7 @@ class Replica(Recorder):
         for one, other in list(zip(before, after, strict=True))[:: max(len(before) // _SEEN, 1)]:
             every = max(one.numel() // _WITNESSES, 1)
             witnesses.append((one.view(-1)[::every].float(), other.reshape(-1)[::every].cpu().float()))
-        return next((scale for scale in scales_from(witnesses) if are_products(before, scale, after)), None)
+        return factor_between(before, scales_from(witnesses), after)
 
     def _discard(self) -> None:
         self._handover.handed.clear()

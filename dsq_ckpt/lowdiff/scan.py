@@ -7,7 +7,7 @@ parameter. Elsewhere they are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 Array = npt.NDArray[Any]
-_RUN = 16
+_RUN = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -62,48 +62,63 @@ def gather(
         raise IndexError(f"gradient {wrong} of {[tuple(one.shape) for one in gradients]} has fewer elements")
 
 
-def are_products(before: Sequence[torch.Tensor], scale: float, after: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor is another one times a number, bit for bit as fp32 rounds it.
+def factor_between(
+    before: Sequence[torch.Tensor], scales: Iterable[float], after: Sequence[torch.Tensor]
+) -> float | None:
+    """The number that tensors were multiplied by, bit for bit as fp32 rounds products; None: it is none of these.
 
     Args:
         before: contiguous, on the CPU.
-        scale: exact in fp32; 1 is for any dtype, others for fp32.
-        after: of the same shapes and dtypes.
+        scales: exact in fp32; 1 is for any dtype, others for fp32.
+        after: as many, wherever they are; those of another shape or dtype are no multiples.
     """
-    pairs = [(one, other.detach().cpu().contiguous()) for one, other in zip(before, after, strict=True)]
-    if scale != 1.0 and any(one.dtype != torch.float32 for pair in pairs for one in pair):
-        return False
-    (befores, sizes), (afters, _) = (_addresses([pair[side] for pair in pairs]) for side in (0, 1))
-    if scale == 1.0:
-        return bool(_are_equal(befores, afters, np.array([one.nbytes for one, _ in pairs], np.int64)))
-    return bool(_are_products(befores, np.float32(scale), afters, sizes))
+    for one, other in zip(before, after, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return None
+    single = all(one.dtype == torch.float32 for one in before)
+    scales = [scale for scale in scales if single or scale == 1.0]
+    if not scales:
+        return None
+    here = [other.detach().cpu().contiguous() for other in after]  # kept for as long as addresses are used
+    (befores, sizes), (afters, _) = _addresses(before), _addresses(here)
+    lengths = np.array([one.nbytes for one in before], np.int64)
+    for scale in scales:
+        if _are_equal(befores, afters, lengths) if scale == 1.0 else (
+            _are_products(befores, np.float32(scale), afters, sizes)
+        ):
+            return scale
+    return None
 
 
 class Samples:
-    """Elements of tensors, in runs that are evenly spread over all of them, one at least in each.
+    """Bytes of tensors, in runs that are evenly spread over all of them, one at least in each.
 
-    A run is what a cache holds in one line: reading one element of it takes as long as reading all.
+    A run is what a cache holds in one line: reading one byte of it takes as long as reading all.
 
     Args:
-        tensors: those are sampled that are float32, contiguous and on the CPU.
-        runs: about; fewer where there are fewer elements.
+        tensors: those are sampled that are on the CPU and without holes in memory.
+        runs: about; fewer where there are fewer bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
-        self._every = max(sum(tensor.numel() for tensor in tensors) // runs, _RUN)
-        self._addresses, sizes = _addresses([
-            tensor for tensor in tensors
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == torch.float32
-        ])
-        self._sizes = sizes
-        self._starts = sizes // 2 % self._every
-        self._counts = -(-(sizes - self._starts) // self._every)
+        found = [tensor for tensor in tensors if tensor.device.type == "cpu" and _dense(tensor)]
+        self._addresses, _ = _addresses(found)
+        self._sizes = np.array([tensor.nbytes for tensor in found], np.int64)
+        self._every = max(sum(tensor.nbytes for tensor in tensors) // runs, _RUN)
+        self._starts = self._sizes // 2 % self._every
+        self._counts = -(-(self._sizes - self._starts) // self._every)
 
     def take(self) -> Array:
-        """Their bits, int32. The tensors must be where they were, and as large."""
-        taken = np.zeros(int(self._counts.sum()) * _RUN, np.int32)
+        """The bytes, uint8. The tensors must be where they were, and as large."""
+        taken = np.zeros(int(self._counts.sum()) * _RUN, np.uint8)
         _sample(self._addresses, self._sizes, self._starts, self._counts, self._every, taken)
         return taken
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether it takes no more memory than its elements do, in whatever order."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.layout is torch.strided and tensor.numel() == last + 1
 
 
 def _on_cpu(*tensors: torch.Tensor) -> bool:
@@ -152,11 +167,11 @@ def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[
 def _sample(addresses, sizes, starts, counts, every, taken):  # type: ignore[no-untyped-def]
     place = 0
     for number in range(addresses.size):
-        bits = carray(_pointer(addresses[number]), sizes[number], np.int32)
+        data = carray(_pointer(addresses[number]), sizes[number], np.uint8)
         for run in range(counts[number]):
             start = starts[number] + run * every
-            for i in range(start, min(start + _RUN, bits.size)):
-                taken[place + i - start] = bits[i]
+            for i in range(start, min(start + _RUN, data.size)):
+                taken[place + i - start] = data[i]
             place += _RUN
 
 

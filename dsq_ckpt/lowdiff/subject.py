@@ -104,6 +104,7 @@ class Subject:
                 self.parameters[name] = parameter
                 names.append(name)
             self._groups.append(names)
+        self._forms = {name: _form(parameter) for name, parameter in self.parameters.items()}
 
     def _check_optimizer(self) -> None:
         name = type(self.optimizer).__name__
@@ -138,10 +139,12 @@ class Subject:
         return [list(self.parameters)]
 
     def changed(self) -> bool:
-        """Whether the optimizer has other parameters than when this was made."""
+        """Whether the optimizer has other parameters than when this was made, or they have another shape or dtype, or
+        are elsewhere.
+        """
         groups = self.optimizer.param_groups
         return [len(group["params"]) for group in groups] != [len(names) for names in self._groups] or any(
-            parameter is not self.parameters[name]
+            parameter is not self.parameters[name] or _form(parameter) != self._forms[name]
             for group, names in zip(groups, self._groups, strict=True)
             for parameter, name in zip(group["params"], names, strict=True)
         )
@@ -246,6 +249,10 @@ class Subject:
 
     def _by_name(self, name: str) -> nn.Parameter:
         return next(parameter for parameter, own in self._names.items() if own == name)
+
+
+def _form(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return parameter.shape, parameter.dtype, parameter.device
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ class Watch:
     """Remembers parameters as they are.
 
     A change is seen by torch's own count of changes in place, by new memory, and, since neither counts what is done to
-    `parameter.data`, by about 8,000 elements that are compared, some of each parameter. What is done to
+    `parameter.data`, by about 32 kB that are compared, some of each parameter. What is done to
     `parameter.data` of a few elements is therefore seen with luck only; on a GPU, where comparing would make training
     wait, not at all.
 

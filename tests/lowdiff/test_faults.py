@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,27 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
     alone = Loop(CASE)
     assert losses == [alone.step(number) for number in range(len(losses))]
     assert not list(tmp_path.glob("**/*.lock"))
+
+
+def test_the_process_hangs_for_ever(tmp_path):
+    """Training waits for it for as long as `timeout` says, and goes on without."""
+    loop = Loop(CASE)
+    log = loop.log(tmp_path, queue=2, timeout=1.5)
+    try:
+        train(log, loop, lambda: log.steps_done == 5)
+        hanging = log._running().pid
+        os.kill(hanging, signal.SIGSTOP)
+        with pytest.warns(UserWarning, match=f"{hanging}\\) is there, but took no step for 2 s.*Training goes on"):
+            train(log, loop, lambda: log.steps_done == 15)
+        assert not log.logging
+        os.kill(hanging, signal.SIGCONT)
+        train(log, loop, lambda: log.logging, pause=0.02)
+        train(log, loop, lambda: log.steps_done % 10 == 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(hanging, signal.SIGCONT)
+        log.close()
+    check(tmp_path, loop, log.steps_done)
 
 
 class Disk:

@@ -8,10 +8,23 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from tests.lowdiff.loops import ADAM, TOPK, Case, Loop, check_recovers, cut, differences, recorded, seeded, until
+from tests.lowdiff.loops import (
+    ADAM,
+    TOPK,
+    Case,
+    Loop,
+    check_recovers,
+    cut,
+    differences,
+    normalized,
+    perceptron,
+    recorded,
+    seeded,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
 
@@ -61,6 +74,52 @@ def test_parameters_are_edited(tmp_path, edit, batch):
     recovered = loop.recover(tmp_path)
     assert not differences(loop.state(), table[recovered.step])
     assert recovered.ended is not None
+
+
+@pytest.mark.parametrize("make", [
+    lambda seed: perceptron(seed).bfloat16(), lambda seed: perceptron(seed).double(),
+    lambda seed: seeded(seed, normalized),
+], ids=["bfloat16", "float64", "channels_last"])
+def test_data_of_any_kind_is_edited(tmp_path, make):
+    """Through `.data`, which torch does not count."""
+    case = Case(lambda m: SGD(m.parameters(), 0.1), model=make)
+    loop = Loop(case)
+    with loop.log(tmp_path, compressor="none") as log:
+        for number in range(6):
+            loop.step(number)
+            if number == 2:
+                for parameter in loop.model.parameters():
+                    parameter.data.clamp_(-0.02, 0.02)
+                with pytest.warns(UserWarning, match="changed by something other than the optimizer"):
+                    log.step()
+            else:
+                log.step()
+            log._running().wait("saved", 30)
+    check_recovers(case, tmp_path, loop.state(), 6)
+
+
+def test_the_model_is_cast(tmp_path):
+    """The log begins anew with what there is then."""
+    case = Case(lambda m: SGD(m.parameters(), 0.1))
+    loop = Loop(case)
+    with loop.log(tmp_path, compressor="none") as log:
+        for number in range(3):
+            loop.step(number)
+            log.step()
+        loop.model.double()
+        until(log, loop, lambda: not log.logging)
+        until(log, loop, lambda: log.logging)
+        for _ in range(3):
+            loop.step(log.steps_done)
+            log.step()
+        assert log.logging
+    other = Loop(case, seed=1)
+    other.model.double()
+    found = other.recover(tmp_path)
+    assert found.step == log.steps_done and found.replayed > 0 and found.exact
+    assert differences(other.state(), loop.state()) == []
+    with pytest.raises(LoadFailed, match="float64"):
+        Loop(case, seed=1).recover(tmp_path)
 
 
 def clipped_weights(log, loop):

@@ -331,6 +331,22 @@ def test_a_second_replica_after_training_began(tmp_path, holders):
         follow(loop, replica, holders, 2)
 
 
+def test_the_model_is_cast(tmp_path, holders):
+    """The replica begins anew with what there is then."""
+    loop = Loop(Case(lambda m: SGD(m.parameters(), 0.1)))
+    with replica_of(loop, tmp_path) as replica:
+        follow(loop, replica, holders, 3)
+        loop.model.double()
+        until(lambda: loop.step(replica.steps_done) is None or replica.step() or replica.logging)
+        for _ in range(3):
+            loop.step(replica.steps_done)
+            replica.step()
+            until(lambda: holders[-1].applied == replica.steps_done)
+            names = {piece.name: piece.tensor for piece in holders[-1]._replica()}
+            for name, parameter in loop.model.named_parameters():
+                assert torch.equal(names[f"model.{name}"], parameter), name
+
+
 def large(seed: int) -> nn.Module:
     return seeded(seed, lambda: nn.Sequential(nn.Linear(12, 400), nn.Tanh(), nn.Linear(400, 12)))
 

@@ -43,6 +43,19 @@ def local_class() -> type:
     return Local
 
 
+def test_gradients_of_another_dtype(tmp_path, holders):
+    """They do not fit where the replica has its own."""
+    model = perceptron()
+    if not hasattr(model[0].weight, "grad_dtype"):
+        pytest.skip("this torch has gradients of the parameter's dtype only")
+    optimizer = SGD(model.parameters(), 0.1)
+    with Replica(tmp_path, model, optimizer):
+        model[0].weight.grad_dtype = torch.bfloat16
+        model(torch.ones(3, 12)).sum().backward()
+        with pytest.raises(ConfigError, match=r"gradient of '0\.weight' is torch\.bfloat16.*float32"):
+            optimizer.step()
+
+
 class Outer:
     class Inner(SGD):
         pass

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsq_ckpt.lowdiff.scan import Samples, are_products, as_integers, gather, identical
+from dsq_ckpt.lowdiff.scan import Samples, as_integers, factor_between, gather, identical
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -63,18 +63,29 @@ def test_products_are_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]],
     factor = torch.tensor(scale)
     before = [some(shape, dtype, rng) for shape in shapes]
     after = [one * factor if dtype == torch.float32 else one.clone() for one in before]
-    possible = dtype == torch.float32 or scale == 1.0
-    assert are_products(before, float(factor), after) == possible
+    scales = [1.25, float(factor)]
     changeable = [one for one in after if one.numel()]
-    if changeable:
+    if changeable and (dtype == torch.float32 or scale == 1.0):
+        found = factor_between(before, scales, after)
+        assert found in (scales if dtype == torch.float32 else [1.0])
+        products = before if found == 1.0 else [one * found for one in before]
+        assert all(identical(one, other) for one, other in zip(products, after, strict=True))
         as_integers(changeable[-1]).view(-1)[-1] ^= 1  # the last bit
-        assert not are_products(before, float(factor), after)
+        assert factor_between(before, [float(factor)], after) is None
+    elif changeable:
+        assert factor_between(before, scales, after) is None
 
 
 def test_products_of_other_layouts() -> None:
     before = torch.randn(2, 3, 4, 5)
     after = (before * 0.5).contiguous(memory_format=torch.channels_last)
-    assert are_products([before], 0.5, [after]) and not are_products([before], 0.25, [after])
+    assert factor_between([before], [0.25, 0.5], [after]) == 0.5
+
+
+@pytest.mark.parametrize("other", [torch.ones(8, dtype=torch.bfloat16), torch.ones(4), torch.ones(2, 4)])
+def test_other_forms_are_no_products(other: torch.Tensor) -> None:
+    """And nothing beyond their ends is read."""
+    assert factor_between([torch.ones(8)], [1.0, 0.5], [other]) is None
 
 
 @settings(deadline=None)
@@ -84,7 +95,6 @@ def test_samples_are_of_every_tensor(sizes: list[int], runs: int) -> None:
     samples = Samples(tensors, runs)
     before = samples.take()
     assert np.array_equal(before, samples.take())
-    assert np.isin(before[before != 0], torch.cat(tensors).view(torch.int32).numpy()).all()
     for tensor in tensors:
         kept = tensor.clone()
         tensor.numpy()[...] += 1.0
@@ -102,5 +112,21 @@ def test_samples_see_what_is_longer_than_the_gaps_between_them() -> None:
         before = samples.take()
 
 
-def test_samples_leave_out_what_cannot_be_read_cheaply() -> None:
-    assert len(Samples([torch.randn(8, 8).t(), torch.randn(64).double(), torch.empty(5, device="meta")], 9).take()) == 0
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "channels_last", "scalar"])
+def test_samples_are_of_any_layout_and_dtype(dtype: torch.dtype, layout: str) -> None:
+    tensor = {
+        "plain": torch.randn(50, 7), "transposed": torch.randn(50, 7).t(), "scalar": torch.randn(()),
+        "channels_last": torch.randn(5, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    }[layout].to(dtype)
+    samples = Samples([tensor], 4)
+    before = samples.take()
+    assert len(before)
+    tensor.mul_(-1)
+    assert not np.array_equal(before, samples.take())
+
+
+def test_samples_leave_out_what_has_holes_or_is_elsewhere() -> None:
+    holes = torch.randn(8, 8)[:, :3]
+    empty = [torch.empty(0, 3), torch.empty(3, 0)]
+    assert len(Samples([holes, torch.randn(3, 1).expand(3, 4), torch.empty(5, device="meta"), *empty], 9).take()) == 0

@@ -46,7 +46,8 @@ class Costs(NamedTuple):
     Attributes:
         seconds: Of an iteration; mean of each block.
         overhead: Over training without checkpoints, as a share of it; of each block.
-        before: As overhead, before the process began to checkpoint: how it differs from the other one anyway.
+        before: As overhead, before the process began to checkpoint: how it differs from the other one anyway. The
+            median of these is in all of `overhead`, so what it is wrong by is not seen in the spread of that.
         stalls: Seconds per iteration in which the training thread was in the system, of each block.
         alone: Seconds of an iteration without checkpoints, next to each block.
         bytes: That were written per step, lead included.
@@ -70,6 +71,7 @@ class Costs(NamedTuple):
             "overhead": statistics.median(self.overhead), "overhead_low": quartile(self.overhead, 1),
             "overhead_high": quartile(self.overhead, 3), "overhead_min": min(self.overhead),
             "overhead_max": max(self.overhead), "before": statistics.median(self.before),
+            "before_blocks": self.before,
             "stall": statistics.median(self.stalls) / iteration,
             "bytes_per_step": self.bytes, "rounds": len(self.seconds), "about": self.about,
             "blocks": [list(block) for block in zip(self.alone, self.seconds, strict=True)],
