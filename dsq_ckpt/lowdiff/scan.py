@@ -47,7 +47,7 @@ def gather(
     Raises:
         IndexError: there is no such element.
     """
-    flats = [gradient.reshape(-1) for gradient in gradients]
+    flats = [gradient.reshape(-1).contiguous() for gradient in gradients]  # kept for as long as addresses are used
     if not _on_cpu(*flats, values):
         for flat, own, picked, count in zip(
             flats, places.split(list(counts)), values.split(list(counts)), nonzero.split(1), strict=True
@@ -104,7 +104,7 @@ class Samples:
         found = [tensor for tensor in tensors if tensor.device.type == "cpu" and _dense(tensor)]
         self._addresses, _ = _addresses(found)
         self._sizes = np.array([tensor.nbytes for tensor in found], np.int64)
-        self._every = max(sum(tensor.nbytes for tensor in tensors) // runs, _RUN)
+        self._every = max(int(self._sizes.sum()) // runs, _RUN)
         self._starts = self._sizes // 2 % self._every
         self._counts = -(-(self._sizes - self._starts) // self._every)
 
@@ -117,8 +117,10 @@ class Samples:
 
 def _dense(tensor: torch.Tensor) -> bool:
     """Whether it takes no more memory than its elements do, in whatever order."""
+    if tensor.layout is not torch.strided:
+        return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.layout is torch.strided and tensor.numel() == last + 1
+    return tensor.numel() == last + 1
 
 
 def _on_cpu(*tensors: torch.Tensor) -> bool:

@@ -37,9 +37,10 @@ def test_gather_is_torch_s(dtype: torch.dtype, shapes: list[tuple[int, ...]], se
     assert nonzero.tolist() == [int(as_integers(one).count_nonzero()) for one in gradients]
 
 
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded"])
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded", "every other", "all the same"])
 def test_gather_goes_by_row_major_places(layout: str) -> None:
     gradient = {
+        "every other": torch.randn(80)[::2], "all the same": torch.randn(1).expand(40),
         "transposed": torch.randn(7, 5).t(), "expanded": torch.randn(4, 1).expand(4, 6),
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     }[layout]
@@ -130,3 +131,4 @@ def test_samples_leave_out_what_has_holes_or_is_elsewhere() -> None:
     holes = torch.randn(8, 8)[:, :3]
     empty = [torch.empty(0, 3), torch.empty(3, 0)]
     assert len(Samples([holes, torch.randn(3, 1).expand(3, 4), torch.empty(5, device="meta"), *empty], 9).take()) == 0
+    assert len(Samples([torch.eye(3).to_sparse()], 9).take()) == 0
