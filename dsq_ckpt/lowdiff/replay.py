@@ -132,8 +132,15 @@ class _Shards:
             for names, part in self._parts:
                 self._step(names, part, gradients)
         else:
+            state = self._subject.optimizer.state
+            before = len(state)
             for done in [self._pool.submit(self._step, *part, gradients) for part in self._parts]:
                 done.result()
+            # What this step made is in the order in which threads made it; training had that of the parameters.
+            made = set(list(state)[before:])
+            for parameter in self._subject.parameters.values():
+                if parameter in made:
+                    state[parameter] = state.pop(parameter)
 
     def _step(
         self, names: Sequence[str], optimizer: torch.optim.Optimizer, gradients: dict[str, torch.Tensor]

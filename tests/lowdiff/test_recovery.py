@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 
-from tests.lowdiff.loops import Case, Sometimes, check_every_step, cut, normalized, recorded, seeded
+from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.lowdiff import replay
+from tests.lowdiff.loops import ADAM, Case, Loop, Sometimes, check_every_step, cut, normalized, recorded, seeded
 
 pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
 STEPS = 6
@@ -121,3 +124,27 @@ def test_threads(tmp_path, fused):
     torch.set_num_threads(3)
     cut(tmp_path, 1)
     check_every_step(case, tmp_path, table[:2])
+
+
+def test_states_are_in_the_order_of_training(tmp_path, monkeypatch):
+    """However fast the threads are that replay."""
+    loop = Loop(ADAM)
+    with loop.log(tmp_path, compressor="none") as log:
+        for number in range(2):
+            loop.step(number)
+            log.step()
+    own = replay._Shards._step
+
+    def late(shards, names, optimizer, gradients):
+        time.sleep(0.1 * ("0.weight" in names))
+        own(shards, names, optimizer, gradients)
+
+    monkeypatch.setattr(replay._Shards, "_step", late)
+    monkeypatch.setattr(StorageConfig, "thread_count", lambda _: 2)
+    other = Loop(ADAM, seed=1)
+    assert other.recover(tmp_path).replayed == 2
+    expected, found = (
+        [name for key in one.optimizer.state for name, parameter in one.model.named_parameters() if parameter is key]
+        for one in (loop, other)
+    )
+    assert found == expected and len(found) > 2
