@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import time
 
@@ -13,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adam
 import dsq_ckpt.lowdiff
 from dsq_ckpt.errors import CheckpointExists, ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff import recorder, segments
-from dsq_ckpt.lowdiff.locks import Lock, path_of
+from dsq_ckpt.lowdiff.locks import Lock, path_of, wait_for_writers
 from tests.lowdiff.loops import (
     ADAM,
     SCHEDULED,
@@ -92,6 +93,26 @@ def test_recovery_while_another_process_writes(tmp_path):
         Loop(ADAM).recover(tmp_path, timeout=0.1)
     lock.release()
     check_recovers(ADAM, tmp_path, table[3], 3)
+
+
+def test_a_lock_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
+    """By who looked whether somebody held it; its owner takes another one, which is seen."""
+    path, own, removed = path_of(tmp_path, "session", 0), fcntl.flock, []
+    path.parent.mkdir()
+
+    def flock(descriptor, how):
+        own(descriptor, how)
+        if not removed:
+            removed.append(path)
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = Lock(path)
+    with pytest.raises(SaveFailed, match="still writes"):
+        wait_for_writers(tmp_path, 0.1)
+    lock.release()
+    wait_for_writers(tmp_path, 0.1)
+    assert removed and not path.exists()
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
