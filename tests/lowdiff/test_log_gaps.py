@@ -98,6 +98,16 @@ def test_data_of_any_kind_is_edited(tmp_path, make):
     check_recovers(case, tmp_path, loop.state(), 6)
 
 
+def begins_anew(log, loop):
+    """The log stops, goes on with a snapshot, and logs some steps after it."""
+    until(log, loop, lambda: not log.logging)
+    until(log, loop, lambda: log.logging)
+    for _ in range(3):
+        loop.step(log.steps_done)
+        log.step()
+    assert log.logging
+
+
 def test_the_model_is_cast(tmp_path):
     """The log begins anew with what there is then."""
     case = Case(lambda m: SGD(m.parameters(), 0.1))
@@ -107,12 +117,7 @@ def test_the_model_is_cast(tmp_path):
             loop.step(number)
             log.step()
         loop.model.double()
-        until(log, loop, lambda: not log.logging)
-        until(log, loop, lambda: log.logging)
-        for _ in range(3):
-            loop.step(log.steps_done)
-            log.step()
-        assert log.logging
+        begins_anew(log, loop)
     other = Loop(case, seed=1)
     other.model.double()
     found = other.recover(tmp_path)
@@ -194,12 +199,7 @@ def test_gradients_change_where_nothing_was_sent(tmp_path, change):
             loop.step(number)
             log.step()
         loop.case = Case(TOPK.optimizer, clip=changed)
-        until(log, loop, lambda: not log.logging)
-        until(log, loop, lambda: log.logging)
-        for _ in range(3):
-            loop.step(log.steps_done)
-            log.step()
-        assert log.logging
+        begins_anew(log, loop)
         truth, steps = loop.state(), log.steps_done
     check_recovers(TOPK, tmp_path, truth, steps)
 
