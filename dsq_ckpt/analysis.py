@@ -54,6 +54,7 @@ class Layout:
         averaged: chunks of weights carry averaged gradients.
         fractions: what a search will ask for; those of the configuration itself need not be named.
         residual: what is coded are differences to the parent's values; without a parent, chunks are exact.
+        settings: entries of `quantize.groups` that a tensor took its settings from.
     """
 
     tensors: dict[str, str]
@@ -62,6 +63,7 @@ class Layout:
     averaged: bool = False
     fractions: Fractions = Fractions()
     residual: bool = False
+    settings: frozenset[str] = frozenset()
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -81,7 +83,8 @@ class Layout:
         if len({part.residual for part in parts}) > 1:
             raise ConfigError("ranks save with different configurations: delta.against differs")
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
-                   fractions, any(part.residual for part in parts))
+                   fractions, any(part.residual for part in parts),
+                   frozenset().union(*(part.settings for part in parts)))
 
     def rows(self) -> list[str]:
         """Names of everything whose octaves are counted."""

@@ -20,15 +20,16 @@ from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, sync_directory, write_index
 from dsq_ckpt.errors import DSQError, SaveFailed
-from dsq_ckpt.groups import unmatched
+from dsq_ckpt.groups import without_effect
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
+from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.version import __version__
 
 logger = logging.getLogger(__name__)
-_told: set[tuple[Path, str]] = set()  # patterns that were warned of, by run
+_told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
 
 
 def commit(
@@ -131,7 +132,7 @@ def commit(
             path.unlink(missing_ok=True)
         except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
             _warn(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
-    _warn_of_rules(directory, config, tensors)
+    _warn_of_idle(directory, config, tensors, agreement.layout.settings)
     return manifest
 
 
@@ -143,12 +144,25 @@ def retire(directory: Path, config: DSQConfig) -> None:
         _warn(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
 
 
-def _warn_of_rules(directory: Path, config: DSQConfig, names: Collection[str]) -> None:
-    """Say, once for a run, which rules match nothing: what a slip leaves out is stored lossily."""
-    for pattern in unmatched(config.quantize.rules, names):
-        if (chain.run_of(directory), pattern) not in _told:
-            _told.add((chain.run_of(directory), pattern))
-            _warn(f"quantize.rules: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}")
+def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]) -> None:
+    """Say, once for a run, which rules and groups decide about no tensor: what a slip leaves out is stored lossily."""
+    texts = []
+    for pattern, earlier in without_effect(config.quantize.rules, names).items():
+        text = f"quantize.rules: the pattern '{pattern}' matches no tensor"
+        if earlier is None:
+            texts.append(text + pattern_hint(pattern, names))
+        else:
+            texts.append(f"{text} that no earlier rule does, such as '{earlier}'; the first match wins: move it up")
+    usual = SYSTEMS[config.system].defaults.get("quantize", {}).get("groups", {})
+    texts += [
+        f"quantize.groups: no tensor belongs to '{name}', so its settings have no effect; name layers by a rule, or "
+        "pass model= for their types" for name in config.quantize.groups if name not in {*settings, *usual}
+    ]
+    for text in texts:
+        key = chain.run_of(directory), text.partition(";")[0]
+        if key not in _told:
+            _told.add(key)
+            _warn(text)
 
 
 def _warn(text: str) -> None:

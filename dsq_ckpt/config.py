@@ -12,12 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.hints import key_hint
+from dsq_ckpt.hints import group_hint, key_hint
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.trees import merged, named_tree, preset_tree
 
 SystemName = Literal["dsq", "inshrinkerator", "uniform", "adaptive", "kmeans", "lc", "topn", "scar", "exact"]
 
+
+LAYERS = ("embedding", "linear", "conv", "other")
+"""Groups of weights by layer type."""
 
 # How many ranks run on this host, as torchrun and the launchers of Open MPI and of MPICH and its kin tell them.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -153,10 +156,27 @@ class TensorConfig(_Strict):
 
 
 class Rule(_Strict):
-    """Tensors whose fully qualified name matches a shell pattern go to a group, or are stored exactly."""
+    """Tensors whose fully qualified name matches a shell pattern are stored exactly, or go to a group of weights."""
 
     pattern: str = Field(min_length=1)
-    group: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    exact: bool = Field(False, description="bit for bit; then there is no group")
+    group: str | None = Field(None, min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_was_a_group(cls, tree: Any) -> Any:
+        """Read rules of versions that had `group: exact` for `exact: true`."""
+        if isinstance(tree, dict) and tree.get("group") == "exact" and tree.get("exact", True) is True:
+            return {**tree, "exact": True, "group": None}
+        return tree
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Rule:
+        if self.exact and self.group is not None:
+            raise ValueError(f"exact: true needs no group, and has '{self.group}': give one of both")
+        if not self.exact and self.group is None:
+            raise ValueError("a rule needs exact: true (bit for bit), or the name of a group")
+        return self
 
 
 class QuantizeConfig(_Strict):
@@ -175,7 +195,7 @@ class QuantizeConfig(_Strict):
     groups: dict[str, TensorConfig] = Field(
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
     )
-    rules: tuple[Rule, ...] = Field(default=(), description="first match wins; group 'exact' means bit for bit")
+    rules: tuple[Rule, ...] = Field(default=(), description="first match wins; exact: true means bit for bit")
     share: Literal["layer", "tensor"] = Field(
         "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
     )
@@ -208,10 +228,15 @@ class QuantizeConfig(_Strict):
 
     @model_validator(mode="after")
     def _groups_exist(self) -> QuantizeConfig:
-        known = {"embedding", "linear", "conv", "other", *(rule.group for rule in self.rules)}
+        known = {*LAYERS, *(rule.group for rule in self.rules if rule.group is not None)}
         unknown = sorted(set(self.groups) - known)
         if unknown:
             raise ValueError(f"groups: there is no group '{unknown[0]}'; there are {', '.join(sorted(known))}")
+        for place, rule in enumerate(self.rules):
+            # What has settings of its own is no slip.
+            own = rule.group is None or rule.group in self.groups
+            if not own and (hint := group_hint(str(rule.group), LAYERS)) is not None:
+                raise ValueError(f"rules.{place}: {hint}")
         return self
 
 

@@ -35,11 +35,12 @@ _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 @dataclass(frozen=True)
 class Assignment:
-    """How one tensor is stored: `config` is None where it is exact."""
+    """How one tensor is stored: `config` is None where it is exact; `settings`: the entry of `groups` it looked at."""
 
     kind: str
     group: str
     config: TensorConfig | None
+    settings: str | None = None
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
@@ -76,11 +77,10 @@ def assign(
     kind, parameter = _kind(fqn)
     if dtype not in QUANTIZABLE or kind == EXACT:
         return Assignment(EXACT, EXACT, None)
-    group = None
-    for rule in config.rules:
-        if fnmatchcase(fqn, rule.pattern):
-            group = rule.group
-            break
+    rule = next((rule for rule in config.rules if fnmatchcase(fqn, rule.pattern)), None)
+    if rule is not None and rule.exact:
+        return Assignment(EXACT, EXACT, None)
+    group = rule.group if rule is not None else None
     if group is None:
         layer = _layer_from_tree(parameter, types) if types else None
         if layer in (None, "other"):
@@ -89,21 +89,34 @@ def assign(
         if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):
             return Assignment(EXACT, EXACT, None)
         group = "other" if layer == "flat" else layer
-    if group == EXACT or math.prod(shape) < config.min_elements:
-        return Assignment(EXACT, EXACT, None)
-    chosen: TensorConfig = getattr(config, kind)
-    if kind == "weights":
-        chosen = config.groups.get(group, chosen)
+    settings = group if kind == "weights" and group in config.groups else None
+    if math.prod(shape) < config.min_elements:
+        return Assignment(EXACT, EXACT, None, settings)
+    chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
-        return Assignment(EXACT, EXACT, None)
+        return Assignment(EXACT, EXACT, None, settings)
     own = f"/{fqn}" if config.share == "tensor" else ""
-    return Assignment(kind, f"{kind}/{group}{own}", chosen)
+    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings)
 
 
-def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> list[str]:
-    """Patterns of rules that match none of these tensors."""
-    known = list(names)
-    return [rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in known)]
+def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:
+    """Patterns of rules that decide about none of these tensors.
+
+    Returns:
+        By pattern, the one of an earlier rule that has a tensor it matches; None where it matches none at all.
+    """
+    idle: dict[str, str | None] = dict.fromkeys(rule.pattern for rule in rules)
+    decided: set[str] = set()
+    for name in names:
+        matching = [rule for rule in rules if fnmatchcase(name, rule.pattern)]
+        for rule in matching[1:]:
+            # Hidden is only what would be stored otherwise.
+            if (rule.exact, rule.group) == (matching[0].exact, matching[0].group):
+                decided.add(rule.pattern)
+            else:
+                idle[rule.pattern] = matching[0].pattern
+        decided |= {rule.pattern for rule in matching[:1]}
+    return {pattern: earlier for pattern, earlier in idle.items() if pattern not in decided}
 
 
 def _kind(fqn: str) -> tuple[str, str]:

@@ -12,6 +12,8 @@ from pydantic import BaseModel
 _ANY = "*"
 _CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
 _ELSEWHERE = 0.8  # of keys in other places; one that is right for its place may be less like it
+_EXACT = ("exact", "lossless", "uncompressed", "bitforbit")
+_METHODS = ("bf16", "quantize")
 
 
 class _Place(NamedTuple):
@@ -87,6 +89,36 @@ def pattern_hint(pattern: str, names: Iterable[str]) -> str:
     if close:
         return f"; did you mean a pattern for {_either([repr(name) for name in close])}?"
     return f"; names here are such as {', '.join(repr(name) for name in known[:3])}"
+
+
+def group_hint(name: str, layers: Sequence[str]) -> str | None:
+    """Why the name that a rule gives to a group is likely not meant as one, where the group has no settings.
+
+    A tensor that was to be exact would be stored lossily without a word, in a group called "Exact".
+
+    Args:
+        name: of the group.
+        layers: groups by layer type, which a rule may name, also with a number behind (`linear2`).
+
+    Returns:
+        A sentence; None for a name that is like no other.
+    """
+    lowered = name.lower()
+    if name in layers or name.rstrip("0123456789") in layers:
+        return None
+    if any(part in lowered.replace("-", "").replace("_", "") for part in _EXACT) or _like(lowered, _EXACT, _ELSEWHERE):
+        return f"'{name}' is the name of a group, whose tensors are lossy; to store them bit for bit say exact: true"
+    if close := _like(lowered, (*_METHODS, *layers), _ELSEWHERE):
+        meant = f"groups: {{NAME: {{method: {close}}}}}" if close in _METHODS else f"'{close}'"
+        return (
+            f"'{name}' is no group with settings; did you mean {meant}? If it is to be a group of its own, name it in "
+            f"groups: {{{name}: {{}}}}"
+        )
+    return None
+
+
+def _like(name: str, known: Sequence[str], cutoff: float) -> str | None:
+    return next(iter(get_close_matches(name, known, 1, cutoff)), None)
 
 
 def _places(model: type[BaseModel], prefix: tuple[str, ...], fits: tuple[str, ...] = ()) -> Iterator[_Place]:

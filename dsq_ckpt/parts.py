@@ -45,10 +45,13 @@ def layout_of(
         fractions: what the chooser may prune and protect by sensitivity.
     """
     tensors, groups, state = {}, {}, {}
+    settings: set[str] = set()
     residual = config.delta.against == "values"
     for part in parts:
         fqn = part.key.fqn
         chosen = assign(fqn, part.size, part.dtype, config.quantize, types)
+        if chosen.settings is not None:
+            settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
         # What is coded of lossy state are differences, and these do not tell the size of gradients.
         if not (residual and lossy) and (kind := kind_of(fqn)) in ("exp_avg_sq", "momentum"):
@@ -56,7 +59,7 @@ def layout_of(
         if chosen.config is not None and lossy:
             tensors[fqn] = chosen.group
             groups[chosen.group] = chosen.config
-    return Layout(tensors, groups, state, averaged, fractions or Fractions(), residual)
+    return Layout(tensors, groups, state, averaged, fractions or Fractions(), residual, frozenset(settings))
 
 
 def items_of(parts: Iterable[Part], config: DSQConfig, types: Mapping[str, str] | None) -> list[Item]:

@@ -70,7 +70,7 @@ def test_bf16_method(tmp_path):
 
 def test_minimum_size_and_rules(tmp_path):
     state = {"w": torch.randn(64, 64), "under": torch.randn(63, 65), "kept": torch.randn(100, 100)}
-    dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"rules": [{"pattern": "kept", "group": "exact"}]}})
+    dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"rules": [{"pattern": "kept", "exact": True}]}})
     assert differences(state, loaded(tmp_path / "a", state)) == ["w"]
     dsq_ckpt.save(state, tmp_path / "b", config={"quantize": {"min_elements": 4097}})
     assert sorted(differences(state, loaded(tmp_path / "b", state))) == ["kept"]

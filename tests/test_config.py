@@ -150,3 +150,50 @@ def test_with_values():
     assert config.quantize.weights.codebook.bins == 5
     with pytest.raises(ConfigError, match="no 'nothing'"):
         DSQConfig().with_values(**{"nothing.at.all": 1})
+
+
+def rule(**keys):
+    return {"quantize": {"rules": [{"pattern": "*router*", **keys}]}}
+
+
+def test_a_rule_says_exact_or_a_group():
+    exact = DSQConfig.create(rule(exact=True))
+    assert exact == DSQConfig.create(rule(group="exact")) == DSQConfig.create(rule(group="exact", exact=True))
+    assert exact == DSQConfig.create(exact.model_dump()) == DSQConfig.create(exact.model_dump(mode="json"))
+    assert exact.quantize.rules[0].exact and exact.quantize.rules[0].group is None
+    for keys, says in (
+        ({}, "a rule needs exact: true"), ({"exact": False}, "a rule needs exact: true"),
+        ({"exact": True, "group": "gates"}, "exact: true needs no group, and has 'gates'"),
+        ({"exact": False, "group": "exact"}, "say exact: true"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            DSQConfig.create(rule(**keys))
+
+
+@pytest.mark.parametrize("name", [
+    "Exact", "EXACT", "exactly", "exakt", "exat", "bit-exact", "bit_exact", "exact1", "lossless", "Loss-less",
+])
+def test_a_group_that_was_to_mean_exact(name):
+    """Its tensors would be lossy without a word."""
+    says = f"rules.0: '{name}' is the name of a group, whose tensors are lossy; .*exact: true"
+    with pytest.raises(ConfigError, match=says):
+        DSQConfig.create(rule(group=name))
+
+
+@pytest.mark.parametrize("name, says", [
+    ("Embedding", "did you mean 'embedding'"), ("embeddings", "did you mean 'embedding'"),
+    ("linaer", "did you mean 'linear'"), ("BF16", "did you mean groups: {NAME: {method: bf16}}"),
+    ("bf16", "did you mean groups: {NAME: {method: bf16}}"),
+])
+def test_a_group_that_is_nearly_another(name, says):
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(rule(group=name))
+    assert says in str(caught.value) and f"name it in groups: {{{name}: {{}}}}" in str(caught.value)
+    tree = rule(group=name)
+    tree["quantize"]["groups"] = {name: {}}  # what has settings of its own is meant
+    assert DSQConfig.create(tree).quantize.rules[0].group == name
+
+
+@pytest.mark.parametrize("name", ["linear", "linear2", "conv1", "other", "norms", "router", "late", "gates.all"])
+def test_groups_of_other_names_are_free(name):
+    assert DSQConfig.create(rule(group=name)).quantize.rules[0].group == name

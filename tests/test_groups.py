@@ -57,7 +57,7 @@ def test_the_module_tree_decides_where_it_is_given():
 
 def test_rules_come_first():
     config = DSQConfig.create({"quantize": {
-        "rules": [{"pattern": "*.router.*", "group": "exact"}, {"pattern": "*.norm.weight", "group": "norms"},
+        "rules": [{"pattern": "*.router.*", "exact": True}, {"pattern": "*.norm.weight", "group": "norms"},
                   {"pattern": "*", "group": "late"}],
         "groups": {"norms": {"method": "bf16"}},
     }}).quantize

@@ -92,7 +92,7 @@ def test_tied_weights_that_are_exact(tmp_path, how, exact):
     """Because they are small, or by a rule that names one of them, the first or the second."""
     value = torch.randn(8, 64) if exact == "small" else torch.randn(128, 96)
     state = {"embed.weight": value, "hidden.weight": torch.randn(96, 96), "head.weight": value}
-    config = {"quantize": {"rules": [{"pattern": exact, "group": "exact"}]}}
+    config = {"quantize": {"rules": [{"pattern": exact, "exact": True}]}}
     if how == "save":
         dsq_ckpt.save(state, tmp_path / "a", config=config)
     else:

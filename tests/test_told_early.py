@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt import CheckpointExists, ConfigError, SaveFailed
-from dsq_ckpt.groups import unmatched
+from dsq_ckpt import CheckpointExists, ConfigError, LoadFailed, SaveFailed
+from dsq_ckpt.groups import without_effect
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import Manifest
 from tests.commands import error
-from tests.states import same
+from tests.states import loaded, same
 from tests.training import Net, loss_of
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_a_system_of_differences_has_none_in_a_checkpoint_by_itself(tmp_path, sy
 
 
 def rules(*patterns):
-    return {"quantize": {"rules": [{"pattern": pattern, "group": "exact"} for pattern in patterns]}}
+    return {"quantize": {"rules": [{"pattern": pattern, "exact": True} for pattern in patterns]}}
 
 
 def test_a_rule_that_matches_nothing_is_said_once(tmp_path):
@@ -195,4 +195,47 @@ def test_close_names(pattern, says):
 
 def test_which_rules_match_nothing():
     config = dsq_ckpt.DSQConfig.create(rules("a.*", "b", "*"))
-    assert unmatched(config.quantize.rules, ["b", "a"]) == ["a.*"]
+    assert without_effect(config.quantize.rules, ["b", "a"]) == {"a.*": None}
+
+
+def test_a_rule_behind_one_that_takes_all_its_tensors_is_said(tmp_path):
+    """It would be lossy without a word."""
+    state = {"router.weight": torch.randn(80, 80), "mlp.weight": torch.randn(80, 80)}
+    config = rules("*", "*router*")
+    config["quantize"]["rules"][0] = {"pattern": "*", "group": "late"}
+    with pytest.warns(UserWarning, match=r"'\*router\*' matches no tensor that no earlier .*'\*'; .*move it up"):
+        dsq_ckpt.save(state, tmp_path / "a" / "0", config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # Hidden by one that stores it the same way, or for some tensors alone.
+        dsq_ckpt.save(state, tmp_path / "b" / "0", config=rules("*", "*router*"))
+        dsq_ckpt.save(state, tmp_path / "c" / "0", config={"quantize": {"rules": [
+            {"pattern": "mlp.*", "group": "late"}, {"pattern": "*", "exact": True}]}})
+    assert same(state["router.weight"], loaded(tmp_path / "c" / "0", state)["router.weight"])
+
+
+def test_settings_of_a_group_without_tensors_are_said_once(tmp_path):
+    """By its name alone, `tokens` is a linear layer."""
+    state = {"tokens.weight": torch.randn(80, 80)}
+    config = {"quantize": {"groups": {"embedding": {"method": "exact"}}}}
+    with pytest.warns(UserWarning, match=r"quantize\.groups: no tensor belongs to 'embedding', so"):
+        dsq_ckpt.save(state, tmp_path / "a" / "0", config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dsq_ckpt.save(state, tmp_path / "a" / "1", config=config)
+        for name in ("b", "c"):  # its settings are looked at, also if the tensor turns out to be exact
+            state = {"embed.weight": torch.randn(80, 80) if name == "b" else torch.randn(4, 4)}
+            dsq_ckpt.save(state, tmp_path / name / "0", config=config)
+
+
+def test_a_guard_that_matches_nothing_is_an_error(tmp_path):
+    state = {"router.weight": torch.randn(80, 80), "n": 3}
+    dsq_ckpt.save(state, tmp_path / "a", config=rules("*router*"))
+    with pytest.raises(LoadFailed, match=r"exact: the pattern '\*ruter\*' matches no tensor; .*'router.weight'"):
+        dsq_ckpt.load(state, tmp_path / "a", exact=["*ruter*"])
+    dsq_ckpt.load({"n": 0}, tmp_path / "a", exact=["*router*"])  # of the checkpoint, of which a part is loaded
+    dsq_ckpt.load(state, tmp_path / "a", exact="*router*")  # one pattern, not its letters
+    with pytest.raises(LoadFailed, match="the pattern 'outer' matches no tensor"):
+        dsq_ckpt.load(state, tmp_path / "a", exact="outer")

@@ -31,6 +31,7 @@ from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
+from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.workers import Workers
 
@@ -45,7 +46,7 @@ class DSQStorageReader(StorageReader):
     Args:
         path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.load` instead.
         refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept.
-        exact: patterns of names that must have been stored bit for bit.
+        exact: patterns (or one) of names that must have been stored bit for bit; each must match a stored tensor.
         allow_cast: load into tensors of another dtype than was saved.
         threads: worker threads; 0 as in `StorageConfig`.
 
@@ -67,7 +68,7 @@ class DSQStorageReader(StorageReader):
         if refinement not in (True, False, "auto"):
             raise ConfigError(f"refinement is {refinement!r}, expected True, False (the base layer alone) or 'auto'")
         self._refinement = refinement
-        self._exact = tuple(exact)
+        self._exact = (exact,) if isinstance(exact, str) else tuple(exact)
         self._allow_cast = allow_cast
         self._storage = StorageConfig(threads=threads)
         self._save_id: str | None = None
@@ -108,6 +109,7 @@ class DSQStorageReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The coordinator decides for all ranks whether the refinement is used: it may be dropped at any moment."""
         with self._open() as checkpoint:
+            self._check_guards(checkpoint)
             refined = self._refined(checkpoint)
             if not refined and self._refinement == "auto" and checkpoint.manifest.refinement == "dropped":
                 warnings.warn(
@@ -151,7 +153,7 @@ class DSQStorageReader(StorageReader):
         if lossy and any(fnmatchcase(index.fqn, pattern) for pattern in self._exact):
             raise LossyTensor(
                 f"'{index.fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
-                "for; save it with a rule that maps it to 'exact', or drop it from exact="
+                "for; save it by a rule with exact: true, or drop it from exact="
             )
         codes = None
         if record["type"] == "coded":
@@ -176,6 +178,12 @@ class DSQStorageReader(StorageReader):
             if chunk is not target:
                 target.copy_(piece)
             planner.commit_tensor(item, target)
+
+    def _check_guards(self, checkpoint: Checkpoint) -> None:
+        names = checkpoint.index["tensors"]
+        for pattern in self._exact:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise LoadFailed(f"exact: the pattern '{pattern}' matches no tensor{pattern_hint(pattern, names)}")
 
     def _refined(self, checkpoint: Checkpoint) -> bool:
         state = checkpoint.manifest.refinement
