@@ -78,8 +78,13 @@ def _alone(no_dist: bool) -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        _silence()
         yield
+
+
+def _silence() -> None:
+    # For good where a save goes on in the background: filters are those of the whole process, not of a thread.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(
@@ -220,7 +225,9 @@ def save_async_with(
         raise SaveFailed(lacking)
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
-    with _plain_errors(SaveFailed), _alone(no_dist):
+    if no_dist:
+        _silence()
+    with _plain_errors(SaveFailed):
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
             no_dist=no_dist, process_group=None if processes else _background.group(process_group),

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import uuid
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.manifest import Manifest, checkpoints
+from dsq_ckpt.notices import warn
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
@@ -153,8 +153,8 @@ def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef 
         return ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
     run = _runs.get(run_of(path), _Run())
     if last is None and run.committed is not None and parent is not None:
-        warnings.warn(
-            f"the parent checkpoint '{run.committed.path}' is gone or was replaced; writing a keyframe", stacklevel=2
+        warn(
+            f"the parent checkpoint '{run.committed.path}' is gone or was replaced; writing a keyframe"
         )
     return last
 
@@ -197,9 +197,8 @@ def choose_parent(
             size = -1
         if size != file.size:
             problem = "lacks" if size < 0 else f"has {size} instead of {file.size} bytes in"
-            warnings.warn(
-                f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta",
-                stacklevel=2,
+            warn(
+                f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta"
             )
             return None
     return previous

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import time
-import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,12 @@ from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.groups import without_effect
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
+from dsq_ckpt.notices import warn_safely
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.version import __version__
 
-logger = logging.getLogger(__name__)
 _told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
 
 
@@ -131,7 +129,7 @@ def commit(
         try:
             path.unlink(missing_ok=True)
         except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
-            _warn(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
+            warn_safely(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
     _warn_of_idle(directory, config, tensors, agreement.layout.settings)
     return manifest
 
@@ -141,7 +139,7 @@ def retire(directory: Path, config: DSQConfig) -> None:
     try:
         chain.drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
     except OSError as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
-        _warn(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
+        warn_safely(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
 
 
 def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]) -> None:
@@ -162,15 +160,7 @@ def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], se
         key = chain.run_of(directory), text.partition(";")[0]
         if key not in _told:
             _told.add(key)
-            _warn(text)
-
-
-def _warn(text: str) -> None:
-    """A warning after the commit: the checkpoint is complete, so where warnings are errors it is logged instead."""
-    try:
-        warnings.warn(text, stacklevel=3)
-    except UserWarning:
-        logger.warning(text)
+            warn_safely(text)
 
 
 def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.device.coding import TablesOf
 from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.notices import warn
 from dsq_ckpt.session import (
     Agreement,
     Coded,
@@ -100,7 +100,7 @@ def quantize_items(
     choice = chooser(sketches, [*mine, *others], config, comm, workers)
     warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), config)
     if warning and comm.rank == 0:
-        warnings.warn(warning, stacklevel=2)
+        warn(warning)
     chunks = deque(
         replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
         for chunk in sketches.chunks if chunk.group in choice.analysis.fitted

@@ -13,7 +13,6 @@ Each rank averages what it holds: of a DTensor the local shard, without communic
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +24,7 @@ from torch import nn
 
 from dsq_ckpt import offload
 from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.notices import warn
 from dsq_ckpt.schedule import Schedule
 
 __all__ = ["GradientAverage", "Schedule", "names_of"]
@@ -362,12 +362,12 @@ class GradientAverage:
         if entry.average is not None and entry.average.shape != shape:
             found = f"{tuple(entry.average.shape)} to {tuple(shape)}"
             entry.average, entry.steps = None, 0
-            warnings.warn(f"'{entry.name}' has changed from {found}: its average gradient was dropped", stacklevel=3)
+            warn(f"'{entry.name}' has changed from {found}: its average gradient was dropped")
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, stacklevel=3)
+            warn(text)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

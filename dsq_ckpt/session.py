@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import uuid
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.manifest import Sizes
+from dsq_ckpt.notices import warn
 from dsq_ckpt.shard import Piece, ShardWriter, Written
 from dsq_ckpt.workers import Workers
 
@@ -171,7 +171,7 @@ def agree(
     """
     previous = chain.predecessor(path, parent)
     if (warning := too_many_resumes(previous, config)) is not None:
-        warnings.warn(warning, stacklevel=2)
+        warn(warning)
         return Agreement.new(ranks, previous, None, layouts, exact=True)
     return Agreement.new(ranks, previous, chain.choose_parent(previous, parent, config), layouts)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +24,7 @@ from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
 from dsq_ckpt.flat import is_contiguous, place_of
 from dsq_ckpt.manifest import MANIFEST
+from dsq_ckpt.notices import warn
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
@@ -260,9 +260,9 @@ def _opened(directory: Path, save_id: str) -> Checkpoint:
             close()
             checkpoint = Checkpoint(directory)
             if checkpoint.manifest.refinement == "dropped":
-                warnings.warn(
+                warn(
                     f"'{directory}' has only its base layer, since a newer checkpoint took over: what is loaded is "
-                    "coarser than what was saved", stacklevel=4,
+                    "coarser than what was saved"
                 )
             _last = _Open(directory, state, checkpoint)
         found = _last.checkpoint.manifest.save_id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import local_path
+from dsq_ckpt.notices import warn
 from dsq_ckpt.workers import Workers
 
 Refinement = Literal["auto"] | bool
@@ -112,9 +112,9 @@ class DSQStorageReader(StorageReader):
             self._check_guards(checkpoint)
             refined = self._refined(checkpoint)
             if not refined and self._refinement == "auto" and checkpoint.manifest.refinement == "dropped":
-                warnings.warn(
+                warn(
                     f"'{checkpoint.directory}' has only its base layer, since a newer checkpoint took over: what is "
-                    "loaded is coarser than what was saved; pass refinement=False where that is meant", stacklevel=2,
+                    "loaded is coarser than what was saved; pass refinement=False where that is meant"
                 )
         return [replace(plan, storage_data=refined) for plan in plans]
 

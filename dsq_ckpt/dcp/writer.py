@@ -41,6 +41,7 @@ from dsq_ckpt.dcp.staging import Payload
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import local_path
+from dsq_ckpt.notices import began_at, calling_line
 from dsq_ckpt.parts import items_of, layout_of
 from dsq_ckpt.quantizing import Quantized, quantize_items
 from dsq_ckpt.session import Agreement, Coded, Item, agree, exact_values, remember, untied, write_rank
@@ -107,6 +108,7 @@ class DSQStorageWriter(StorageWriter):
         self._chooser = chooser
         self._gradients = dict(gradients or {})
         self._fractions = fractions or Fractions()
+        self._line = calling_line()
 
     def __getstate__(self) -> dict[str, Any]:
         return {  # groups do not cross processes; a staged save needs none, and has chosen
@@ -138,6 +140,7 @@ class DSQStorageWriter(StorageWriter):
 
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        began_at(self._line)
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
         if self._staged is None:  # else `stage` began the save
@@ -243,6 +246,7 @@ class DSQStorageWriter(StorageWriter):
         if self._staged is not None:
             raise SaveFailed("this writer's last asynchronous save is not written; use a new DSQStorageWriter for each")
         self._started = time.time()
+        self._line = calling_line()
         path = self._target()
         comm = communicator(self._group)
         planner = DefaultSavePlanner()

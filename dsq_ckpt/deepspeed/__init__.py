@@ -17,7 +17,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +28,7 @@ from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.notices import warn
 
 if TYPE_CHECKING:
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
@@ -63,9 +63,9 @@ def initialize(*args: Any, evaluate: Evaluate | None = None, **kwargs: Any) -> t
         attach(made[0], evaluate=evaluate)
     elif tree.get(BLOCK) is None:
         near = difflib.get_close_matches(BLOCK, tree, n=1)
-        warnings.warn(
+        warn(
             f"the configuration has no block '{BLOCK}'" + (f", but '{near[0]}'" if near else "")
-            + ": checkpoints are DeepSpeed's own", stacklevel=2,
+            + ": checkpoints are DeepSpeed's own"
         )
     return made
 

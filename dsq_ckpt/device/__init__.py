@@ -6,13 +6,12 @@ cannot be done on the device is done on the host, with the same result: a save m
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.keys import FULL
+from dsq_ckpt.notices import warn
 
 DEVICES = {"cuda"}
 """Types of devices that kernels run on; chunks elsewhere go to the host as they are."""
@@ -45,8 +44,7 @@ def _is_usable(device: torch.device) -> bool:
             _usable[device] = int(counts.sum()) == 1
         except Exception as error:  # no Triton, no compiler for it, a device it does not know
             _usable[device] = False
-            warnings.warn(
-                f"tensors on {device} are quantized on the host, which is slower: {type(error).__name__}: {error}",
-                stacklevel=2,
+            warn(
+                f"tensors on {device} are quantized on the host, which is slower: {type(error).__name__}: {error}"
             )
     return _usable[device]

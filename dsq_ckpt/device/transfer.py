@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from dsq_ckpt.notices import warn
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
@@ -99,7 +100,7 @@ class Transfer:
         try:
             return torch.empty(SLOT, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
         except RuntimeError as error:  # memory may be locked up to a limit
-            warnings.warn(f"copies from {self._device} will be slow, without pinned memory: {error}", stacklevel=2)
+            warn(f"copies from {self._device} will be slow, without pinned memory: {error}")
             return torch.empty(SLOT, dtype=torch.uint8, device="cpu")
 
     def _ready(self) -> torch.cuda.Event | None:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import uuid
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.memory import Survivors
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.subject import Entry, Subject
+from dsq_ckpt.notices import warn
 
 _POSTED = ("broken", "starting", "saving", "wanted", "whole", "restart")
 _START = 120.0
@@ -264,7 +264,7 @@ class Crew(ABC):
         """Say something once."""
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(text if self._comm.size == 1 else f"rank {self._comm.rank}: {text}", stacklevel=4)
+            warn(text if self._comm.size == 1 else f"rank {self._comm.rank}: {text}")
 
     def _at_exit(self) -> None:
         if self._hooks:  # Python sets what is asked for when an exception ends it

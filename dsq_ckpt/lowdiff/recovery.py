@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
 from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, entries_from
 from dsq_ckpt.manifest import local_path
+from dsq_ckpt.notices import warn
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
             problems.append(str(error))
             continue
         if problems:
-            warnings.warn(f"an older snapshot is used, '{path}': {problems[0]}", stacklevel=3)
+            warn(f"an older snapshot is used, '{path}': {problems[0]}")
         step = int(meta["step"])
         course = segments.course(run, meta["session"], step)
         return path, step + len(course.segments), course.ended

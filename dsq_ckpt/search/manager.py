@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig, SearchConfig
+from dsq_ckpt.notices import warn
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
@@ -127,9 +127,9 @@ class ConfigManager:
         point, variant = self._base(save, record)
         best = min(save.degradations.values(), default=0.0)
         if best < -_TOO_GOOD:
-            warnings.warn(
+            warn(
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
-                "higher is better, set search.higher_is_better", stacklevel=2,
+                "higher is better, set search.higher_is_better", rank=save.comm.rank
             )
         if point is None and save.always_nearest(save.gentlest) and self._try(save, [save.gentlest], 0)[0]:
             point, variant = save.gentlest, 0
@@ -230,9 +230,9 @@ class ConfigManager:
         record |= {"refinement_bits": bits, "restore_loses": lost, "restore_may_lose": allowed}
         if lost > allowed:
             record["satisfied"] = False
-            warnings.warn(
+            warn(
                 f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} that "
-                f"its bound allows, with {bits} refinement bits; it is stored so", stacklevel=2,
+                f"its bound allows, with {bits} refinement bits; it is stored so", rank=save.comm.rank
             )
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits
@@ -242,16 +242,16 @@ class ConfigManager:
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known(deterministic=self._known.deterministic, metric=self._known.metric)
         if save.config.search.otherwise == "exact":
-            warnings.warn(f"{why}; the weights of this checkpoint are stored exactly", stacklevel=2)
+            warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
             kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
             return Choice(Analysis(kept, save.usual.exponents, save.usual.nonfinite), save.config, quality=record)
         gentlest = save.gentlest
         save.always_nearest(gentlest)
         candidate = save.candidate(gentlest, 0)
         bits = _MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
-        warnings.warn(
+        warn(
             f"{why}; this checkpoint is stored with the gentlest configuration "
-            f"({save.space.describe(gentlest, save.space.variants[0])})", stacklevel=2,
+            f"({save.space.describe(gentlest, save.space.variants[0])})", rank=save.comm.rank
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         return Choice(save.refined(candidate, bits), config, dict.fromkeys(save.groups, bits), record)
@@ -266,10 +266,10 @@ class ConfigManager:
             record["noise"] = noise
         search = save.config.search
         if noise > search.epsilon or (search.bound == "progress" and noise > search.floor):
-            warnings.warn(
+            warn(
                 f"`evaluate` is not deterministic: the same weights got {save.metric:.6g} and {again:.6g}, a "
                 f"difference of {noise:.2%}; that is more than a bound of this search, whose outcome is then chance: "
-                "evaluate on fixed batches, without dropout", stacklevel=2,
+                "evaluate on fixed batches, without dropout", rank=save.comm.rank
             )
         coarsest = max(
             (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),

@@ -1,0 +1,91 @@
+"""Warnings, each at the line of the caller that led to it, wherever in the package it is raised.
+
+A fixed `stacklevel` points into torch, or into this package, since the same code runs below `dcp.save`, `dsq_ckpt.save`
+and DeepSpeed's engine, and in threads and processes of DCP that no line of the caller is below.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_PASSED = frozenset({
+    "dsq_ckpt", "triton_kernels", "torch", "deepspeed",  # libraries between the caller and here
+    "concurrent", "multiprocessing", "threading", "contextlib", "importlib", "runpy",  # where threads and such begin
+})
+
+
+class Line(NamedTuple):
+    """A line of source code.
+
+    Attributes:
+        filename: of its file.
+        lineno: of the line, from 1.
+        module: name of its module.
+    """
+
+    filename: str
+    lineno: int
+    module: str
+
+
+_background: ContextVar[Line | None] = ContextVar("line that began the work of this thread", default=None)
+
+
+def calling_line() -> Line | None:
+    """Return the innermost line outside of this package and the libraries that call it; None where there is none."""
+    frame = _calling_frame()
+    return _background.get() if frame is None else _line(frame)
+
+
+def began_at(line: Line | None) -> None:
+    """Let warnings of this thread, as far as no line of the caller is below them, point at `line`."""
+    _background.set(line)
+
+
+def warn(text: str, *, rank: int = 0) -> None:
+    """Warn at the calling line.
+
+    Args:
+        text: the warning.
+        rank: of this process; where all ranks find the same, only rank 0 says it.
+    """
+    if rank:
+        return
+    frame = _calling_frame()
+    line = _background.get() if frame is None else _line(frame)
+    if line is None:
+        warnings.warn(text, stacklevel=2)
+    else:
+        registry = None if frame is None else frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, UserWarning, line.filename, line.lineno, line.module, registry)
+
+
+def warn_safely(text: str) -> None:
+    """Warn where nothing may fail any more, as after a commit; where warnings are errors, the text is logged."""
+    try:
+        warn(text)
+    except UserWarning:
+        logger.warning(text)
+
+
+def _calling_frame() -> Any:
+    frame: Any = sys._getframe(1)
+    while frame is not None and _is_passed(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_passed(frame: Any) -> bool:
+    # A process that multiprocessing spawned begins in a string.
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in _PASSED or frame.f_code.co_filename == "<string>"
+
+
+def _line(frame: Any) -> Line:
+    return Line(frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__")))
