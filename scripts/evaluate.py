@@ -4,12 +4,14 @@
     python scripts/evaluate.py offline gpt --json offline.json        # every system on that recorded run
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
+    python scripts/evaluate.py resume llama --json resume.json        # steps that a restore costs the next hundred
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
     python scripts/evaluate.py report offline.json online.json        # plots
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from typing import Any
 import torch
 import typer
 from evaluation import ablations as parts
-from evaluation import names, timings
+from evaluation import create, names, timings
 from evaluation import offline as comparison
 from evaluation import online as online_runs
 from evaluation import report as results
+from evaluation import resume as resumed
 from evaluation import rework as rework_runs
 from evaluation.recording import default_directory, load_recording
 from evaluation.recording import record as record_run
@@ -41,6 +44,10 @@ def _systems(usual: Sequence[str]) -> Any:
 JSON = typer.Option(..., "--json", help="File to write the results to.")
 PART = typer.Option(list(parts.PARTS), help=f"Of {', '.join(parts.PARTS)}; several times for several.")
 EPSILON = typer.Option(0.05, help="Bound: relative degradation of the held-out loss by a base layer.")
+WORKLOADS = typer.Argument(..., help=f"Of {', '.join(names())}; several for several.")
+CONFIGS = typer.Option(
+    ["default", "moments_exact"], "--config", help="A preset, or a configuration as JSON; several times for several."
+)
 ROWS = typer.Option(None, "--json", help="File to write rows to, each when it is there; those in it are not run again.")
 
 
@@ -154,6 +161,30 @@ def online(
             console.print(f"{'[green]ok[/green]    ' if met else '[red]missed[/red]'}  dsq, {text}")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def resume(
+    workload: list[str] = WORKLOADS,
+    config: list[str] = CONFIGS,
+    seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
+    share: list[float] = typer.Option([0.2, 0.4, 0.7], help="Points of the run to continue from, as shares of it."),
+    json_path: Path | None = ROWS,
+) -> None:
+    """Continue runs from checkpoints and from the exact state with the same batches: the steps that a restart costs."""
+    chosen = _known(workload, names())
+    configs = {text: json.loads(text) if text.startswith("{") else text for text in config}
+    kept = _rows_in(json_path, "resume", {"workload": chosen, "config": config, "seed": seed, "share": share})
+    for name in chosen:
+        for number in seed:
+            settings = {"workload": name, "seed": number, "config": config, "share": share}
+            if kept.find(settings) is None:
+                plan = create(name, number).plan
+                points = sorted({round(part * plan.steps / plan.checkpoint_every) * plan.checkpoint_every
+                                 for part in share})
+                kept.add(settings, {"rows": resumed.compare(name, number, configs, points, console.print)})
+    rows = [row for part in kept.rows for row in part["rows"]]
+    results.show("restarts, against the exact state", resumed.COLUMNS, resumed.summary(rows), resumed.NOTES)
 
 
 @app.command()

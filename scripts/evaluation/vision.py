@@ -1,4 +1,4 @@
-"""Vision workloads on Fashion-MNIST: a residual CNN, LeNet-5 and multinomial logistic regression.
+"""Vision workloads on Fashion-MNIST: a residual CNN, a ViT, LeNet-5 and multinomial logistic regression.
 
 The data is Debian's package `dataset-fashion-mnist`: four gzipped idx files, 31 MB.
 """
@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evaluation.models import ViT
 from evaluation.workloads import Plan, Workload, cache_directory, register, seeded
 
 PACKAGE = "dataset-fashion-mnist"
@@ -136,19 +137,19 @@ def _advice(problem: str) -> str:
 
 
 class VisionWorkload(Workload):
-    """A classifier of Fashion-MNIST with SGD; loss in nats per image."""
+    """A classifier of Fashion-MNIST; loss in nats per image."""
 
     def __init__(
-        self, name: str, plan: Plan, seed: int, build: Callable[[], nn.Module], momentum: float = 0.0,
-        weight_decay: float = 0.0, augment: bool = False, held_out: int = 10_000,
+        self, name: str, plan: Plan, seed: int, build: Callable[[], nn.Module],
+        optimizer: Callable[..., torch.optim.Optimizer], augment: bool = False, held_out: int = 10_000,
     ) -> None:
         with seeded(seed):
             model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=plan.rate, momentum=momentum, weight_decay=weight_decay)
+        made = optimizer(model.parameters(), lr=plan.rate)
         self.images, test = load_data()
         self.test = Images(test.images[:held_out], test.labels[:held_out])
         self.augment = augment
-        super().__init__(name, plan, seed, model, optimizer)
+        super().__init__(name, plan, seed, model, made)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Images drawn from the training split, flipped and shifted if the workload augments."""
@@ -253,16 +254,27 @@ class LogisticRegression(nn.Sequential):
 def resnet(name: str, seed: int) -> Workload:
     """Make the residual CNN. It augments, and evaluates on a part of the test images, which keeps that fast."""
     plan = Plan(steps=1600, checkpoint_every=100, batch_size=64, rate=0.1, warm_up=50)
-    return VisionWorkload(name, plan, seed, ResNet, momentum=0.9, weight_decay=5e-4, augment=True, held_out=2000)
+    sgd = partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4)
+    return VisionWorkload(name, plan, seed, ResNet, sgd, augment=True, held_out=2000)
+
+
+@register("vit")
+def vit(name: str, seed: int) -> Workload:
+    """Make a ViT of 0.8 million parameters with AdamW, evaluated on a part of the test images."""
+    plan = Plan(steps=400, checkpoint_every=20, batch_size=64, rate=1e-3, warm_up=40, floor=0.1, clip=1.0)
+    adam = partial(torch.optim.AdamW, betas=(0.9, 0.999), weight_decay=0.05)
+    return VisionWorkload(name, plan, seed, ViT, adam, augment=True, held_out=2000)
 
 
 @register("lenet")
 def lenet(name: str, seed: int) -> Workload:
     """Make LeNet-5."""
-    return VisionWorkload(name, Plan(800, 50, batch_size=64, rate=0.05), seed, LeNet5, momentum=0.9, held_out=5000)
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    return VisionWorkload(name, Plan(800, 50, batch_size=64, rate=0.05), seed, LeNet5, sgd, held_out=5000)
 
 
 @register("mlr")
 def mlr(name: str, seed: int) -> Workload:
     """Make the logistic regression: convex, so that harm to training shows without the noise of a landscape."""
-    return VisionWorkload(name, Plan(800, 50, batch_size=64, rate=0.05, floor=1.0), seed, LogisticRegression)
+    plan = Plan(800, 50, batch_size=64, rate=0.05, floor=1.0)
+    return VisionWorkload(name, plan, seed, LogisticRegression, torch.optim.SGD)

@@ -141,6 +141,16 @@ def test_restore_continues_identically() -> None:
     _assert_continues(create("gpt-tiny"), create("gpt-tiny"), 5, 12)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-bf16", "moe", "lstm"])
+def test_other_kinds_of_models_continue_identically(name: str) -> None:
+    """Tied weights, computing in bfloat16, experts that a batch may leave without gradients, recurrence."""
+    _assert_continues(create(name, 2), create(name, 2), 2, 4)
+
+
+def test_vit_continues_identically() -> None:
+    _assert_continues(_small_vision("vit", 2), _small_vision("vit", 2), 1, 2)
+
+
 def test_callback_sees_clipped_gradients() -> None:
     workload = create("gpt-tiny")
     norms = []
