@@ -22,8 +22,9 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.groups import QUANTIZABLE
-from dsq_ckpt.manifest import Manifest, checkpoints
+from dsq_ckpt.manifest import Manifest, checkpoints, local_path
 from dsq_ckpt.notices import warn
+from dsq_ckpt.runs import existing_run
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
@@ -145,7 +146,7 @@ def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef 
     """
     last = _last(run_of(path))
     if parent is not None and parent != "auto":
-        named = Path(parent).absolute()
+        named = local_path(parent)
         manifest = Manifest.read(named)
         # Whatever it is coded against, the state comes from what this process saved or loaded last.
         origin = last or _last(run_of(named))
@@ -365,8 +366,15 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
 
 
 def latest(run: str | os.PathLike[str]) -> str | None:
-    """Path of the newest complete checkpoint directly below a run directory, or None."""
-    found = list(checkpoints(Path(run)))
+    """Return the path of the newest complete checkpoint directly below a run directory.
+
+    None: the run has not begun. Its directory holds no checkpoint yet, or does not exist; a warning tells of another
+    directory with checkpoints and nearly the same name.
+
+    Raises:
+        CheckpointNotFound: `run` is a file, a checkpoint or a dangling link, and no run directory.
+    """
+    found = list(checkpoints(existing_run(run)))
     return str(found[-1][0]) if found else None
 
 

@@ -132,7 +132,7 @@ def save_parts(
     def decide() -> Agreement | None:
         if comm.rank:
             return None
-        refuse_checkpoint(path, overwrite)
+        refuse_checkpoint(path, overwrite, attached=bool(own.attachments))
         return agree(path, parent, config, comm.size, layouts)
 
     agreement: Agreement = comm.broadcast(together(comm, decide))

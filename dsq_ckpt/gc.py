@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.manifest import MANIFEST, Manifest, expanded, is_complete
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
@@ -48,7 +48,7 @@ def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     Raises:
         CheckpointNotFound: there is no such directory.
     """
-    return [orphan for directory in _directories(Path(path)) for orphan in _orphans(directory, min_age_seconds)]
+    return [orphan for directory in _directories(expanded(path)) for orphan in _orphans(directory, min_age_seconds)]
 
 
 def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
@@ -58,13 +58,13 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
         CheckpointNotFound: there is no such directory.
         OSError: a file cannot be deleted.
     """
-    removed = []
-    for directory in _directories(Path(path)):
+    removed, path = [], expanded(path)
+    for directory in _directories(path):
         orphans = _orphans(directory, min_age_seconds)
         for orphan in orphans:
             orphan.path.unlink(missing_ok=True)
             removed.append(orphan)
-        if orphans and directory != Path(path):
+        if orphans and directory != path:
             with contextlib.suppress(OSError):  # not empty: something else lives there
                 directory.rmdir()
     return removed

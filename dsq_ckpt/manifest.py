@@ -196,6 +196,11 @@ def _sealed(text: bytes) -> bytes:
     return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gave, with `~` and `~user` replaced by the home directory."""
+    return Path(os.path.expanduser(path))
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
     """A checkpoint directory from what a user gave.
 
@@ -205,7 +210,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if "://" in text or not text:
         raise ConfigError(f"path {text!r}: expected a directory of the local file system")
-    return Path(path).absolute()
+    return expanded(path).absolute()
 
 
 def existing_path(path: str | os.PathLike[str] | None) -> Path:

@@ -30,11 +30,12 @@ from dsq_ckpt.container import (
     sync_directory,
     write_index,
 )
-from dsq_ckpt.errors import CheckpointExists, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
 from dsq_ckpt.groups import kind_of
-from dsq_ckpt.manifest import Manifest, ManifestFile, is_complete, local_path
+from dsq_ckpt.manifest import Manifest, ManifestFile, local_path
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.superstep import SuperStep
+from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
 StrPath = str | os.PathLike[str]
@@ -69,13 +70,12 @@ def merge(source: StrPath, target: StrPath) -> Merged:
 
     Raises:
         CheckpointExists: `target` holds a complete checkpoint.
-        SaveFailed: there is nothing to merge.
+        SaveFailed: there is nothing to merge, or `target` is a directory with other files.
     """
     goal = local_path(target)
-    if is_complete(goal):
-        raise CheckpointExists(f"'{goal}' holds a complete checkpoint; choose another target")
+    refuse_checkpoint(goal, overwrite=False)
     started, storage = time.time(), StorageConfig()
-    with Checkpoint(Path(source)) as checkpoint, Workers(
+    with Checkpoint(local_path(source)) as checkpoint, Workers(
         storage.thread_count(), storage.block_elements
     ) as workers:
         before = max((len(_chain(checkpoint, ref)) - 1 for _, ref in checkpoint.chunks()), default=0)

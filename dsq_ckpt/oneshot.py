@@ -27,7 +27,7 @@ from dsq_ckpt.dealing import deal
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.groups import layer_types
-from dsq_ckpt.manifest import Manifest, local_path
+from dsq_ckpt.manifest import Manifest, expanded, local_path
 from dsq_ckpt.mapped import State
 from dsq_ckpt.parts import Part
 from dsq_ckpt.search.manager import ConfigManager
@@ -148,7 +148,7 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
     opened: Opened
     if isinstance(source, nn.Module | Mapping):
         opened = _whole(dict(source.state_dict() if isinstance(source, nn.Module) else source))
-    elif Path(source).absolute().resolve() == target.resolve():
+    elif expanded(source).resolve() == target.resolve():
         raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:
         opened = open_source(source)

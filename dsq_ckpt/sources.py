@@ -27,7 +27,7 @@ from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.dcp.reader import malformed
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
-from dsq_ckpt.manifest import Manifest, checkpoints, is_complete
+from dsq_ckpt.manifest import Manifest, checkpoints, expanded, is_complete
 from dsq_ckpt.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
 from dsq_ckpt.nesting import Nesting
 
@@ -100,7 +100,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     text = os.fspath(path)
     if "://" in text:
         raise ConfigError(f"source {text!r}: expected a file or directory of the local file system; download it first")
-    path = Path(path)
+    path = expanded(path)
     try:
         if path.is_dir():
             return _directory(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -11,8 +12,14 @@ from pathlib import Path
 from typing import IO
 
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.errors import CheckpointExists, SaveFailed
-from dsq_ckpt.manifest import is_complete
+from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
+from dsq_ckpt.gc import is_ours
+from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
+
+_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|\..+\.[0-9a-f]{16}\.old")
+"""Names of DeepSpeed's files, and of those that stepped aside for others (see `attachments`)."""
+_HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
+"""Names that file systems and file managers put everywhere."""
 
 
 def refuse(goal: Path, overwrite: bool) -> None:
@@ -25,19 +32,63 @@ def refuse(goal: Path, overwrite: bool) -> None:
         raise CheckpointExists(f"'{goal}' exists; choose another target or overwrite it (--overwrite)")
 
 
-def refuse_checkpoint(path: Path, overwrite: bool) -> None:
-    """No checkpoint is replaced unasked; what an interrupted save left is no checkpoint.
+def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> None:
+    """Refuse a checkpoint directory that is not new, empty or ours, before anything is written to it.
+
+    Files of an interrupted save are ours. Whatever lies beside a complete checkpoint was put there knowingly.
+
+    Args:
+        path: the checkpoint directory.
+        overwrite: a complete checkpoint may be replaced.
+        attached: files of DeepSpeed belong to the checkpoint.
 
     Raises:
         CheckpointExists: a complete checkpoint is there, and is not to be overwritten.
-        SaveFailed: something is there that is no directory.
+        SaveFailed: something is there that is no directory, or a directory with other files.
     """
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
+    if found := _foreign(path, attached):
+        raise SaveFailed(_not_ours(path, found))
     if is_complete(path) and not overwrite:
         raise CheckpointExists(
             f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True, --overwrite)"
         )
-    if os.path.lexists(path) and not path.is_dir():
-        raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
+
+
+def _foreign(path: Path, attached: bool) -> list[str]:
+    """Return the names in a directory that no save gives; none where a complete checkpoint lies."""
+    names = sorted(os.listdir(path))
+    if MANIFEST in names:
+        try:
+            Manifest.read(path)
+            return []
+        except UnsupportedFormat:  # of a newer version
+            return []
+        except DSQError:
+            if any(map(is_ours, names)):  # one of ours that was damaged; alone it may be anybody's
+                names.remove(MANIFEST)
+    return [
+        name for name in names
+        if not (is_ours(name) or _HARMLESS.fullmatch(name) or (attached and _ATTACHED.fullmatch(name)))
+    ]
+
+
+def _not_ours(path: Path, found: list[str]) -> str:
+    """Return what a directory holds instead of a checkpoint, and where the checkpoint could go."""
+    below = [name for name in found if is_complete(path / name)]
+    if below:
+        return (
+            f"'{path}' is a run directory, which holds checkpoints such as '{below[-1]}'; save to a directory in it, "
+            f"such as '{path / 'step-000001'}'"
+        )
+    shown = ", ".join(f"'{name}'" for name in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        f"'{path}' holds other files ({shown}), and a checkpoint needs a directory of its own, new or empty; save to "
+        f"'{path / 'run' / 'step-000001'}' for example"
+    )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
     Raises:
         ConfigError: it cannot be read, does not parse, or holds no mapping.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     try:
         text = path.read_text()
     except OSError as error:

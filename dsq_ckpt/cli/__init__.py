@@ -24,7 +24,7 @@ from dsq_ckpt.cli.verification import verify as verify_path
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.deepspeed.plain import export_deepspeed
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.manifest import Manifest, expanded
 from dsq_ckpt.version import __version__
 
 
@@ -48,9 +48,15 @@ app = typer.Typer(
     help="Look into, check, convert and clean up dsq_ckpt checkpoints.",
 )
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory that the checkpoints of a run lie in.")]
-CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint directory.")]
-EitherPath = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or the directory of a run.")]
+
+
+def _path(metavar: str, what: str) -> Any:
+    return typer.Argument(metavar=metavar, help=what, parser=expanded)
+
+
+RunPath = Annotated[Path, _path("RUN", "Directory that the checkpoints of a run lie in.")]
+CheckpointPath = Annotated[Path, _path("CHECKPOINT", "A checkpoint directory.")]
+EitherPath = Annotated[Path, _path("PATH", "A checkpoint, or the directory of a run.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
 
 
@@ -76,6 +82,17 @@ _SUFFIXES = {
     ".safetensors": Format.safetensors, ".pt": Format.torch, ".pth": Format.torch, ".bin": Format.torch,
     ".ckpt": Format.torch,
 }
+
+
+def _format_of(target: Path) -> Format:
+    """Return the format that a target's suffix names; a directory has none."""
+    suffix = target.suffix.lower()
+    if suffix and suffix not in _SUFFIXES:
+        raise output.fail(
+            f"'{target}' has the suffix '{suffix}', which names no format: use {', '.join(_SUFFIXES)}, or say which "
+            "with --format (a DCP directory, the default without a suffix, is --format dcp)"
+        )
+    return _SUFFIXES[suffix] if suffix else Format.dcp
 
 
 def _version(show: bool) -> None:
@@ -145,10 +162,12 @@ def verify(
 @app.command()
 def export(
     checkpoint: CheckpointPath,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory (dcp, deepspeed) or file to write.")],
+    target: Annotated[Path, _path("TARGET", "Directory (dcp, deepspeed) or file to write.")],
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Default: by TARGET's suffix (.safetensors; .pt, .pth, .bin, .ckpt), else dcp."),
+        typer.Option(
+            "--format", help="Default: by TARGET's suffix (.safetensors; .pt, .pth, .bin, .ckpt); dcp without one."
+        ),
     ] = None,
     layers: Annotated[
         Layers, typer.Option("--refinement", help="Refinement layer: where kept; or fail without; or base layer alone.")
@@ -162,7 +181,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert to a plain DCP directory, a torch.save file, safetensors or a tag of DeepSpeed, in one process."""
-    form = form or _SUFFIXES.get(target.suffix, Format.dcp)
+    form = form or _format_of(target)
     if allow_pickle and form not in (Format.torch, Format.deepspeed):
         raise output.fail(f"--allow-pickle is for --format torch and deepspeed; {form.value} unpickles nothing")
     total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
@@ -204,10 +223,10 @@ def export(
 @app.command()
 def compress(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="safetensors (file, index or directory), torch.save file, dsq_ckpt "
-                                                "checkpoint, or a DCP directory, which torch unpickles: trusted only.")
+        Path, _path("IN", "safetensors (file, index or directory), torch.save file, dsq_ckpt checkpoint, or a DCP "
+                          "directory, which torch unpickles: trusted only.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Checkpoint directory to write.")],
+    target: Annotated[Path, _path("OUT", "Checkpoint directory to write.")],
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE|PRESET", help="JSON or YAML file, or name of a preset.")
     ] = None,
@@ -231,7 +250,7 @@ def compress(
 @app.command()
 def merge(
     checkpoint: CheckpointPath,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Checkpoint directory to make.")],
+    target: Annotated[Path, _path("TARGET", "Checkpoint directory to make.")],
     as_json: Json = False,
 ) -> None:
     """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
@@ -287,10 +306,13 @@ def bench(
     parameters: Annotated[float, typer.Option(min=1, help="Elements of the made-up model.")] = 100e6,
     threads: Annotated[int, typer.Option(min=0, help="Worker threads; 0: as a save of one rank would choose.")] = 0,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where to write; default: a temporary directory.")
+        Path | None,
+        typer.Option("--dir", parser=expanded, metavar="PATH", help="Where to write; default: a temporary directory."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")] = None,
+    json_file: Annotated[Path | None, typer.Option(
+        "--json", parser=expanded, metavar="PATH", help="Write the result to this file too."
+    )] = None,
 ) -> None:
     """Measure saving and loading on this machine."""
     from dsq_ckpt import bench as benchmark

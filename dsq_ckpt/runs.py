@@ -1,0 +1,75 @@
+"""Run directories: what is one, and what a wrong path may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import warnings
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.manifest import checkpoints, expanded, is_complete
+
+_SIBLINGS = 1000  # names that are compared with one that does not exist
+_ALIKE = 0.75
+
+
+def existing_run(run: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run, which need not exist yet.
+
+    A warning tells of a directory with checkpoints that has nearly the same name as one which does not exist.
+
+    Raises:
+        CheckpointNotFound: it is something else: a file, a checkpoint, or a link to what is not there.
+        OSError: whether it exists cannot be told.
+    """
+    directory = expanded(run)
+    try:
+        mode = os.stat(directory).st_mode
+    except FileNotFoundError:
+        if directory.is_symlink():
+            raise CheckpointNotFound(
+                f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
+            ) from None
+        if other := _nearly(directory.absolute()):
+            warnings.warn(
+                f"'{directory}' does not exist, so a run would begin there anew; '{other}' holds checkpoints: was that "
+                "meant?", stacklevel=3,
+            )
+        return directory
+    except NotADirectoryError as error:
+        raise CheckpointNotFound(f"'{directory}' leads through a file; name the directory of a run") from error
+    if not stat.S_ISDIR(mode):
+        raise CheckpointNotFound(f"'{directory}' is a file; name the directory that a run's checkpoints lie in")
+    if is_complete(directory) or (directory / ".metadata").exists():
+        kind = "checkpoint" if is_complete(directory) else "plain DCP checkpoint"
+        raise CheckpointNotFound(
+            f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{directory.absolute().parent}'"
+        )
+    return directory
+
+
+def _nearly(missing: Path) -> Path | None:
+    """Return a run with checkpoints whose path differs in the spelling of the first component that does not exist."""
+    first = missing
+    while not os.path.lexists(first.parent):
+        first = first.parent
+    with suppress(OSError):
+        with os.scandir(first.parent) as entries:
+            names = [entry.name for entry in islice(entries, _SIBLINGS)]
+        # Runs that are numbered have nearly the same name on purpose.
+        names = [name for name in names if _lettered(name) != _lettered(first.name)]
+        for name in difflib.get_close_matches(first.name, names, 3, _ALIKE):
+            other = first.with_name(name) / missing.relative_to(first)
+            if any(True for _ in checkpoints(other)):
+                return other
+    return None
+
+
+def _lettered(name: str) -> str:
+    """Return a name with every number alike."""
+    return re.sub(r"\d+", "0", name)
