@@ -6,13 +6,13 @@ import difflib
 import os
 import re
 import stat
-import warnings
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.manifest import checkpoints, expanded, is_complete
+from dsq_ckpt.notices import warn
 
 _SIBLINGS = 1000  # names that are compared with one that does not exist
 _ALIKE = 0.75
@@ -36,10 +36,7 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
                 f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
             ) from None
         if other := _nearly(directory.absolute()):
-            warnings.warn(
-                f"'{directory}' does not exist, so a run would begin there anew; '{other}' holds checkpoints: was that "
-                "meant?", stacklevel=3,
-            )
+            warn(f"'{directory}' does not exist, so a run begins anew; '{other}' holds checkpoints: was that meant?")
         return directory
     except NotADirectoryError as error:
         raise CheckpointNotFound(f"'{directory}' leads through a file; name the directory of a run") from error
