@@ -23,6 +23,7 @@ from dsq_ckpt.codebook import Aside, Codebook, Fitted, Turn, fit_group
 from dsq_ckpt.comm import Communicator, sum_with_status
 from dsq_ckpt.config import AnyCodebook, KMeans, Partition, TensorConfig
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.keys import FULL, KeyWindow
 from dsq_ckpt.passes import Sparse, add_by_class, add_joint, add_shifted, importance_of, sparse_of
 from dsq_ckpt.scales import GRADIENT, OCTAVES, Scales, choose_scales, gauges_of, octaves_of
@@ -343,15 +344,17 @@ def _shape(
     return (len(importance[group].edges) + 1, *one) if group in importance else one
 
 
-def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
     """The result of local work, or its failure, which must still reach the other ranks in the collective."""
     try:
-        return work(), None
-    except Exception as error:
+        result = work()
+        let_signals_through()
+        return result, None
+    except BaseException as error:
         return None, error
 
 
-def _merge(arrays: Sequence[Counts], comm: Communicator, failure: Exception | None) -> None:
+def _merge(arrays: Sequence[Counts], comm: Communicator, failure: BaseException | None) -> None:
     """Sum all arrays over the ranks in one all-reduce, in place."""
     flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.int64)
     merged = sum_with_status(comm, flat, failure)

@@ -26,7 +26,8 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
+from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest, existing_path, local_path
 from dsq_ckpt.nesting import Path, empty_dicts
 
@@ -41,17 +42,18 @@ def as_config(config: ConfigLike) -> DSQConfig:
 
 
 @contextmanager
-def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
+def _plain_errors(otherwise: type[DSQError], own_rank: int) -> Iterator[None]:
     """Raise what failed, naming its rank, in place of DCP's bundle of tracebacks (which stays as the cause).
 
-    What is not an error of this package becomes `otherwise`.
+    What is not an error of this package becomes `otherwise`; what is no `Exception`, such as KeyboardInterrupt, is
+    raised as it is on its own rank.
 
     DCP's `CheckpointException` is not even an `Exception`, so `except Exception` around a save would miss it.
     """
     try:
         yield
     except CheckpointException as bundle:
-        raise _plain_error(bundle, otherwise) from bundle
+        raise _plain_error(bundle, otherwise, own_rank) from bundle
     except RuntimeError as error:  # of a collective, between the steps whose errors DCP bundles
         if not (dist.is_available() and dist.is_initialized()):
             raise
@@ -61,14 +63,17 @@ def _plain_errors(otherwise: type[DSQError]) -> Iterator[None]:
         ) from error
 
 
-def _plain_error(bundle: CheckpointException, otherwise: type[DSQError]) -> DSQError:
+def _plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank: int | None) -> BaseException:
     failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
+    mine = None if own_rank is None else failures.get(own_rank)
+    if mine is not None and not isinstance(mine, Exception):
+        return mine
     own = {rank: error for rank, error in failures.items() if not isinstance(error, FailedElsewhere)}
     rank, error = min((own or failures).items(), key=lambda pair: pair[0])
     prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
     if isinstance(error, DSQError):
         return type(error)(f"{prefix}{error}")
-    return otherwise(f"{prefix}{type(error).__name__}: {error}")
+    return otherwise(prefix + described(error))
 
 
 @contextmanager
@@ -114,6 +119,7 @@ def save(
     return save_with(writer, state_dict, process_group=process_group, no_dist=no_dist)
 
 
+@held_signals()
 def save_with(
     writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False, staged: bool = False,
@@ -122,13 +128,13 @@ def save_with(
     assert writer.path is not None
     _background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    path, comm = writer.path, SingleProcess() if no_dist else communicator(process_group)
     if staged:
         state_dict = writer.stage(state_dict)
-    with _plain_errors(SaveFailed), _alone(no_dist):
+    with _plain_errors(SaveFailed, comm.rank), _alone(no_dist):
         metadata = dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    path, comm = writer.path, SingleProcess() if no_dist else communicator(process_group)
     chain.remember_committed(path, together(comm, lambda: _committed(path)))
     return metadata
 
@@ -169,7 +175,7 @@ class _Background:
             failure = self.future.exception()
             self.future = None
             if failure is not None:
-                logger.warning("the last asynchronous save failed: %s", failure)
+                logger.warning("the last asynchronous save failed: %s", described(failure))
 
 
 _background = _Background()
@@ -210,6 +216,7 @@ def async_save(
     return save_async_with(writer, state_dict, process_group=process_group, processes=processes)
 
 
+@held_signals()
 def save_async_with(
     writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
     processes: bool = False,
@@ -225,9 +232,10 @@ def save_async_with(
         raise SaveFailed(lacking)
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
+    own_rank = communicator(process_group).rank
     if no_dist:
         _silence()
-    with _plain_errors(SaveFailed):
+    with _plain_errors(SaveFailed, own_rank):
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
             no_dist=no_dist, process_group=None if processes else _background.group(process_group),
@@ -238,7 +246,7 @@ def save_async_with(
     def pass_on(done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, CheckpointException):
-            plain = _plain_error(error, SaveFailed)
+            plain = _plain_error(error, SaveFailed, None if processes else own_rank)
             plain.__cause__ = error
             error = plain
         if error is not None:
@@ -261,6 +269,7 @@ def without_cpu(backends: str) -> str | None:
     )
 
 
+@held_signals()
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -302,7 +311,7 @@ def load(
     try:
         for target, placeholders in to_fill:
             target.update(placeholders)
-        with _plain_errors(LoadFailed), _alone(no_dist), _sortable(state_dict) as sortable:
+        with _plain_errors(LoadFailed, comm.rank), _alone(no_dist), _sortable(state_dict) as sortable:
             dcp.load(
                 sortable, storage_reader=reader, planner=NestedLoadPlanner(empty), process_group=process_group,
                 no_dist=no_dist,

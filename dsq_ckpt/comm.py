@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed
+from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
 Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -132,6 +132,7 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
 
     Raises:
         DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
+        BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
     message = np.zeros(counts.size + 1, np.int64)
     if failure is None:
@@ -140,10 +141,10 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
         message[0] = 1 + (comm.rank << 32)
     comm.sum(message)
     failed = int(message[0] & 0xFFFFFFFF)
-    if isinstance(failure, DSQError):
+    if isinstance(failure, DSQError) or not isinstance(failure, Exception | None):
         raise failure
     if failure is not None:
-        raise SaveFailed(f"before the sketches were merged: {type(failure).__name__}: {failure}") from failure
+        raise SaveFailed(f"before the sketches were merged: {described(failure)}") from failure
     if failed:
         culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
         raise FailedElsewhere(f"{culprit} failed before the sketches were merged; see the error raised there")
@@ -155,21 +156,22 @@ def together(comm: Communicator, work: Callable[[], _T]) -> _T:
 
     Raises:
         DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
+        BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
-    failure = None
+    failure: BaseException | None = None
     try:
         result = work()
     except RankUnreachable:
         raise  # there is nobody to tell
-    except Exception as error:
+    except BaseException as error:
         failure = error
     # A rank that only heard of a failure, in a collective within the work, hears here what it was.
     heard = isinstance(failure, FailedElsewhere)
-    everywhere = comm.gather((heard, None if failure is None else f"{type(failure).__name__}: {failure}"))
-    if isinstance(failure, DSQError) and not heard:
-        raise failure
+    everywhere = comm.gather((heard, None if failure is None else described(failure)))
     if failure is not None and not heard:
-        raise SaveFailed(f"{type(failure).__name__}: {failure}") from failure
+        if isinstance(failure, DSQError) or not isinstance(failure, Exception):
+            raise failure
+        raise SaveFailed(described(failure)) from failure
     failed = [(rank, *told) for rank, told in enumerate(everywhere) if told[1] is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:

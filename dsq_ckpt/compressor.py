@@ -25,6 +25,7 @@ from dsq_ckpt.choice import as_configured
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sensitivity import GradientAverage, names_of
@@ -120,6 +121,7 @@ class Compressor:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, **extra}
 
+    @held_signals()
     def save(
         self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, overwrite: bool = False,
         pinned: bool = False, background: bool = False,
@@ -157,6 +159,7 @@ class Compressor:
             self._average.reset()
         return future
 
+    @held_signals()
     def load(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """Restore model and optimizer, in place, and go on from there; collective.
 

@@ -29,6 +29,7 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.flat import is_contiguous
+from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.nesting import Path as NestedPath
 from dsq_ckpt.parts import Part, items_of, layout_of
@@ -93,6 +94,7 @@ class _Done:
     attachments: list[FileInfo]
 
 
+@held_signals()
 def save_parts(
     path: Path, contribution: Callable[[], Contribution], config: DSQConfig, comm: Communicator, *,
     types: Mapping[str, str] | None = None, parent: str | os.PathLike[str] | None = "auto", overwrite: bool = False,
@@ -122,6 +124,7 @@ def save_parts(
 
     def prepare() -> _Brought:
         brought = contribution()
+        let_signals_through()
         items, tied = untied(items_of(brought.parts, config, types))
         return _Brought(brought, items, tied, items_of(brought.replicas, config, types))
 
@@ -184,6 +187,7 @@ def _written(
             workers, brought.tied,
         )
         memory.values |= exact_values(plain, agreement.layout)
+    let_signals_through()
     files = []
     for name, write in own.attachments.items():
         temporary = path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"

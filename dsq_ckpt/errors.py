@@ -48,3 +48,8 @@ class SaveFailed(DSQError):
 
 class LoadFailed(DSQError):
     """A load did not complete, for a reason outside of the checkpoint, such as a name that is not in it."""
+
+
+def described(error: BaseException) -> str:
+    """The class of an error and its text, if it has one: `KeyboardInterrupt` has none."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -19,6 +19,7 @@ from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.device.coding import TablesOf
 from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
 from dsq_ckpt.session import (
     Agreement,
@@ -111,6 +112,7 @@ def quantize_items(
     def coded() -> Iterator[Coded]:
         """No chunk is held longer than it takes to quantize it: with it go the previous codes in device memory."""
         while chunks:
+            let_signals_through()
             yield quantize(chunks.popleft(), bases, choice.analysis, tables)
 
     return Quantized(

@@ -29,6 +29,7 @@ from dsq_ckpt.container import FileInfo, sync_directory
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
 from dsq_ckpt.errors import NonFiniteTensor
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.manifest import Sizes
 from dsq_ckpt.notices import warn
 from dsq_ckpt.shard import Piece, ShardWriter, Written
@@ -316,6 +317,7 @@ def write_rank(
             result.written[keys[place]] = written
             by_kind[kinds[keys[place]]].append(written)
         for item in plain:
+            let_signals_through()
             stored = None
             if item.config is not None and item.config.method == "bf16" and item.dtype.itemsize > 2:
                 stored = torch.bfloat16
@@ -326,6 +328,7 @@ def write_rank(
             written = shard.add_bytes(fqn, data)
             result.written[fqn] = written
             by_kind["exact"].append(written)
+        let_signals_through()
         base_file, result.refinement, result.requires = shard.finish()
         if agreement.parent is not None and result.requires:
             chain.link_files(

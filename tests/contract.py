@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,11 @@ def _values(comm: Communicator) -> None:
         assert comm.broadcast(given) == value
 
 
+def _fail(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
 def _failures(comm: Communicator, culprit: int) -> None:
     """All ranks fail with one, and go on together."""
     counts = np.ones(5, np.int64)
@@ -64,6 +71,14 @@ def _failures(comm: Communicator, culprit: int) -> None:
     says = "^wrong$" if mine else f"^rank {culprit} failed: ConfigError: wrong$"
     with pytest.raises(ConfigError if mine else FailedElsewhere, match=says):
         together(comm, sums)
+    # What is no Exception stays what it is where it was raised.
+    for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit()):
+        own = error if mine else None
+        for work in (partial(_fail, own), partial(sum_with_status, comm, counts, own)):
+            with pytest.raises(type(error) if mine else FailedElsewhere) as caught:
+                together(comm, work)
+            says = f"rank {culprit} failed: {type(error).__name__}"
+            assert caught.value is error if mine else says in str(caught.value)
     if comm.size > 1:
         failed = "rank 1 failed" if comm.size == 2 else f"{comm.size - 1} ranks failed"
         with pytest.raises(SaveFailed, match="a bug" if comm.rank else failed):

@@ -31,6 +31,7 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.hints import pattern_hint
+from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import warn
 from dsq_ckpt.workers import Workers
@@ -118,6 +119,7 @@ class DSQStorageReader(StorageReader):
                 )
         return [replace(plan, storage_data=refined) for plan in plans]
 
+    @held_signals()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         memory = chain.Memory()
@@ -136,6 +138,7 @@ class DSQStorageReader(StorageReader):
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             with malformed(checkpoint):
                 for index, items in wanted.items():
+                    let_signals_through()
                     self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)
             chain.remember_loaded(checkpoint.directory, checkpoint.manifest.save_id, memory)
         future: Future[None] = Future()

@@ -40,6 +40,7 @@ from dsq_ckpt.dcp.items import (
 from dsq_ckpt.dcp.staging import Payload
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import layer_types
+from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import began_at, calling_line
 from dsq_ckpt.parts import items_of, layout_of
@@ -171,6 +172,7 @@ class DSQStorageWriter(StorageWriter):
         self._planned = agreement
         return [replace(plan, storage_data=agreement) for plan in plans]
 
+    @held_signals()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         agreement = plan.storage_data
         if not isinstance(agreement, Agreement) or agreement.save_id == self._used:
@@ -207,7 +209,9 @@ class DSQStorageWriter(StorageWriter):
                 chain.remember_pending(path, agreement.save_id, memory)
         return _done(write_results(plan.items, result))
 
+    @held_signals()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        let_signals_through()  # not later: the checkpoint is complete then
         agreement, path = self._planned, self._target()
         if agreement is None or self._choice is None:
             raise SaveFailed(_PLAN_CACHING)
@@ -234,6 +238,7 @@ class DSQStorageWriter(StorageWriter):
     def close(self) -> None:
         """Nothing to release."""
 
+    @held_signals()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Sketch, merge, quantize: returns a state dict of codes that training can no longer change.
 

@@ -19,8 +19,10 @@ from torch import nn
 from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.comm import Communicator, FailedElsewhere, together
 from dsq_ckpt.config import DSQConfig, SearchConfig
+from dsq_ckpt.errors import described
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.guided import drive, guided_exhaustive
@@ -287,19 +289,28 @@ class ConfigManager:
         mine = [i for i in range(len(analyses)) if not spread or i % comm.size == comm.rank]
         found: dict[int, float] = {}
         failure: str | None = None
+        stopped: BaseException | None = None
         try:
             for place in mine:
                 found[place] = save.model.metric(self._evaluate, analyses[place], bits)
+                let_signals_through()
         except Exception as error:
-            failure = f"`evaluate` raised {type(error).__name__}: {error}"
+            failure = f"`evaluate` raised {described(error)}"
+        except BaseException as error:  # an interrupt ends the save, on all ranks
+            stopped = error
         save.evaluations += -(-len(analyses) // comm.size) if spread else len(analyses)
-        gathered = comm.gather((found, failure))
-        failures = [text for _, text in gathered if text is not None]
+        gathered = comm.gather((found, failure, None if stopped is None else described(stopped)))
+        if stopped is not None:
+            raise stopped
+        for rank, (_, _, text) in enumerate(gathered):
+            if text is not None:
+                raise FailedElsewhere(f"rank {rank} failed: {text}")
+        failures = [text for _, text, _ in gathered if text is not None]
         if failures:
             raise _EvaluationFailed(failures[0])
         metrics = []
         for place, analysis in enumerate(analyses):
-            values = [values[place] for values, _ in gathered if place in values]
+            values = [values[place] for values, _, _ in gathered if place in values]
             mean = sum(values) / len(values)
             if not math.isfinite(mean) and analysis is None:
                 raise _EvaluationFailed(f"`evaluate` gave {mean} for the model as it is, before any compression")

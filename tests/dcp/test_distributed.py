@@ -32,6 +32,11 @@ def test_faults(tmp_path):
     assert checks(torchrun("faults", 3, tmp_path, timeout=200)) == 8
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_signals(tmp_path, ranks):
+    assert checks(torchrun("interrupted", ranks, tmp_path)) == 3
+
+
 @pytest.mark.parametrize("moment", ["writing", "committing"])
 def test_a_rank_dies(tmp_path, moment):
     output = torchrun("dies", 2, tmp_path, moment, dies=True)

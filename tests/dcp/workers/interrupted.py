@@ -1,0 +1,189 @@
+"""Signals during saves on one rank: argv = an empty directory.
+
+The rank gets what its handler raised, the others SaveFailed, which names it; what failed is invisible, and the next
+save works as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from harness import done, normal, world
+
+import dsq_ckpt
+from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.manifest import is_complete
+
+RAISES = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
+
+
+class Saves:
+    """A run of a model that every rank owns, and of a tensor of its own."""
+
+    def __init__(self, run: Path, culprit: int) -> None:
+        self.run, self.culprit, self.count = run, culprit, 0
+        self.rank = dist.get_rank()
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(96, 64)
+        self.during_evaluation: Callable[[], None] = lambda: None
+        self.thing: Any = None
+        self.compressor = dsq_ckpt.Compressor(self.model, evaluate=self.evaluate, config={"search": {"trials": 1}})
+
+    def evaluate(self) -> float:
+        self.during_evaluation()
+        return float(self.model.weight.double().square().sum())
+
+    def state(self) -> dict[str, Any]:
+        state = {f"own{rank}.weight": normal(90, 64, seed=rank) for rank in range(dist.get_world_size())}
+        return {**{name: state[name] + 0.001 * self.count for name in state}, "count": self.count}
+
+    def save(self, how: str) -> Path:
+        path = self.run / f"{self.count:03d}"
+        if how == "compressor":
+            self.compressor.save(path, extra=self.state())
+        elif how == "async":
+            dsq_ckpt.async_save({**self.state(), f"object{self.rank}": self.thing}, path).result()
+        else:
+            dsq_ckpt.save(self.state(), path)
+        return path
+
+    def attempt(self, how: str, number: signal.Signals, always: bool, before: Callable[[], Any] = lambda: None) -> bool:
+        """One save that may be interrupted on the culprit; returns whether it was."""
+        self.count += 1
+        weights, caught, waiting = self.model.weight.detach().clone(), None, None
+        try:
+            waiting = before()
+            self.save(how)
+            if waiting is not None:
+                waiting.join()
+        except (dsq_ckpt.SaveFailed, KeyboardInterrupt, SystemExit) as error:
+            caught = error
+            if waiting is not None:
+                waiting.join()
+        dist.barrier()
+        failed: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failed, isinstance(caught, dsq_ckpt.SaveFailed))
+        complete = is_complete(self.run / f"{self.count:03d}")
+        if self.rank == self.culprit:
+            assert caught is None or type(caught) is RAISES[number], repr(caught)
+            assert not always or caught is not None
+            assert complete or caught is not None
+        else:
+            assert (caught is None) == complete, repr(caught)
+            assert caught is None or (f"rank {self.culprit}" in str(caught) and RAISES[number].__name__ in str(caught))
+        assert dist.get_world_size() == 1 or any(failed) != complete
+        assert torch.equal(self.model.weight, weights), "trial weights were put back"
+        assert signal.getsignal(number) is HANDLERS[number], "the handler is the user's again"
+        assert not list(self.run.glob("*/.*")), "temporary files are removed"
+        return not complete
+
+    def works(self) -> None:
+        self.count += 1
+        path = self.save("sync")
+        back = {name: torch.zeros_like(v) if torch.is_tensor(v) else 0 for name, v in self.state().items()}
+        dsq_ckpt.load(back, path)
+        wanted = self.state()
+        for name in wanted:
+            if name != "count":
+                assert (back[name] - wanted[name]).norm() < 0.02 * wanted[name].norm(), name
+        assert back["count"] == self.count
+
+
+class Leaves:
+    """An object that ends the thread which stores it."""
+
+    def __deepcopy__(self, memo: Any) -> Leaves:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        sys.exit(5)
+
+
+def leave(number: int, frame: Any) -> None:
+    sys.exit(5)
+
+
+HANDLERS: dict[int, Any] = {}
+
+
+def from_within(saves: Saves) -> None:
+    """The signal comes at a known place of this rank's work."""
+    own = saves.rank == saves.culprit
+    for number in RAISES:
+        for how in ("sync", "compressor"):
+            append = ContainerWriter.add
+
+            def add(self: Any, data: Any) -> Any:
+                os.kill(os.getpid(), number)  # noqa: B023
+                return append(self, data)  # noqa: B023
+
+            with mock.patch.object(ContainerWriter, "add", add if own else append):
+                assert saves.attempt(how, number, always=True)
+        saves.during_evaluation = lambda: os.kill(os.getpid(), number) if own else None  # noqa: B023
+        assert saves.attempt("compressor", number, always=True)
+        saves.during_evaluation = lambda: sys.exit(5) if own else None
+        assert saves.attempt("compressor", signal.SIGTERM, always=True)
+        saves.during_evaluation = lambda: None
+    saves.works()
+    done("from within")
+
+
+def in_the_background(saves: Saves) -> None:
+    """What ends the thread of an asynchronous save ends its future."""
+    saves.thing = Leaves() if saves.rank == saves.culprit else None
+    assert saves.attempt("async", signal.SIGTERM, always=True)
+    saves.thing = None
+    saves.works()
+    done("in the background")
+
+
+def at_any_time(saves: Saves) -> None:
+    """The signal comes from a thread, whenever it comes."""
+    chance = random.Random(5)
+    interrupted = 0
+    for turn in range(16):
+        how, number = ("sync", "compressor")[turn % 2], list(RAISES)[turn // 2 % 2]
+        delay = chance.random() * 0.2
+
+        def soon() -> threading.Thread | None:
+            if saves.rank != saves.culprit:
+                return None
+
+            def later() -> None:
+                time.sleep(delay)  # noqa: B023
+                os.kill(os.getpid(), number)  # noqa: B023
+
+            thread = threading.Thread(target=later)
+            thread.start()
+            return thread
+
+        interrupted += saves.attempt(how, number, always=True, before=soon)
+    saves.works()
+    print(f"{interrupted} of 16 in the middle", flush=True)
+    done("at any time")
+
+
+def main() -> None:
+    with world() as (_, size):
+        for number in RAISES:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else leave)
+            HANDLERS[number] = signal.getsignal(number)
+        saves = Saves(Path(sys.argv[1]) / "run", culprit=size - 1)
+        saves.works()
+        from_within(saves)
+        in_the_background(saves)
+        at_any_time(saves)
+
+
+main()
