@@ -321,6 +321,8 @@ def load(
             target.clear()
         if isinstance(error, DSQError) and reader.unreadable is not None:
             raise reader.unreadable from error
+        if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path
+            raise type(error)(f"'{reader.path}': {error}") from error
         raise
 
 

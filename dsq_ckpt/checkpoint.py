@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from dsq_ckpt.coding import coder_class, shuffle_decompress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.container import Block, ContainerReader
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
-from dsq_ckpt.files import CheckpointFiles
+from dsq_ckpt.files import CheckpointFiles, names_file
 from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.superstep import SuperStep
 from dsq_ckpt.workers import Workers
+
+_MOST_BLOCK = 1 << 26  # elements
+_MOST_STEPS = 1 << 16
+_MOST_EXPONENT = 100
 
 
 class Checkpoint(CheckpointFiles):
@@ -37,10 +42,12 @@ class Checkpoint(CheckpointFiles):
         books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
         return ParentModel(books, dict(self.index["exponents"]))
 
+    @names_file
     def codebook(self, ref: RecordRef) -> Codebook:
         """The codebook a coded record was coded with."""
         return self._model(ref.file, self.record(ref)["group"])[0]
 
+    @names_file
     def codes(self, ref: RecordRef, workers: Workers) -> Codes:
         """The codes of a chunk, decoded from its keyframe on; uint8, flat.
 
@@ -55,6 +62,7 @@ class Checkpoint(CheckpointFiles):
         assert codes is not None
         return codes
 
+    @names_file
     def values(self, ref: RecordRef, workers: Workers) -> Floats32:
         """What a chunk decodes to without refinement, flat, before it is converted to its dtype.
 
@@ -68,6 +76,7 @@ class Checkpoint(CheckpointFiles):
         self._sum(ref, codes, False, workers, out)
         return out
 
+    @names_file
     def tensor(
         self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None,
         into: torch.Tensor | None = None,
@@ -84,14 +93,13 @@ class Checkpoint(CheckpointFiles):
         shape, dtype = record["shape"], dtype_of(record["dtype"])
         if record["type"] == "plain":
             stored = dtype_of(record.get("stored", record["dtype"]))
+            if record["size"] != math.prod(shape) * stored.itemsize:
+                raise CorruptCheckpoint(f"'{record['fqn']}': {record['size']} bytes stored, shape {shape} promised")
             raw = bytearray(self._raw(ref.file, record))
             flat = torch.frombuffer(raw, dtype=stored) if raw else torch.empty(0, dtype=stored)
-            expected = int(np.prod(shape, dtype=np.int64))
-            if flat.numel() != expected:
-                raise CorruptCheckpoint(f"{record['fqn']}: {flat.numel()} elements stored, shape {shape} promised")
             return flat.view(shape).to(dtype)
         if record["type"] not in ("coded", "merged"):
-            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} is of type {record['type']!r}, not a tensor")
+            raise CorruptCheckpoint(f"record {ref.record} is of type {record['type']!r}, not a tensor")
         codes = self.codes(ref, workers) if codes is None else codes
         direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
         if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
@@ -106,7 +114,9 @@ class Checkpoint(CheckpointFiles):
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
             if record["type"] == ("plain" if place else "merged"):
-                raise CorruptCheckpoint(f"'{link.file}' record {link.record} does not fit its chain: {record['type']}")
+                raise CorruptCheckpoint(
+                    f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
+                )
             if record["type"] == "plain":
                 out[:] = self._plain_values(link, workers)
                 continue
@@ -116,6 +126,7 @@ class Checkpoint(CheckpointFiles):
             else:
                 self._values(link, record, own, refined and link == ref, workers, out, onto=place > 0)
 
+    @names_file
     def superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
         """What a record with codes adds, by code, without refinement.
 
@@ -126,23 +137,27 @@ class Checkpoint(CheckpointFiles):
         if record["type"] == "coded":
             book, protected = self.codebook(ref), self._protected(ref.file, record)
             levels = np.empty((1, len(book.levels)), np.float32)
-            dequantizer = Dequantizer(book, float(record.get("exponent", 0)), 0)
+            dequantizer = Dequantizer(book, _exponent(record), 0)
             dequantizer.block(np.arange(levels.size, dtype=np.uint8), protected[:0], None, levels[0])
-            return SuperStep.checked(codes, levels, protected.view(np.float32)[None], f"'{ref.file}' {record['fqn']}")
-        steps, count = record["steps"], int(record.get("protected_count", 0))
+            return SuperStep.checked(codes, levels, protected.view(np.float32)[None], f"'{record['fqn']}'")
+        steps, count = record["steps"], _protected_count(record)
+        if not 1 <= len(steps) <= _MOST_STEPS:
+            raise CorruptCheckpoint(f"'{record['fqn']}' stands for {len(steps)} differences")
         own = np.empty((len(steps), count), np.float32)
         if count:
             raw = self._unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
             own = np.frombuffer(raw, np.float32).reshape(own.shape)
-        return SuperStep.checked(codes, steps, own, f"'{ref.file}' {record['fqn']}")
+        return SuperStep.checked(codes, steps, own, f"'{record['fqn']}'")
 
+    @names_file
     def _plain_values(self, ref: RecordRef, workers: Workers) -> Floats32:
         tensor = self.tensor(ref, False, workers)
         if tensor.dtype not in QUANTIZABLE:
-            raise CorruptCheckpoint(f"'{ref.file}' record {ref.record} does not fit its chain: {tensor.dtype}")
+            raise CorruptCheckpoint(f"record {ref.record} does not fit its chain: {tensor.dtype}")
         values: Floats32 = tensor.to(torch.float32).view(-1).numpy()
         return values
 
+    @names_file
     def _values(
         self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: Floats32,
         onto: bool,
@@ -152,6 +167,8 @@ class Checkpoint(CheckpointFiles):
         name = f"{Path(ref.file).stem}.refinement"
         entry = self.reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
         bits = 0 if entry is None else int(entry["bits"])
+        if entry is not None and not 1 <= bits <= 8:
+            raise CorruptCheckpoint(f"'{self.directory / name}' record {ref.record} has {bits} bits per element")
         if entry is not None and len(protected):
             raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
             protected = np.frombuffer(raw, np.uint32)
@@ -166,9 +183,9 @@ class Checkpoint(CheckpointFiles):
             before.append(before[-1] + count)
         if before[-1] != len(protected):
             raise CorruptCheckpoint(
-                f"{record['fqn']}: {before[-1]} codes are protected but {len(protected)} protected values are stored"
+                f"'{record['fqn']}': {before[-1]} codes are protected but {len(protected)} protected values are stored"
             )
-        dequantizer = Dequantizer(book, float(record.get("exponent", 0)), bits)
+        dequantizer = Dequantizer(book, _exponent(record), bits)
 
         def work(place: int) -> None:
             where = slice(place * step, (place + 1) * step)
@@ -199,18 +216,16 @@ class Checkpoint(CheckpointFiles):
         return self._models[key]
 
     def _coder(self, file: str, tree: dict[str, Any]) -> Coder:
-        reader = self.reader(file)
-        try:
-            return coder_class(tree["coder"]).from_bytes(reader.read(Block(*tree["model"])))
-        except CodingError as error:
-            raise CorruptCheckpoint(f"'{reader.path}': {error}") from error
+        with self.naming(file):
+            return coder_class(tree["coder"]).from_bytes(self.reader(file).read(Block(*tree["model"])))
 
+    @names_file
     def _decode_codes(self, ref: RecordRef, parent: Codes | None, workers: Workers) -> Codes:
         """Codes of one record given those of its parent, all blocks in parallel."""
         record, reader = self.record(ref), self.reader(ref.file)
         merged = record["type"] == "merged"
         coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
-        count = int(np.prod(record["shape"], dtype=np.int64))
+        count = math.prod(record["shape"])
         step = _block_elements(reader)
         blocks = [None if block is None else Block(*block) for block in record["blocks"]]
         if len(blocks) != -(-count // step):
@@ -235,18 +250,31 @@ class Checkpoint(CheckpointFiles):
         return out
 
     def _protected(self, file: str, record: dict[str, Any]) -> npt.NDArray[np.uint32]:
-        count = int(record.get("protected_count", 0))
-        if not count:
+        if not (count := _protected_count(record)):
             return np.empty(0, np.uint32)
         raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)
         return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
 
 
 def _block_elements(reader: ContainerReader) -> int:
-    step = int(reader.contents["block_elements"])
-    if step <= 0:
+    step = reader.contents["block_elements"]
+    if type(step) is not int or not 0 < step <= _MOST_BLOCK:
         raise CorruptCheckpoint(f"'{reader.path}': blocks of {step} elements")
     return step
+
+
+def _protected_count(record: dict[str, Any]) -> int:
+    count = record.get("protected_count", 0)
+    if type(count) is not int or not 0 <= count <= math.prod(record["shape"]):
+        raise CorruptCheckpoint(f"'{record['fqn']}' of shape {record['shape']} has {count} protected values")
+    return count
+
+
+def _exponent(record: dict[str, Any]) -> float:
+    exponent = float(record.get("exponent", 0))
+    if not -_MOST_EXPONENT <= exponent <= _MOST_EXPONENT:
+        raise CorruptCheckpoint(f"'{record['fqn']}' has the exponent {exponent}")
+    return exponent
 
 
 def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import struct
 import sys
 import uuid
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 import xxhash
 import zstandard
 
-from dsq_ckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
+from dsq_ckpt.regular import RegularFile, open_regular, unreadable
 
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
@@ -31,6 +33,8 @@ _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")
 _MAX_CONTENTS = 1 << 30
+_SMALL, _RATIO = 1 << 24, 1 << 10
+"""Contents may be so many bytes, and so many more for each byte of the frame: few bytes cannot claim much memory."""
 
 
 class Block(NamedTuple):
@@ -42,11 +46,14 @@ class Block(NamedTuple):
 
 
 class FileInfo(NamedTuple):
-    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it, hexadecimal."""
+    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it, hexadecimal, and of a
+    container also that of its table of contents, which vouches for every block.
+    """
 
     name: str
     size: int
     checksum: str
+    contents: str | None = None
 
 
 class ContainerWriter:
@@ -88,7 +95,7 @@ class ContainerWriter:
             os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
-        return FileInfo(self.path.name, self._offset, self._hash.hexdigest())
+        return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 
     def _append(self, data: bytes) -> None:
         self._file.write(data)
@@ -99,23 +106,27 @@ class ContainerWriter:
 class ContainerReader:
     """Reads one file; every block is checked against its checksum. Safe to use from several threads.
 
+    Attributes:
+        path: of the file.
+        size: in bytes.
+        checksum: xxh3-64 of the table of contents, hexadecimal.
+        contents: the table.
+
     Raises:
         CorruptCheckpoint: the file is missing, foreign, truncated or altered.
         UnsupportedFormat: it was written by a newer version.
+        LoadFailed: it cannot be opened, for a reason outside of it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+            self._file = RegularFile(path)
         except OSError as error:
-            raise CorruptCheckpoint(
-                f"'{path}' cannot be opened ({error.strerror}) although its manifest names it; "
-                "restore the file or load another checkpoint"
-            ) from error
+            raise unreadable(path, error) from error
         try:
-            self.size = os.fstat(self._file.fileno()).st_size
-            self.contents = self._read_contents()
+            self.size = self._file.size
+            self.checksum, self.contents = self._read_contents()
         except BaseException:
             self._file.close()
             raise
@@ -138,7 +149,7 @@ class ContainerReader:
             )
         return data
 
-    def _read_contents(self) -> dict[str, Any]:
+    def _read_contents(self) -> tuple[str, dict[str, Any]]:
         if self.size < _HEADER.size + _TRAILER.size:
             raise CorruptCheckpoint(f"'{self.path}' has {self.size} bytes, too few for a dsq_ckpt file: truncated")
         magic, version, zero = _HEADER.unpack(self._read_at(0, _HEADER.size))
@@ -154,19 +165,23 @@ class ContainerReader:
         offset, size, checksum, end = _TRAILER.unpack(trailer)
         if end != _END or offset + size + _TRAILER.size != self.size or size > _MAX_CONTENTS:
             raise CorruptCheckpoint(f"'{self.path}' does not end as a dsq_ckpt file does: truncated or overwritten")
-        return unpack_json(self.read(Block(offset, size, f"{checksum:016x}")), f"'{self.path}'")
+        block = Block(offset, size, f"{checksum:016x}")
+        contents = unpack_json(self.read(block), f"'{self.path}'")
+        if not isinstance(contents, dict):
+            raise CorruptCheckpoint(f"'{self.path}': contents are a {type(contents).__name__}, expected an object")
+        return block.checksum, contents
 
     def _read_at(self, offset: int, size: int) -> bytes:
         if offset < 0 or size < 0 or offset + size > self.size:
             raise CorruptCheckpoint(
                 f"'{self.path}': block of {size} bytes at {offset} lies outside the file of {self.size} bytes"
             )
-        data = os.pread(self._file.fileno(), size, offset)
-        while len(data) < size:  # the kernel returns at most 2 GiB at once
-            more = os.pread(self._file.fileno(), size - len(data), offset + len(data))
-            if not more:
-                raise CorruptCheckpoint(f"'{self.path}' ended at {offset + len(data)} while it was being read")
-            data += more
+        try:
+            data = self._file.read(offset, size)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if len(data) != size:
+            raise CorruptCheckpoint(f"'{self.path}' ended at {offset + len(data)} while it was being read")
         return data
 
 
@@ -187,9 +202,31 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
     return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
 
 
-def pack_json(tree: Any) -> bytes:
-    """Compact JSON, compressed."""
-    return zstandard.ZstdCompressor(level=9).compress(json.dumps(tree, separators=(",", ":")).encode())
+def pack_json(tree: dict[str, Any]) -> bytes:
+    """Compact JSON, compressed, as `unpack_json` takes it.
+
+    Raises:
+        SaveFailed: it is more than a reader takes.
+    """
+    def frame(tree: dict[str, Any]) -> tuple[bytes, int]:
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        if len(text) > _MAX_CONTENTS:
+            raise SaveFailed(
+                f"a table of contents has {len(text)} bytes, {_MAX_CONTENTS} are possible: save on more ranks, or "
+                "fewer tensors and objects"
+            )
+        data = zstandard.ZstdCompressor(level=9).compress(text)
+        return data, len(text) - _most(len(data))
+
+    data, beyond = frame(tree)
+    if beyond > 0:  # what repeats itself more than readers believe is told with noise, which does not
+        data, _ = frame({**tree, "padding": random.Random(0).randbytes(beyond // (_RATIO // 2) + 64).hex()})
+    return data
+
+
+def _most(size: int) -> int:
+    """Bytes that a frame of so many bytes may hold."""
+    return min(_MAX_CONTENTS, _SMALL + _RATIO * size)
 
 
 def unpack_json(data: bytes, where: str) -> Any:
@@ -199,7 +236,7 @@ def unpack_json(data: bytes, where: str) -> Any:
         CorruptCheckpoint: the bytes do not decompress or parse.
     """
     try:
-        if not 0 <= zstandard.frame_content_size(data) <= _MAX_CONTENTS:
+        if not 0 <= zstandard.frame_content_size(data) <= _most(len(data)):
             raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
         return strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
     except (zstandard.ZstdError, ValueError) as error:
@@ -207,18 +244,25 @@ def unpack_json(data: bytes, where: str) -> Any:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Parse JSON; NaN and Infinity, which Python would let pass, are a ValueError."""
+    """Parse JSON; NaN and Infinity, which Python would let pass, and what is nested too deep are a ValueError."""
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    """Size and xxh3-64 (hexadecimal) of a whole file."""
+    """Size and xxh3-64 (hexadecimal) of a whole file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
     digest, size = xxhash.xxh3_64(), 0
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
             size += len(piece)

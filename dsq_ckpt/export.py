@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.dcp.reader import Refinement, malformed
+from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.manifest import expanded
 from dsq_ckpt.nesting import Nesting
@@ -218,7 +218,7 @@ class Opened:
                     "Export that one, or the base layer alone"
                 )
             self.refined = refinement is not False and state == "kept"
-            with malformed(self.checkpoint):
+            with self.checkpoint.naming():
                 self.paths = Nesting.from_json(self.checkpoint.index)
                 self.tensors: dict[str, dict[str, Any]] = self.checkpoint.index["tensors"]
                 self.objects: list[str] = sorted(self.checkpoint.index["objects"])
@@ -245,7 +245,7 @@ class Opened:
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
-        with malformed(self.checkpoint):
+        with self.checkpoint.naming():
             return flat if self.paths is None else self.paths.nested(flat)
 
     def order(self) -> list[str]:
@@ -265,7 +265,7 @@ class Opened:
         Raises:
             CorruptCheckpoint: its chunks do not cover it.
         """
-        with malformed(self.checkpoint):
+        with self.checkpoint.naming():
             whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn))
             filled = 0
             for offsets, shape, _, _ in self.tensors[fqn]["chunks"]:
@@ -282,12 +282,12 @@ class Opened:
 
     def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
         """A part of a tensor as a rank stored it."""
-        with malformed(self.checkpoint):
+        with self.checkpoint.naming():
             return self.checkpoint.tensor(self.checkpoint.find(fqn, offsets), self.refined, self._workers)
 
     def object_bytes(self, fqn: str) -> bytes:
         """An object as DCP serialised it."""
-        with malformed(self.checkpoint):
+        with self.checkpoint.naming():
             return self.checkpoint.object_bytes(self.checkpoint.find(fqn, None))
 
     def object(self, fqn: str, allow_pickle: bool) -> Any:

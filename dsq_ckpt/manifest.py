@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dsq_ckpt.container import FORMAT_VERSION, FileInfo, strict_json, sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
+from dsq_ckpt.regular import read_regular, unreadable
 
 MANIFEST = "manifest.json"
 _NO_CHECKSUM = "0" * 16
+_MOST = 1 << 28
+"""Bytes of a manifest: a million files."""
+_DEEP = 64
+_HEAD = re.compile(
+    rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
+    rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
+)
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
@@ -33,6 +42,8 @@ class ManifestFile(BaseModel):
     size: int
     checksum: str
     role: Role
+    contents: str | None = None
+    """Checksum of a data file's table of contents, which vouches for its blocks; None: older writers told none."""
 
     @field_validator("name")
     @classmethod
@@ -43,7 +54,7 @@ class ManifestFile(BaseModel):
 
     @classmethod
     def of(cls, info: FileInfo, role: Role) -> ManifestFile:
-        return cls(name=info.name, size=info.size, checksum=info.checksum, role=role)
+        return cls(name=info.name, size=info.size, checksum=info.checksum, role=role, contents=info.contents)
 
 
 class Sizes(BaseModel):
@@ -79,7 +90,7 @@ class Manifest(BaseModel):
     checksum: str = _NO_CHECKSUM
     """xxh3-64 of the file's bytes with sixteen zeros in this place."""
     save_id: str
-    created: float
+    created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch, by the coordinator's clock."""
     ranks: int
     parent: str | None
@@ -102,7 +113,7 @@ class Manifest(BaseModel):
     """What the search for this configuration measured (`Compressor`), None where there was none."""
     lossy_resumes: int = 0
     """How often the run was restored from lossy state before this was saved."""
-    seconds: float
+    seconds: float = Field(allow_inf_nan=False)
     config: dict[str, Any]
     writer: dict[str, str]
 
@@ -161,34 +172,53 @@ class Manifest(BaseModel):
 
         Raises:
             CheckpointNotFound: there is no complete dsq_ckpt checkpoint.
-            CorruptCheckpoint: the manifest does not parse.
+            CorruptCheckpoint: the manifest does not parse, or is not the one that was written.
+            LoadFailed: it cannot be read, for a reason outside of it.
             UnsupportedFormat: it is of a newer version.
         """
         path = directory / MANIFEST
         try:
-            text = path.read_bytes()
-        except OSError as error:
+            text = read_regular(path, _MOST)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(_missing(directory)) from error
-        try:
-            tree = strict_json(text)
-            version = tree["version"] if tree["format"] == "dsq_ckpt" else None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
-        if type(version) is not int or version < 1:
-            found = f"format {tree['format']!r}, version {tree.get('version')!r}"
-            raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {found}")
-        if version > FORMAT_VERSION:
-            raise UnsupportedFormat(
-                f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
-            )
-        stated = str(tree.get("checksum", "none")).encode()
-        if len(stated) != len(_NO_CHECKSUM) or _sealed(text.replace(stated, _NO_CHECKSUM.encode(), 1)) != text:
-            raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
+        except OSError as error:
+            raise unreadable(path, error) from error
+        tree = _checked(text, path)
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
             first = error.errors()[0]
             raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _checked(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON of a manifest, whose version and checksum are looked at before anything else is parsed.
+
+    Raises:
+        CorruptCheckpoint, UnsupportedFormat: see `Manifest.read`.
+    """
+    head = _HEAD.match(text)
+    version = int(head["version"]) if head is not None else 0
+    if head is None or version < 1:
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it begins with {text[:60]!r}")
+    if version > FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
+        )
+    stated = head["checksum"] or b""
+    if not stated or _sealed(text.replace(stated, _NO_CHECKSUM.encode(), 1)) != text:
+        raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
+    try:
+        tree = strict_json(text)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
+    level = [tree]
+    for _ in range(_DEEP):
+        level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(part, dict | list)]
+    if level:  # other code walks it by recursion
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_DEEP} deep")
+    return dict(tree)
 
 
 def _sealed(text: bytes) -> bytes:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dsq_ckpt import export
 from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.dcp.reader import malformed
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
 from dsq_ckpt.manifest import Manifest, checkpoints, expanded, is_complete
 from dsq_ckpt.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
@@ -191,7 +190,7 @@ class _Own:
 
     def __init__(self, path: Path) -> None:
         self._opened = export.Opened(path, "auto", None)
-        with malformed(self._opened.checkpoint):
+        with self._opened.checkpoint.naming():
             self.tensors = _covered(path, {
                 name: Stored(tuple(tensor["shape"]), dtype_of(tensor["dtype"]), tuple(
                     (tuple(offsets), tuple(shape)) for offsets, shape, _, _ in tensor["chunks"]

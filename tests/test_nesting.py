@@ -239,7 +239,7 @@ def test_what_is_named_is_unpickled(tmp_path):
 
 
 @pytest.mark.parametrize("stored, planner", [
-    ({"y": Payload}, {"z": ["x", "y"]}), (Payload, None),
+    ({"y": Payload}, {"z": ["x", "y"], "x.y": ["u"]}), (Payload, None),
 ], ids=["another path", "no paths"])
 def test_an_index_cannot_name_what_is_below_an_empty_dict(tmp_path, stored, planner):
     """Whatever it says of paths, and though DCP looks for dicts that were stored as one object."""

@@ -10,7 +10,6 @@ from typing import Any
 from dsq_ckpt.api import describe
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.cli import output
-from dsq_ckpt.dcp.reader import malformed
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.manifest import Manifest, checkpoints
 
@@ -106,7 +105,7 @@ def _unit(name: str, value: Any) -> str:
 def tensor_list(path: Path) -> list[dict[str, Any]]:
     """Every tensor and object: name, dtype, shape, chunks, and the group it was quantized in, `exact` or `bf16`."""
     found: list[dict[str, Any]] = []
-    with Checkpoint(path) as checkpoint, malformed(checkpoint):
+    with Checkpoint(path) as checkpoint, checkpoint.naming():
         stored: dict[str, str] = {}
         for key, ref in checkpoint.chunks():
             record = checkpoint.record(ref)
@@ -205,7 +204,7 @@ def _save_of(name: str) -> str:
 def _depths(path: Path, manifest: Manifest) -> dict[str, int]:
     """How far each save of the chain is from the keyframe, by what the first file of each says it needs."""
     depths = {manifest.save_id: manifest.depth}
-    with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, malformed(checkpoint):
+    with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, checkpoint.naming():
         for file in manifest.files:
             if file.role == "ancestor" and _save_of(file.name) not in depths:
                 needed = {_save_of(name) for name in checkpoint.requires(file.name)}

@@ -13,7 +13,6 @@ from dsq_ckpt.cli.gradients import check
 from dsq_ckpt.cli.history import leftovers, print_incomplete
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.container import file_checksum
-from dsq_ckpt.dcp.reader import malformed
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints, is_complete
 from dsq_ckpt.workers import Workers
@@ -224,12 +223,12 @@ def _decode(reports: list[tuple[Report, Manifest]]) -> None:
 def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers, meter: output.Meter) -> None:
     """Decode everything; a tensor that raises, whatever it raises, is a tensor that cannot be loaded."""
     report.tensors = 0
-    with malformed(checkpoint):
+    with checkpoint.naming():
         sizes = {fqn: [0, tensor["shape"]] for fqn, tensor in checkpoint.index["tensors"].items()}
         failed: dict[str, str] = {}
         for key, ref in checkpoint.chunks():
             try:
-                with malformed(checkpoint):
+                with checkpoint.naming():
                     checkpoint.record(ref, key.fqn, key.offsets)
                     tensor = checkpoint.tensor(ref, checkpoint.has_refinement, workers)
                 sizes[key.fqn][0] += tensor.numel()
@@ -238,7 +237,7 @@ def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers,
                 failed.setdefault(key.fqn, str(error) or repr(error))
         for fqn in checkpoint.index["objects"]:
             try:
-                with malformed(checkpoint):
+                with checkpoint.naming():
                     checkpoint.object_bytes(checkpoint.find(fqn, None))
             except Exception as error:
                 failed[fqn] = str(error) or repr(error)

@@ -21,6 +21,7 @@ from dsq_ckpt.coding.base import U8Array
 from dsq_ckpt.errors import CodingError
 
 _SEPARATE = 4096
+_EXPANDS = 1 << 15  # zstd blocks have 4 bytes or more, and hold 128 KiB at most
 
 
 def shuffle_compress(raw: bytes | memoryview, itemsize: int, level: int = 3) -> bytes:
@@ -50,6 +51,8 @@ def shuffle_decompress(data: bytes | memoryview, itemsize: int, size: int) -> by
     """
     _check_itemsize(itemsize, size)
     data = memoryview(data).cast("B")
+    if size > len(data) * _EXPANDS:  # before memory is asked for
+        raise CodingError(f"{len(data)} bytes of shuffled data cannot hold {size}")
     if itemsize == 1:
         return _decompress(data, size).tobytes()
     if size < _SEPARATE:

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.dcp.reader import malformed, paths_of
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.nesting import Nesting, Path, empty_dicts, put
 
@@ -95,10 +94,14 @@ def fillings(
         CorruptCheckpoint: its index is not as documented.
     """
     found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
-    with malformed(checkpoint):
-        paths_of(checkpoint)  # for its checks
+    with checkpoint.naming():
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
+            if not state_dict and (tensors or checkpoint.index["objects"]):
+                raise LoadFailed(
+                    f"'{checkpoint.directory}' does not tell how the state dict was nested, since its planner did not: "
+                    "name in the state dict what is to be loaded"
+                )
             return found_all
         for path, target in empty_dicts(state_dict):
             found = nesting.below(path)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from io import BytesIO
@@ -29,7 +28,7 @@ from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
@@ -128,18 +127,15 @@ class DSQStorageReader(StorageReader):
         ) as workers:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    with malformed(checkpoint):
-                        data = checkpoint.object_bytes(checkpoint.find(item.storage_index.fqn, None))
-                    planner.load_bytes(item, BytesIO(data))
+                    _load_object(checkpoint, item, planner)
                 else:
                     wanted[item.storage_index].append(item)
             refined = plan.storage_data if isinstance(plan.storage_data, bool) else self._refined(checkpoint)
             if refined and checkpoint.manifest.refinement == "dropped":
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
-            with malformed(checkpoint):
-                for index, items in wanted.items():
-                    let_signals_through()
-                    self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)
+            for index, items in wanted.items():
+                let_signals_through()
+                self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)
             chain.remember_loaded(checkpoint.directory, checkpoint.manifest.save_id, memory)
         future: Future[None] = Future()
         future.set_result(None)
@@ -177,7 +173,7 @@ class DSQStorageReader(StorageReader):
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 piece = piece.narrow(dim, start, length)
             if target.shape != piece.shape:
-                raise CorruptCheckpoint(f"'{index.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
+                raise LoadFailed(f"'{index.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
             if chunk is not target:
                 target.copy_(piece)
             planner.commit_tensor(item, target)
@@ -208,14 +204,28 @@ class DSQStorageReader(StorageReader):
         checkpoint = Checkpoint(self.path)
         if self._save_id not in (None, checkpoint.manifest.save_id):
             checkpoint.close()
-            raise CorruptCheckpoint(f"'{self.path}' was overwritten while it was being loaded; load again")
+            raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")
         return checkpoint
+
+
+def _load_object(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> None:
+    fqn = item.storage_index.fqn
+    ref = checkpoint.find(fqn, None)
+    data = checkpoint.object_bytes(ref)
+    try:
+        planner.load_bytes(item, BytesIO(data))
+    except DSQError as error:
+        raise type(error)(f"'{checkpoint.directory / ref.file}': {error}") from error
+    except Exception as error:
+        raise LoadFailed(
+            f"'{checkpoint.directory / ref.file}': object '{fqn}' is not taken: {type(error).__name__}: {error}"
+        ) from error
 
 
 def metadata_of(checkpoint: Checkpoint) -> Metadata:
     """DCP's metadata, rebuilt from the index; nothing is unpickled."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    with malformed(checkpoint):
+    with checkpoint.naming():
         for fqn, tensor in checkpoint.index["tensors"].items():
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
@@ -234,29 +244,9 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
 
 
 def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
-    """The path to each name in the nested state dict; None where the writer's planner kept none.
-
-    Raises:
-        CorruptCheckpoint: a name has no path: what it names would be left out of a nested state dict, or break DCP.
-    """
+    """The path to each name in the nested state dict; None where the writer's planner kept none."""
     paths = checkpoint.index["planner"]
-    if paths is None:
-        return None
-    for fqn, path in paths.items():
-        if not path:
-            raise CorruptCheckpoint(f"'{checkpoint.directory}': the index has an empty path for '{fqn}'")
-    return {fqn: tuple(path) for fqn, path in paths.items()}
-
-
-@contextmanager
-def malformed(checkpoint: Checkpoint) -> Iterator[None]:
-    """Contents that pass their checksums but have not the documented shape are an error of the file, not of ours."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(
-            f"'{checkpoint.directory}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
-        ) from error
+    return None if paths is None else {fqn: tuple(path) for fqn, path in paths.items()}
 
 
 def _whole(items: list[ReadItem], key: ChunkKey) -> bool:

@@ -50,7 +50,8 @@ def unzstd(frame: bytes, size: int | None = None) -> bytes:
     """The content of one frame: `size` bytes, or, of JSON, at most 2^30."""
     try:
         declared = zstandard.frame_content_size(frame)
-        require(0 <= declared <= 1 << 30 if size is None else declared == size, "size of a zstd frame")
+        most = min(1 << 30, (1 << 24) + (len(frame) << 10))
+        require(0 <= declared <= most if size is None else declared == size, "size of a zstd frame")
         return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Refused(str(error)) from error
@@ -84,6 +85,7 @@ class Container:  # section 4
         require(magic == b"DSQCKPT\0" and zero == 0, "header")
         check_version(version)
         start, size, checksum, end = struct.unpack("<QQQ8s", self.raw[-32:])
+        self.checksum = f"{checksum:016x}"
         require(end == b"\0DSQEND\0" and start + size + 32 == len(self.raw), "trailer")
         self.contents = parse(unzstd(self.block([start, size, f"{checksum:016x}"])))
 
@@ -97,7 +99,7 @@ class Container:  # section 4
     def steps(self, places: Sequence[Sequence[Any] | None], n: int) -> Iterator[tuple[slice, bytes | None]]:
         """Blocks of codes or symbols, and which of the n elements they hold."""
         step = self.contents["block_elements"]
-        require(step > 0 and len(places) == -(-n // step), "number of blocks")
+        require(0 < step <= 1 << 26 and len(places) == -(-n // step), "number of blocks")
         for start, place in zip(range(0, n, step), places, strict=True):
             yield slice(start, min(start + step, n)), None if place is None else self.block(place)
 
@@ -167,13 +169,23 @@ class Reader:  # a checkpoint directory
         data = (directory / index["name"]).read_bytes()
         require([len(data), xxh3(data)] == [index["size"], index["checksum"]], "index")
         self.index = parse(unzstd(data))
+        own = {name for name, entry in self.files.items() if entry["role"] == "own"}
+        require(own >= set(self.index["files"]), "files of the index")
+        paths, names = self.index["planner"], {*self.index["tensors"], *self.index["objects"]}
+        require(not paths or (names <= set(paths) and all(paths.values())), "a path for each name")
         self._containers: dict[str, Container] = {}
 
     def container(self, name: str) -> Container:
         if name not in self._containers:
             require(name in self.files, f"the manifest names {name}")
-            self._containers[name] = Container(self.directory / name)
-            require(len(self._containers[name].raw) == self.files[name]["size"], "size of a file")
+            file, entry = Container(self.directory / name), self.files[name]
+            require(len(file.raw) == entry["size"], "size of a file")
+            require(entry.get("contents") in (None, file.checksum), "checksum of contents")
+            save, rank, kind = re.split("[-.]", name)
+            require([file.contents["save"], file.contents["rank"]] == [save, int(rank)], "a file of this name")
+            require(kind == "dsq" or file.contents["base"] == f"{save}-{rank}.dsq", "base of a refinement file")
+            require((entry["role"] == "ancestor") == (save != self.manifest["save_id"]), "save of a file")
+            self._containers[name] = file
         return self._containers[name]
 
     def object(self, fqn: str) -> bytes:
@@ -188,6 +200,7 @@ class Reader:  # a checkpoint directory
         tensor = self.index["tensors"][fqn]
         item = np.dtype(tensor["dtype"].replace("bfloat16", "int16")).itemsize
         whole = np.zeros((*tensor["shape"], item), np.uint8)
+        filled = np.zeros(tensor["shape"], np.uint8)
         for offsets, shape, number, place in tensor["chunks"]:
             name = self.index["files"][number]
             record = self.container(name).contents["records"][place]
@@ -196,7 +209,10 @@ class Reader:  # a checkpoint directory
             require({**record, **expected} == record, "as in the index")
             data = np.frombuffer(self._chunk(name, place, record, refined), np.uint8)
             box = tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))
+            require(filled[box].shape == tuple(shape), "chunks in their tensor")
             whole[box] = data.reshape(*shape, item)
+            filled[box] += 1
+        require(bool((filled == 1).all()), "chunks that cover their tensor once")
         return whole.tobytes()
 
     def _exact(self, file: Container, record: Tree) -> bytes:

@@ -28,6 +28,8 @@ def replace_file(path: Path, name: str, data: bytes) -> None:
     manifest = json.loads((path / "manifest.json").read_bytes())
     (entry,) = (entry for entry in manifest["files"] if entry["name"] == name)
     entry.update(size=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
+    if entry.get("contents"):
+        entry["contents"] = f"{struct.unpack('<Q', data[-16:-8])[0]:016x}"
     rewrite(path, manifest)
 
 
@@ -35,8 +37,8 @@ def zstd(tree: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(json.dumps(tree).encode())
 
 
-def edit_contents(path: Path, change: Callable[[Tree], Any], after: bytes = b"") -> None:
-    (name,) = (file.name for file in path.glob("*.dsq"))
+def edit_contents(path: Path, change: Callable[[Tree], Any], after: bytes = b"", suffix: str = "dsq") -> None:
+    (name,) = (file.name for file in path.glob(f"*.{suffix}"))
     file = independent.Container(path / name)
     (start,) = struct.unpack("<Q", file.raw[-32:-24])
     change(file.contents)

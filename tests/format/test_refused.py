@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,78 @@ def test_refused_index_and_trailing_bytes(small: Path) -> None:
 def test_refused_bytes_after_contents(small: Path) -> None:
     edit_contents(small, lambda contents: None, after=zstd({}))
     assert refused(small)
+
+
+def other_save(path: Path) -> Path:
+    """A checkpoint of the same tensors, of another save."""
+    dsq_ckpt.save(like(), path, config={"quantize": {"min_elements": 100}}, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["dsq", "refinement"])
+def test_a_file_of_another_save_is_refused(small: Path, tmp_path: Path, suffix: str) -> None:
+    """Whole, with right checksums inside, and of the size that the manifest says."""
+    (own,), (other,) = small.glob(f"*.{suffix}"), other_save(tmp_path / "other" / "one").glob(f"*.{suffix}")
+    shutil.copyfile(other, own)
+    manifest = json.loads((small / "manifest.json").read_bytes())
+    (entry,) = (entry for entry in manifest["files"] if entry["name"] == own.name)
+    entry["size"] = other.stat().st_size
+    entry["contents"] = None  # as older writers left it
+    rewrite(small, manifest)
+    errors = read_by_both(small)
+    assert None not in errors and own.name in str(errors[1])
+
+
+@pytest.mark.parametrize("suffix", ["dsq", "refinement"])
+def test_other_contents_under_the_right_name_are_refused(small: Path, suffix: str) -> None:
+    manifest = (small / "manifest.json").read_bytes()
+    edit_contents(small, lambda contents: contents.update(unknown=1), suffix=suffix)
+    (file,) = small.glob(f"*.{suffix}")
+    tree = json.loads((small / "manifest.json").read_bytes())
+    (entry,) = (entry for entry in tree["files"] if entry["name"] == file.name)
+    assert read_by_both(small) == [None, None]
+    entry["contents"] = next(one["contents"] for one in json.loads(manifest)["files"] if one["name"] == file.name)
+    rewrite(small, tree)
+    errors = read_by_both(small)
+    assert None not in errors and file.name in str(errors[1])
+
+
+def test_older_manifests_tell_no_contents(small: Path) -> None:
+    manifest = json.loads((small / "manifest.json").read_bytes())
+    for entry in manifest["files"]:
+        del entry["contents"]
+    rewrite(small, manifest)
+    assert read_by_both(small) == [None, None]
+
+
+def chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Tree], Any]:
+    """Let the index say that `w`, of shape [20, 30], is in these chunks."""
+    def change(index: Tree) -> None:
+        place = index["tensors"]["w"]["chunks"][0][2:]
+        index["tensors"]["w"]["chunks"] = [[*box, *place] for box in boxes]
+    return change
+
+
+@pytest.mark.parametrize("change", [
+    pytest.param(chunks(), id="no chunks"),
+    pytest.param(chunks(([0, 0], [19, 30])), id="a gap"),
+    pytest.param(chunks(([0, 0], [20, 30]), ([0, 0], [20, 30])), id="twice"),
+    pytest.param(chunks(([0, 0], [10, 30]), ([0, 0], [10, 30])), id="as many elements, but not all"),
+    pytest.param(chunks(([1, 0], [20, 30])), id="beyond the tensor"),
+    pytest.param(chunks(([0, 0], [30, 20])), id="other shape"),
+    pytest.param(chunks(([0, 0], [20, 30, 1])), id="other dimensions"),
+    pytest.param(chunks(([0, -1], [20, 30])), id="negative"),
+    pytest.param(lambda i: i["tensors"]["w"].update(dtype="float16"), id="dtype"),
+    pytest.param(lambda i: i["tensors"]["w"].update(shape=[30, 20]), id="shape"),
+    pytest.param(lambda i: i["planner"].pop("a"), id="no path"),
+    pytest.param(lambda i: i["planner"].update(a=[]), id="empty path"),
+    pytest.param(lambda i: i["files"].append("x"), id="file of no save"),
+])
+def test_refused_indices(small: Path, change: Callable[[Tree], Any]) -> None:
+    edit_index(small, change)
+    assert refused(small)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.index|\.dsq"):
+        dsq_ckpt.load({}, small, no_dist=True)
 
 
 def test_unknown_keys_survive(small: Path) -> None:
