@@ -148,6 +148,8 @@ def _committed(path: os.PathLike[str]) -> str:
             f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
             "hosts; save to a directory that is"
         ) from error
+    except DSQError as error:
+        raise SaveFailed(f"the checkpoint was committed, but cannot be read back: {error}") from error
 
 
 class _Background:
@@ -307,7 +309,7 @@ def load(
         with Checkpoint(directory) as checkpoint:
             return empty, fillings(state_dict, checkpoint)
 
-    empty, to_fill = together(comm, prepare)
+    empty, to_fill = together(comm, prepare, LoadFailed)
     try:
         for target, placeholders in to_fill:
             target.update(placeholders)

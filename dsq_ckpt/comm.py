@@ -151,8 +151,13 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
     return message[1:]
 
 
-def together(comm: Communicator, work: Callable[[], _T]) -> _T:
+def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:
     """The result of local work that must succeed on all ranks or fail on all; collective.
+
+    Args:
+        comm: of the ranks.
+        work: what each of them does.
+        otherwise: what an error that is none of ours becomes.
 
     Raises:
         DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
@@ -171,7 +176,7 @@ def together(comm: Communicator, work: Callable[[], _T]) -> _T:
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
             raise failure
-        raise SaveFailed(described(failure)) from failure
+        raise otherwise(described(failure)) from failure
     failed = [(rank, *told) for rank, told in enumerate(everywhere) if told[1] is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +17,11 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, sync_directory, write_index
-from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.groups import without_effect
 from dsq_ckpt.hints import pattern_hint
-from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes
+from dsq_ckpt.index import uncovered
+from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed
 from dsq_ckpt.notices import warn_safely
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
@@ -30,11 +31,18 @@ from dsq_ckpt.version import __version__
 _told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
 
 
+class Committed(NamedTuple):
+    """A checkpoint that is complete; `flushed`: its name is on the device, so that what is older may go."""
+
+    manifest: Manifest
+    flushed: bool
+
+
 def commit(
     directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
     objects: Sequence[str], planner: dict[str, Any], choice: Choice, attachments: Sequence[FileInfo] = (), *,
     overwrite: bool, pinned: bool, started: float,
-) -> Manifest:
+) -> Committed:
     """The coordinator's part: check that all is there, write index and manifest.
 
     Args:
@@ -49,7 +57,8 @@ def commit(
         started: when the save began, seconds since the epoch.
 
     Raises:
-        SaveFailed: something planned was not written; the checkpoint stays invisible.
+        SaveFailed: something planned was not written, or is not all of a tensor; the checkpoint stays invisible.
+        CheckpointExists: another save completed a checkpoint here meanwhile.
     """
     analysis, config = choice.analysis, choice.config
     written: dict[ChunkKey | str, Written] = {}
@@ -62,6 +71,11 @@ def commit(
             f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
             "the checkpoint was not committed"
         )
+    for fqn, tensor in tensors.items():
+        if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
+            raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
+    if not {*tensors, *objects} <= set(planner["planner"] or ()):
+        planner = {**planner, "planner": None}  # paths to a part of it would lose the rest
     own = [file for result in results for file in result.files]
     files = [ManifestFile.of(file, "own") for file in own]
     files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
@@ -124,14 +138,27 @@ def commit(
     replaced = _replaced(directory, files) if overwrite else []
     if config.storage.fsync:
         sync_directory(directory)
-    manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
-    for path in replaced:
+    flushed = True
+    try:
+        manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
+    except FileExistsError as error:
+        raise CheckpointExists(
+            f"another save completed a checkpoint in '{directory}' while this one was written; choose another path, or "
+            "overwrite it (overwrite=True)"
+        ) from error
+    except Unflushed as error:  # visible to everybody; taking it back could fail as well
+        flushed = False
+        warn_safely(
+            f"'{directory}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
+            "may take it back: what it replaces and older refinement layers are kept; look at the device, save again"
+        )
+    for path in replaced if flushed else ():
         try:
             path.unlink(missing_ok=True)
         except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
             warn_safely(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
     _warn_of_idle(directory, config, tensors, agreement.layout.settings)
-    return manifest
+    return Committed(manifest, flushed)
 
 
 def retire(directory: Path, config: DSQConfig) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -267,6 +268,19 @@ def file_checksum(path: Path) -> tuple[int, str]:
             digest.update(piece)
             size += len(piece)
     return size, digest.hexdigest()
+
+
+def make_directory(path: Path, fsync: bool) -> None:
+    """Make a directory and those above it that are not there, so that their names survive a power failure.
+
+    Raises:
+        OSError: one cannot be made or flushed.
+    """
+    above = list(itertools.takewhile(lambda one: not one.is_dir(), (path, *path.parents)))
+    path.mkdir(parents=True, exist_ok=True)
+    for made in above[::-1] or ([path] if fsync else []):
+        if fsync:
+            sync_directory(made.parent)
 
 
 def sync_directory(directory: Path) -> None:

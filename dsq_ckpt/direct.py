@@ -6,14 +6,12 @@ the same steps and the same files.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,9 +24,9 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
+from dsq_ckpt.container import FileInfo, file_checksum, make_directory
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.flat import is_contiguous
+from dsq_ckpt.index import uncovered
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.nesting import Path as NestedPath
@@ -178,9 +176,7 @@ def _written(
         if agreement.exact:
             for item in plain:
                 item.config = None  # not as bf16 either
-        path.mkdir(parents=True, exist_ok=True)
-        if storage.fsync:
-            sync_directory(path.parent)
+        make_directory(path, storage.fsync)
         result, memory = write_rank(
             path, agreement, comm.rank, choice.config, choice.analysis.fitted, quantized.coded, plain,
             own.objects.items(), {item.key: item.dtype for item in items}, {item.key: item.kind for item in items},
@@ -218,27 +214,10 @@ def _planned(everybody: Sequence[_Done]) -> _Plan:
                 _once(seen, key, rank)
             known["chunks"] += tensor["chunks"]
     for fqn, tensor in plan.tensors.items():
-        brought, whole = sum(key.elements for key in tensor["chunks"]), math.prod(tensor["shape"])
-        if brought != whole:
-            raise SaveFailed(f"'{fqn}' has {whole} elements, {brought} were brought by the ranks: some are missing")
-        _apart(fqn, tensor)
+        if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
+            raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was brought so that {problem}")
     plan.nesting = Nesting.merged(paths, [done.nesting for done in everybody])
     return plan
-
-
-def _apart(fqn: str, tensor: dict[str, Any]) -> None:
-    """Chunks that are as many elements as the tensor are all of it, if no two overlap."""
-    chunks: list[ChunkKey] = sorted(tensor["chunks"], key=lambda key: key.offsets)
-    if all(is_contiguous(tensor["shape"], key.shape) for key in chunks):  # then neighbours tell it all
-        pairs = list(pairwise(chunks))
-    else:
-        pairs = list(combinations(chunks, 2))
-    for one, other in pairs:
-        if one.elements and other.elements and all(
-            a < b + size_b and b < a + size_a
-            for a, size_a, b, size_b in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-        ):
-            raise SaveFailed(f"{one} and {other} of '{fqn}' overlap: one of them is not where it says")
 
 
 def _committed(
@@ -246,10 +225,12 @@ def _committed(
     pinned: bool, started: float,
 ) -> None:
     attached = [file for done in everybody for file in done.attachments]
-    commit(
+    committed = commit(
         path, agreement, [done.result for done in everybody], plan.tensors, plan.objects, plan.nesting.as_json(),
         choice, attached, overwrite=overwrite, pinned=pinned, started=started,
     )
+    if not committed.flushed:
+        return
     attachments.forget(path, [file.name for file in attached])
     retire(path, choice.config)
     with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one

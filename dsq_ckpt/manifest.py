@@ -29,6 +29,10 @@ _HEAD = re.compile(
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
+class Unflushed(OSError):
+    """A manifest is in place, but a power failure may still take it back: what it replaces is to be kept."""
+
+
 class ManifestFile(BaseModel):
     """A file the checkpoint consists of.
 
@@ -147,6 +151,8 @@ class Manifest(BaseModel):
 
         Raises:
             FileExistsError: with `exclusive`, a manifest is there already.
+            Unflushed: it is there, but its name is not on the device.
+            OSError: it cannot be written, and is not there.
         """
         temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
         try:
@@ -161,7 +167,10 @@ class Manifest(BaseModel):
             else:
                 os.replace(temporary, directory / MANIFEST)
             if fsync:
-                sync_directory(directory)
+                try:
+                    sync_directory(directory)
+                except OSError as error:
+                    raise Unflushed(error.errno, error.strerror, str(directory)) from error
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

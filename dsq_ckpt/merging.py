@@ -27,6 +27,7 @@ from dsq_ckpt.container import (
     Block,
     ContainerReader,
     ContainerWriter,
+    make_directory,
     sync_directory,
     write_index,
 )
@@ -85,8 +86,7 @@ def merge(source: StrPath, target: StrPath) -> Merged:
             )
         if before < 2:
             raise SaveFailed(f"'{source}' has nothing to merge: no tensor is a sum of two differences or more")
-        goal.mkdir(parents=True, exist_ok=True)
-        sync_directory(goal.parent)
+        make_directory(goal, fsync=True)
         ranks = [_Rank(checkpoint, name, goal, workers) for name in checkpoint.index["files"]]
         save_id = uuid.uuid4().hex[:16]
         files = [file for rank in ranks for file in rank.write(save_id)]

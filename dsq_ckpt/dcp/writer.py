@@ -26,7 +26,7 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.container import sync_directory
+from dsq_ckpt.container import make_directory
 from dsq_ckpt.dcp.items import (
     inventory,
     key_of,
@@ -196,7 +196,7 @@ class DSQStorageWriter(StorageWriter):
             if agreement.exact:
                 plain = [replace(item, config=None) for item in plain]  # not as bf16 either
             self._choice = choice
-            _make_directory(path, storage.fsync)
+            make_directory(path, storage.fsync)
             if not plan.items:  # no manifest would ever name this rank's file
                 return _done([])
             result, memory = write_rank(
@@ -217,12 +217,13 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed(_PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
         tensors, objects = inventory(metadata)
-        commit(
+        committed = commit(
             path, agreement, ranks, tensors, objects, planner_json(metadata.planner_data), self._choice,
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
         chain.remember_committed(path, agreement.save_id)
-        retire(path, self.config)
+        if committed.flushed:
+            retire(path, self.config)
 
     # AsyncStager: what runs on the training thread of an asynchronous save.
 
@@ -335,13 +336,6 @@ _PLAN_CACHING = (
     "DCP reused the plan of an earlier save; dsq_ckpt needs a new plan for every save: "
     "pass a planner with enable_plan_caching=False"
 )
-
-
-def _make_directory(path: Path, fsync: bool) -> None:
-    """Make the checkpoint's directory, and its name in the run directory durable."""
-    path.mkdir(parents=True, exist_ok=True)
-    if fsync:
-        sync_directory(path.parent)
 
 
 def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:

@@ -24,7 +24,7 @@ from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
 from dsq_ckpt.direct import Contribution, save_parts
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.targets import publish, temporary
@@ -140,8 +140,8 @@ class DSQCheckpointEngine(CheckpointEngine):
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
             CheckpointNotFound: on all ranks, if the tag's save did not complete.
         """
-        together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None)
-        problems, manifest = together(self._comm, lambda: self._checked(directory))
+        together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
+        problems, manifest = together(self._comm, lambda: self._checked(directory), LoadFailed)
         found = [problem for several in self._comm.gather(problems) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")

@@ -19,7 +19,7 @@ from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.deepspeed.masters import refresh_of
 from dsq_ckpt.deepspeed.subject import ENGINE, EngineSubject
-from dsq_ckpt.errors import ConfigError, SaveFailed
+from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.buckets import Hooked
 from dsq_ckpt.lowdiff.capture import Captured, capture
 from dsq_ckpt.lowdiff.compressors import Compressor, Trace, Uncompressed
@@ -251,7 +251,7 @@ def recover(
     """
     _check_names(state)
     comm = communicator(None)
-    subject = together(comm, lambda: EngineSubject(engine, state))
+    subject = together(comm, lambda: EngineSubject(engine, state), LoadFailed)
     with subject.replayable():
         recovered = recover_subject(
             local_path(run), subject, comm, replay_log=replay_log, memory=False, timeout=timeout

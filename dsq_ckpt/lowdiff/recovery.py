@@ -128,7 +128,7 @@ def recover(
             was read: then the state is that of the snapshot.
     """
     comm = communicator(process_group)
-    subject = together(comm, lambda: Subject(model, optimizer, state))
+    subject = together(comm, lambda: Subject(model, optimizer, state), LoadFailed)
     return recover_subject(
         local_path(run), subject, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
         timeout=timeout,
@@ -142,19 +142,19 @@ def recover_subject(
     """As `recover`, of anything that is logged by names."""
     started = time.perf_counter()
     if merge:
-        together(comm, lambda: check_linear(subject.optimizer))
+        together(comm, lambda: check_linear(subject.optimizer), LoadFailed)
     survivors = Survivors(directory, comm)
     in_memory = survivors.state() if memory else None
     if in_memory is not None:
         kept = in_memory
         # If this fails the processes stay, and it may be tried again.
-        recovered = together(comm, lambda: _restore(subject, kept, comm, partial))
+        recovered = together(comm, lambda: _restore(subject, kept, comm, partial), LoadFailed)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         survivors.dismiss()
         return recovered
     survivors.dismiss()
-    together(comm, lambda: _wait(directory, timeout))
-    chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None))
+    together(comm, lambda: _wait(directory, timeout), LoadFailed)
+    chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed))
     if chosen is None:
         return None
     path, last, ended = chosen
@@ -167,7 +167,7 @@ def recover_subject(
         recovered.seconds = (time.perf_counter() - started, 0.0)
         return recovered
 
-    recovered = together(comm, load)
+    recovered = together(comm, load, LoadFailed)
     recovered.ended = ended
     if last is not None and not recovered.left_out:
         recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
@@ -316,14 +316,15 @@ def _replayed(
 ) -> Recovered:
     """The state after step `last`, or after an earlier one where the log turns out to be damaged; collective."""
     while True:
-        course, done, shared = together(comm, functools.partial(_replay, run, subject, recovered, last, merge, comm))
+        once = functools.partial(_replay, run, subject, recovered, last, merge, comm)
+        course, done, shared = together(comm, once, LoadFailed)
         steps = comm.gather((done.steps, done.ended))
         if len({count for count, _ in steps}) == 1:
             break
         # Some rank could not read all of its share: once more, to where all can.
         count, ended = min(steps, key=lambda pair: pair[0])
         last = recovered.snapshot + count
-        recovered = together(comm, load)
+        recovered = together(comm, load, LoadFailed)
         recovered.ended = ended
     if shared and done.steps:
         exchange(subject, share(subject, course, comm.rank), comm)
@@ -342,7 +343,7 @@ def _replayed(
         if recovered.residual is not None:
             recovered.sent = _sent(course[: done.steps], recovered.snapshot + 1)
 
-    together(comm, finish)
+    together(comm, finish, LoadFailed)
     return recovered
 
 
