@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dsq_ckpt.chunk import Chunk, ChunkKey
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.device.coding import TablesOf
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
@@ -32,6 +33,7 @@ from dsq_ckpt.session import (
     quantize,
     sketch,
 )
+from dsq_ckpt.unchanged import checksums, named
 from dsq_ckpt.workers import Workers
 
 
@@ -67,7 +69,7 @@ def quantize_items(
         workers: threads.
 
     Raises:
-        SaveFailed: on all ranks, when any rank failed.
+        SaveFailed: on all ranks, when any rank failed, or what is saved changed while the chooser looked at it.
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
     opened: list[Parent] = []
@@ -91,14 +93,19 @@ def quantize_items(
             averaged,
         )
         others: list[Chunk] = []
-        if chooser not in (as_configured, all_exact):  # a failure must reach the ranks that go on to evaluate
+        before: dict[ChunkKey, Hashable] = {}
+        searches = chooser not in (as_configured, all_exact)
+        if searches:  # a failure must reach the ranks that go on to evaluate
             view, residual = opened[0] if opened else None, agreement.layout.residual
             others = together(comm, lambda: _weights(replicas, sketches, view, averaged, residual))
+            before = together(comm, lambda: _state(items, replicas, workers))
     finally:
         for view in opened:
             view.close()
     mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     choice = chooser(sketches, [*mine, *others], config, comm, workers)
+    if searches:
+        together(comm, lambda: _check_unchanged(before, _state(items, replicas, workers)))
     warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), config)
     if warning and comm.rank == 0:
         warn(warning)
@@ -119,6 +126,21 @@ def quantize_items(
         coded(),
         [item for item in items if item.key not in written], choice,
     )
+
+
+def _state(items: list[Item], replicas: list[Item], workers: Workers) -> dict[ChunkKey, Hashable]:
+    return checksums({item.key: item.load for item in (*items, *replicas)}, workers)
+
+
+def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKey, Hashable]) -> None:
+    """Refuse to store what is no longer what the sketches were made of."""
+    changed = sorted({key.fqn for key, found in before.items() if after[key] != found})
+    if changed:
+        raise SaveFailed(
+            f"`evaluate` changed {named(changed)}: it must leave the model and its optimizer as they are. The "
+            "checkpoint was not written, and what changed was not put back: load an earlier checkpoint before training "
+            "goes on"
+        )
 
 
 def _weights(

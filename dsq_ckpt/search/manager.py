@@ -21,14 +21,14 @@ from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator, FailedElsewhere, together
 from dsq_ckpt.config import DSQConfig, SearchConfig
-from dsq_ckpt.errors import described
+from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.space import Point
-from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.search.trial import ModelChanged, TrialModel
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.workers import Workers
 
@@ -99,7 +99,11 @@ class ConfigManager:
     def __call__(
         self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
     ) -> Choice:
-        """Search, and choose; collective over `comm`."""
+        """Search, and choose; collective over `comm`.
+
+        Raises:
+            SaveFailed: on all ranks, if `evaluate` changed the model; its parameters are put back.
+        """
         started = time.perf_counter()
         space = SYSTEMS[config.system].space
         groups = [
@@ -289,28 +293,34 @@ class ConfigManager:
         mine = [i for i in range(len(analyses)) if not spread or i % comm.size == comm.rank]
         found: dict[int, float] = {}
         failure: str | None = None
+        changed: str | None = None
         stopped: BaseException | None = None
         try:
             for place in mine:
                 found[place] = save.model.metric(self._evaluate, analyses[place], bits)
                 let_signals_through()
+        except ModelChanged as error:
+            changed = str(error)
         except Exception as error:
             failure = f"`evaluate` raised {described(error)}"
         except BaseException as error:  # an interrupt ends the save, on all ranks
             stopped = error
         save.evaluations += -(-len(analyses) // comm.size) if spread else len(analyses)
-        gathered = comm.gather((found, failure, None if stopped is None else described(stopped)))
+        gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))
         if stopped is not None:
             raise stopped
-        for rank, (_, _, text) in enumerate(gathered):
+        for rank, (*_, text) in enumerate(gathered):
             if text is not None:
                 raise FailedElsewhere(f"rank {rank} failed: {text}")
-        failures = [text for _, text, _ in gathered if text is not None]
+        for rank, (_, _, text, _) in enumerate(gathered):
+            if text is not None:
+                raise SaveFailed(f"rank {rank}: {text}")
+        failures = [text for _, text, *_ in gathered if text is not None]
         if failures:
             raise _EvaluationFailed(failures[0])
         metrics = []
         for place, analysis in enumerate(analyses):
-            values = [values[place] for values, _, _ in gathered if place in values]
+            values = [values[place] for values, *_ in gathered if place in values]
             mean = sum(values) / len(values)
             if not math.isfinite(mean) and analysis is None:
                 raise _EvaluationFailed(f"`evaluate` gave {mean} for the model as it is, before any compression")

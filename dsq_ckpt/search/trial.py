@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +18,20 @@ from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator, SingleProcess, together
 from dsq_ckpt.device.coding import TablesOf, decode
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.unchanged import checksums, named
 from dsq_ckpt.workers import Workers
+
+
+class ModelChanged(Exception):
+    """`evaluate` changed the model that it was to judge."""
 
 
 class TrialModel:
     """The weights of a model that can be replaced by decoded ones, and put back bit for bit.
 
-    Used as a context: on leaving it, also by an exception, weights, buffers, training flags and the random state of
-    torch are what they were on entering. Memory: a copy of the local weights and buffers.
+    Used as a context: on leaving it, also by an exception, parameters, buffers, training flags and the random state of
+    torch, NumPy and Python are what they were on entering. Memory: a copy of the local parameters and buffers.
 
     Args:
         model: whose weights they are.
@@ -60,13 +67,23 @@ class TrialModel:
         self._tables = TablesOf()
 
     def __enter__(self) -> TrialModel:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        # Parameters may differ from what their masters give; `refresh` would make them the same.
-        changed = [] if self._refresh is None else list(self._model.parameters())
-        self._parameters = [(p, [part.detach().clone() for part in _parts(p)]) for p in changed]
+        self._shard()
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone()) for module in self._model.modules()
+            for name, buffer in module._buffers.items() if buffer is not None
+        ]
+        # Parameters may differ from what their masters give; `refresh` would make them the same. Without it, those
+        # that are not quantized are only put back if `evaluate` changes them.
+        targets = {(_address(target), target.numel()) for target in self._targets} if self._refresh is None else set()
+        self._parameters = [
+            (p, p.data, [part.detach().clone() for part in _parts(p)])
+            if (_address(p), _local(p).numel()) not in targets else (p, p.data, []) for p in self._model.parameters()
+        ]
+        self._flags = [(p, p.requires_grad, p.grad) for p in self._model.parameters()]
         self._training = [(module, module.training) for module in self._model.modules()]
         self._random = torch.get_rng_state()
         self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._random_others = random.getstate(), np.random.get_state()
         self._chunks = [replace(chunk, tensor=chunk.tensor.detach().clone()) for chunk in self._chunks]
         return self
 
@@ -75,8 +92,10 @@ class TrialModel:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 target.copy_(chunk.tensor)
             self._reshard()
-            for parameter, originals in self._parameters:
-                for part, original in zip(_parts(parameter), originals, strict=True):
+            for parameter, data, originals in self._parameters:
+                if not _partitioned(parameter) and _address(parameter) != _address(data):
+                    parameter.data = data
+                for part, original in zip(_parts(parameter), originals, strict=False):
                     if part.shape == original.shape:  # ZeRO 3 gathers some, and lets go of them, as it likes
                         part.copy_(original)
         self._undo()
@@ -90,23 +109,64 @@ class TrialModel:
             evaluate: gives the metric of the model as it is.
             analysis: codebooks; chunks of groups that have none keep their values.
             refinement_bits: decode with a refinement layer of so many bits; 0: the base layer.
+
+        Raises:
+            ModelChanged: parameters have other values, other memory or other gradients afterwards.
         """
         self._store(analysis, refinement_bits)
+        before = self._marks()
         try:
-            return float(evaluate())
+            metric = float(evaluate())
         finally:
             self._undo()
+        self._shard()
+        after = self._marks()
+        changed = [name for name in (*before, *(name for name in after if name not in before))
+                   if before.get(name) != after.get(name)]
+        if changed:
+            raise ModelChanged(
+                f"`evaluate` changed {named(changed)}: it must leave the model as it is; evaluate without optimizer "
+                "steps and changes in place, or a copy. The model's parameters were put back, optimizer and gradients "
+                "were not; the checkpoint was not written"
+            )
+        return metric
+
+    def _marks(self) -> dict[str, Hashable]:
+        """By name of each parameter: where it lies, how often its gradient was changed, and a checksum of its values.
+
+        Of a parameter that ZeRO 3 partitions, which comes and goes, only the partition counts.
+        """
+        parameters = {unwrapped(name): p for name, p in self._model.named_parameters()}
+        values = {name: (lambda p=p: _parts(p)[-1]) for name, p in parameters.items()}
+        if self._refresh is not None:
+            values |= {f"master of {chunk.key}": (lambda t=target: t)
+                       for chunk, target in zip(self._chunks, self._targets, strict=True)}
+        marks: dict[str, Hashable] = dict(checksums(values, self._workers))
+        for name, p in parameters.items():
+            memory = None if _partitioned(p) else (id(p), _address(p))
+            marks[name] = marks[name], memory
+            if p.grad is not None:
+                marks[f"{name}.grad"] = _address(p.grad), p.grad._version
+        return marks
 
     def _undo(self) -> None:
         """What an evaluation does to buffers, flags and random state is not there for the next."""
         with torch.no_grad():
-            for buffer, original in self._buffers:
+            for module, name, buffer, original in self._buffers:
+                if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
+                    module._buffers[name] = buffer
                 buffer.copy_(original)
+        for parameter, requires_grad, gradient in self._flags:
+            parameter.requires_grad_(requires_grad)
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
         for module, training in self._training:
             module.training = training
         torch.set_rng_state(self._random)
         if self._random_cuda:
             torch.cuda.set_rng_state_all(self._random_cuda)
+        random.setstate(self._random_others[0])
+        np.random.set_state(self._random_others[1])
 
     def _store(self, analysis: Analysis | None, refinement_bits: int) -> None:
         def store() -> None:
@@ -128,6 +188,9 @@ class TrialModel:
         torch.clear_autocast_cache()
         if self._refresh is not None:
             self._refresh()
+        self._shard()
+
+    def _shard(self) -> None:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -159,6 +222,10 @@ class TrialModel:
         return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
 
 
+def _partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_tensor")
+
+
 def _parts(parameter: nn.Parameter) -> list[torch.Tensor]:
     """A parameter's memory, which may be another one after a refresh, and its partition under ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
@@ -173,6 +240,13 @@ def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.clamp(-limit, limit)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+
+
 def _storage(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return int(local.untyped_storage().data_ptr())
+    return int(_local(tensor).untyped_storage().data_ptr())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(_local(tensor).data_ptr())

@@ -30,7 +30,7 @@ def test_files_are_what_deepspeed_writes(tmp_path):
 
 
 def test_searches(tmp_path):
-    assert ranks("searched", 2, tmp_path).count("[ok]") == 24
+    assert ranks("searched", 2, tmp_path).count("[ok]") == 56
 
 
 def test_experts_and_pipelines_are_exact(tmp_path):

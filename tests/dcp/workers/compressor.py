@@ -11,11 +11,11 @@ import torch.distributed as dist
 from harness import done, fails_everywhere, whole, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.manifest import Manifest, is_complete
 from tests.training import Net, loss_of, train
 
 
@@ -69,6 +69,30 @@ def refused(size: int) -> None:
     done("fsdp dsq spread")
 
 
+def changed_on_one_rank(kind: str, path: Path, rank: int, size: int) -> None:
+    """Its `evaluate` changes the model: no rank saves."""
+    model = wrapped(kind, size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    looked_at = model.module if isinstance(model, DistributedDataParallel) else model
+    train(model, optimizer, 0, 5, rank)
+
+    def evaluate() -> float:
+        loss = loss_of(looked_at)
+        if rank == 1:
+            for module in looked_at.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            looked_at.hidden.weight.data.mul_(0.5)
+        return loss
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, None, evaluate)
+    before = whole(looked_at.state_dict())
+    fails_everywhere(lambda: compressor.save(path), "`evaluate` changed 'hidden.weight'")
+    assert all(torch.equal(value, before[name]) for name, value in whole(looked_at.state_dict()).items())
+    assert not is_complete(path)
+    done(f"{kind} changed")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with world() as (rank, size):
@@ -77,3 +101,5 @@ if __name__ == "__main__":
         ):
             check(kind, system, spread, Path(sys.argv[1]) / str(number), rank, size)
         refused(size)
+        for kind in ("fsdp", "ddp"):
+            changed_on_one_rank(kind, Path(sys.argv[1]) / kind / "a", rank, size)

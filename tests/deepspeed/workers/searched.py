@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import begin, check, end, engine_of, settings, train
+from common import begin, check, end, engine_of, error_of, everywhere, settings, train
 
 import dsq_ckpt
 from dsq_ckpt.analysis import Sketches
 from dsq_ckpt.deepspeed.partition import inventory
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.manifest import Manifest
 
 SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "share": 1.0, "floor": 0.1}}
@@ -84,11 +87,46 @@ def gradients(run: Path, name: str, tree: dict[str, Any]) -> None:
     check(bool(seen) and min(seen) > 0, f"{name}: chunks with averaged gradients: {seen}")
 
 
+def halve_a_norm(engine: Any) -> None:
+    parameter = engine.module.norm.weight
+    getattr(parameter, "ds_tensor", parameter).data.mul_(0.5)
+
+
+def halve_a_moment(engine: Any) -> None:
+    next(iter(engine.basic_optimizer.state.values()))["exp_avg"].mul_(0.5)
+
+
+def changing(run: Path, name: str, tree: dict[str, Any]) -> None:
+    """An `evaluate` that changes the engine: the save fails on all ranks, and parameters are what they were."""
+    for change, named in ((halve_a_norm, "norm.weight"), (halve_a_moment, "exp_avg")):
+        engine = engine_of(tree, SEARCH)
+        dsq_ckpt.deepspeed.attach(engine, evaluate=partial(changing_metric, engine, change))
+        train(engine, 0, 3)
+        before = everything(engine)
+        error = error_of(partial(engine.save_checkpoint, str(run)))
+        told = everywhere(str(error))
+        check(isinstance(error, SaveFailed), f"{name}: changed by `evaluate`, no rank saves")
+        check("`evaluate` changed" in told[0] and named in told[0], f"{name}: {told[0]}")
+        check(not (run / "latest").exists(), f"{name}: nothing is there")
+        after = everything(engine)
+        same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        check(same or change is halve_a_moment, f"{name}: its parameters were put back")
+
+
+def changing_metric(engine: Any, change: Callable[[Any], None]) -> float:
+    """A loss; on one rank the engine is another one afterwards."""
+    with torch.no_grad():
+        loss = engine(*held_out(0)).item()
+    if torch.distributed.get_rank() == 0:
+        change(engine)
+    return loss
+
+
 def main() -> None:
     directory = begin()
     for name, tree in (("stage 0", settings(0)), ("stage 0, fp32", settings(0, bf16=False)), ("stage 2", settings(2)),
                        ("stage 3", settings(3, sub_group_size=9000))):
-        for part in (search, gradients):
+        for part in (search, gradients, changing):
             dsq_ckpt.forget()
             part(directory / f"{part.__name__} {name}", name, tree)
     end()
