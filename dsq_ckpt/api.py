@@ -23,6 +23,8 @@ from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.dcp.background_process import how_it_ended, replace_dead, without_cpu
+from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
@@ -114,7 +116,8 @@ def save(
         DSQError: what failed, naming the rank, on every rank; earlier checkpoints are untouched.
     """
     writer = DSQStorageWriter(
-        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
+        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned,
+        no_dist=no_dist,
     )
     return save_with(writer, state_dict, process_group=process_group, no_dist=no_dist)
 
@@ -130,6 +133,7 @@ def save_with(
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     path, comm = writer.path, SingleProcess() if no_dist else communicator(process_group)
     if staged:
+        writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
     with _plain_errors(SaveFailed, comm.rank), _alone(no_dist):
         metadata = dcp.save(
@@ -198,6 +202,7 @@ def async_save(
     model: nn.Module | None = None,
     process_group: dist.ProcessGroup | None = None,
     pinned: bool = False,
+    no_dist: bool = False,
     processes: bool = False,
 ) -> Future[Any]:
     """Save in the background; training goes on as soon as the codes are there.
@@ -213,7 +218,8 @@ def async_save(
         DSQError: what failed before the call returns, such as a checkpoint at `path` that is not to be overwritten.
     """
     writer = DSQStorageWriter(
-        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned
+        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned,
+        no_dist=no_dist,
     )
     return save_async_with(writer, state_dict, process_group=process_group, processes=processes)
 
@@ -224,23 +230,27 @@ def save_async_with(
     processes: bool = False,
 ) -> Future[Any]:
     """`async_save` with a writer made by the caller."""
-    no_dist = not (dist.is_available() and dist.is_initialized())
+    no_dist = writer.no_dist or not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
             "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
-            "none here, or leave processes out"
+            "none here, nor no_dist, or leave processes out"
         )
     if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
         raise SaveFailed(lacking)
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
-    own_rank = communicator(process_group).rank
+    own_rank = SingleProcess().rank if no_dist else communicator(process_group).rank
+    group = None if processes or no_dist else _background.group(process_group)
+    if processes:
+        replace_dead(communicator(None))
     if no_dist:
         _silence()
+    writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
     with _plain_errors(SaveFailed, own_rank):
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
-            no_dist=no_dist, process_group=None if processes else _background.group(process_group),
+            no_dist=no_dist, process_group=group,
         )
     inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     outer: Future[Any] = Future()
@@ -251,6 +261,15 @@ def save_async_with(
             plain = _plain_error(error, SaveFailed, None if processes else own_rank)
             plain.__cause__ = error
             error = plain
+        elif isinstance(error, Exception) and not isinstance(error, DSQError):
+            ended = how_it_ended(after_error=True) if processes else None
+            where = "in DCP's background process: " if processes else ""
+            plain = SaveFailed(
+                f"{where}{type(error).__name__}: {error}" if ended is None
+                else f"DCP's background process {ended}; the next save starts another"
+            )
+            plain.__cause__ = error
+            error = plain
         if error is not None:
             outer.set_exception(error)
         else:
@@ -259,16 +278,6 @@ def save_async_with(
     inner.add_done_callback(pass_on)
     _background.future = outer
     return outer
-
-
-def without_cpu(backends: str) -> str | None:
-    """Why a process cannot save in the background over a group with these backends by device; None if it can."""
-    if any(part.partition(":")[0] == "cpu" for part in backends.split(",")):
-        return None
-    return (
-        f"processes=True needs a default process group that serves CPU tensors, and this one has only '{backends}': "
-        "init_process_group(\"cpu:gloo,cuda:nccl\"), or leave processes out"
-    )
 
 
 @held_signals()

@@ -9,7 +9,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +87,10 @@ def run_of(path: Path) -> Path:
 
 def remember_pending(path: Path, save_id: str, memory: Memory) -> None:
     """What a save under way leaves for the next; it counts once its manifest is there."""
-    _runs.setdefault(run_of(path), _Run()).pending = Remembered(save_id, path.absolute(), memory)
+    run = _runs.setdefault(run_of(path), _Run())
+    if run.pending is not None and run.pending.save_id != save_id and _is_there(run.pending):
+        run.committed = run.pending  # by another process
+    run.pending = Remembered(save_id, path.absolute(), memory)
 
 
 def remember_committed(path: Path, save_id: str) -> None:
@@ -102,6 +105,28 @@ def remember_committed(path: Path, save_id: str) -> None:
 def remember_loaded(path: Path, save_id: str, memory: Memory) -> None:
     """A checkpoint that was loaded: the parent of the next save of its run, whatever was saved before."""
     _runs[run_of(path)] = _Run(Remembered(save_id, path.absolute(), memory, loaded=True))
+
+
+Outline = dict[Path, _Run]
+
+
+def outline() -> Outline:
+    """Return which checkpoints this process knows, without their chunks; plain data for another process."""
+    def of(known: Remembered | None) -> Remembered | None:
+        return None if known is None else replace(known, memory=Memory())
+
+    return {key: _Run(of(run.committed), of(run.pending)) for key, run in _runs.items()}
+
+
+def adopt(runs: Outline) -> None:
+    """Know the checkpoints that another process knows, in place of one's own; what is known of their chunks stays."""
+    known = {one.save_id: one.memory for run in _runs.values() for one in (run.committed, run.pending) if one}
+    for run in runs.values():
+        for one in (run.committed, run.pending):
+            if one is not None:
+                one.memory = known.get(one.save_id, one.memory)
+    _runs.clear()
+    _runs.update(runs)
 
 
 def forget(path: Path | None = None) -> None:
@@ -166,14 +191,20 @@ def _last(key: Path) -> ParentRef | None:
     for candidate in (run.pending, run.committed):
         if candidate is None:
             continue
-        try:
-            manifest = Manifest.read(candidate.path)
-        except DSQError:
-            continue
-        if manifest.save_id == candidate.save_id:
+        manifest = _is_there(candidate)
+        if manifest is not None:
             resumes = manifest.lossy_resumes + (candidate.loaded and manifest.lossy)
             return ParentRef(manifest.save_id, str(candidate.path), manifest.depth, resumes)
     return None
+
+
+def _is_there(candidate: Remembered) -> Manifest | None:
+    """The manifest of a checkpoint that is known, if that is still, or by now, at its path."""
+    try:
+        manifest = Manifest.read(candidate.path)
+    except DSQError:
+        return None
+    return manifest if manifest.save_id == candidate.save_id else None
 
 
 def choose_parent(

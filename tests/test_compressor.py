@@ -10,7 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.api import save_async_with
 from dsq_ckpt.choice import as_configured
-from dsq_ckpt.dcp.items import staged_payloads
+from dsq_ckpt.dcp.staging import staged_payloads
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.manifest import Manifest
 from tests.training import Net, batch, loss_of, train

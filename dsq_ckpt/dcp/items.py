@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.dcp.staging import Payload, StagedTensor
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.parts import Part
-from dsq_ckpt.session import Coded, Item, RankResult
+from dsq_ckpt.session import RankResult
 
 
 def key_of(item: WriteItem) -> ChunkKey:
@@ -26,6 +23,11 @@ def key_of(item: WriteItem) -> ChunkKey:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def name_of(item: WriteItem) -> ChunkKey | str:
+    """The chunk of an item, or the name of an object."""
+    return item.index.fqn if item.tensor_data is None else key_of(item)
 
 
 def parts_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = None) -> list[Part]:
@@ -40,8 +42,22 @@ def parts_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = Non
 
 
 def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
-    assert planner is not None, "parts that are only planned hold no data"
-    return planner.resolve_data(item)
+    assert planner is not None and item.tensor_data is not None, "parts that are only planned hold no data"
+    try:
+        found = planner.resolve_data(item)
+    except Exception as error:
+        kind, name = type(planner).__name__, item.index.fqn
+        raise SaveFailed(f"{kind} cannot resolve '{name}': {type(error).__name__}: {error}") from error
+    if isinstance(found, torch.Tensor):
+        shape, dtype = tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
+        # Shards without elements have any shape.
+        if found.dtype != dtype or (tuple(found.shape) != shape and (found.numel() or math.prod(shape))):
+            raise SaveFailed(
+                f"'{item.index.fqn}' is planned as {dtype} of shape {shape}, but {type(planner).__name__} gives "
+                f"{found.dtype} of shape {tuple(found.shape)} for it: a planner that changes tensors says so in "
+                "create_local_plan, in the items' tensor_data"
+            )
+    return found
 
 
 def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
@@ -52,54 +68,11 @@ def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterat
     )
 
 
-def staged_payloads(
-    items: list[Item], staged: frozenset[ChunkKey]
-) -> tuple[Iterator[Coded], list[Item], dict[ChunkKey, ChunkKey]]:
-    """What `stage` left of the items: coded, plain, and those that are tied to another."""
-    coded: list[Coded] = []
-    plain: list[Item] = []
-    tied: dict[ChunkKey, ChunkKey] = {}
-    seen: dict[int, ChunkKey] = {}
-    alive: list[Any] = []
-    for item in items:
-        payload: Any = item.load()
-        alive.append(payload)  # else its identity may be given to the next
-        if (first := seen.setdefault(id(payload), item.key)) != item.key:
-            tied[item.key] = first
-        elif isinstance(payload, Coded):
-            coded.append(payload)
-        elif item.key in staged:
-            raise SaveFailed("this writer holds an asynchronous save that failed; use a new DSQStorageWriter for each")
-        else:
-            plain.append(item)
-    return iter(coded), plain, tied
-
-
-def staged_state_dict(
-    state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
-) -> dict[str, Any]:
-    """The state dict with every tensor replaced by its staged chunks and every object copied."""
-    flat, mappings = flatten_state_dict(state_dict)
-    by_name: dict[str, list[WriteItem]] = {}
-    for item in items:
-        if item.tensor_data is not None:
-            by_name.setdefault(item.index.fqn, []).append(item)
-    staged: dict[str, Any] = {}
-    for fqn, value in flat.items():
-        if isinstance(value, torch.Tensor):  # without items where another rank writes it: its place must remain
-            mine = by_name.get(fqn, [])
-            staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
-        else:
-            staged[fqn] = copy.deepcopy(value)
-    return Nesting.of(state_dict, mappings).nested(staged)
-
-
 def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
     """DCP's record of each item; the first one carries what the rank wrote as a whole."""
     results: list[WriteResult] = []
     for item in items:
-        key = item.index.fqn if item.tensor_data is None else key_of(item)
-        written = result.written[key]
+        written = result.written[name_of(item)]
         data = {"rank": result} if not results else {}
         results.append(WriteResult(item.index, written.base + written.refinement, data))
     return results
@@ -119,12 +92,28 @@ def inventory(metadata: Metadata) -> tuple[dict[str, dict[str, Any]], list[str]]
     return tensors, objects
 
 
-def planner_json(planner_data: Any) -> dict[str, Any]:
-    """The keys of the index by which nested state dicts are put together; null for planners that keep other things."""
-    unknown: dict[str, Any] = {"planner": None, "typed_keys": [], "empty_dicts": None}
-    if not isinstance(planner_data, dict):
-        return unknown
-    for path in planner_data.values():
-        if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
-            return unknown
-    return (planner_data if isinstance(planner_data, Nesting) else Nesting(planner_data)).as_json()
+def check_promised(
+    tensors: dict[str, dict[str, Any]], objects: list[str], results: list[RankResult], planner: str
+) -> None:
+    """Compare what the metadata of a save promises with itself and with what was planned beyond it.
+
+    That nothing promised is missing among what was written is for `commit`, which serves other integrations too.
+
+    Raises:
+        SaveFailed: chunks do not fill a tensor, or something was written that the metadata does not tell of.
+    """
+    promised: set[ChunkKey | str] = set(objects)
+    for fqn, tensor in tensors.items():
+        chunks = set(tensor["chunks"])
+        filled, size = sum(chunk.elements for chunk in chunks), math.prod(tensor["shape"])
+        if filled < size:
+            raise SaveFailed(
+                f"'{fqn}' has {size} elements, but {planner} planned chunks for {filled} of them; nothing was committed"
+            )
+        promised |= chunks
+    for result in results:
+        for name in result.written.keys() - promised:
+            raise SaveFailed(
+                f"{name!r} was written by rank {result.rank}, but the metadata that {planner} made of the global plan "
+                "lacks it, so that it could not be loaded; nothing was committed"
+            )

@@ -28,6 +28,7 @@ from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.interrupts import held_signals, let_signals_through
@@ -236,7 +237,9 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
             )
         for fqn in checkpoint.index["objects"]:
             entries[fqn] = BytesStorageMetadata()
-        planner = paths_of(checkpoint)
+        planner: Any = paths_of(checkpoint)
+        if planner is None and "planner_data" in checkpoint.index:
+            planner = decoded(checkpoint.index["planner_data"])
     return Metadata(
         entries, planner_data=planner,
         storage_meta=StorageMeta(checkpoint_id=str(checkpoint.directory), save_id=checkpoint.manifest.save_id),

@@ -1,16 +1,96 @@
-"""Tensors that are quantized already: what an asynchronous save hands to DCP instead of full-precision copies."""
+"""What an asynchronous save leaves to DCP: codes in place of tensors, where the planner is known, else whole copies."""
 
 from __future__ import annotations
 
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dsq_ckpt.session import Coded
+from dsq_ckpt import chain
+from dsq_ckpt.choice import Choice
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.dcp.items import key_of, name_of
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.nesting import Nesting
+from dsq_ckpt.session import Agreement, Coded, Item
 
-Payload = Coded | torch.Tensor
+
+@dataclass(frozen=True)
+class ExactCopy:
+    """A chunk that is stored as it is; no tensor, so that a planner which would change it fails."""
+
+    tensor: torch.Tensor
+
+
+Payload = Coded | ExactCopy
+
+
+@dataclass(frozen=True)
+class StagedCodes:
+    """What `stage` left of a save whose chunks it quantized on the training thread.
+
+    Attributes:
+        agreement: of all ranks.
+        choice: how it is stored.
+        staged: chunks and names of objects of this rank.
+    """
+
+    agreement: Agreement
+    choice: Choice
+    staged: frozenset[ChunkKey | str]
+
+
+@dataclass(frozen=True)
+class StagedCopy:
+    """What the background save must be told when `stage` copied the state dict and no more.
+
+    Attributes:
+        save_id: of the checkpoint, if this rank coordinates.
+        group: that DCP saves on; None: the default one, or that of the writer.
+        runs: what the training process knows of its runs, for another process.
+        failure: why the state dict was not copied; raised where DCP tells the other ranks.
+        process: id of the training process.
+    """
+
+    save_id: str
+    group: dist.ProcessGroup | None
+    runs: chain.Outline
+    failure: str | None
+    process: int = field(default_factory=os.getpid)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None}  # groups do not cross processes
+
+    def begin(self) -> None:
+        """Begin the background save.
+
+        Raises:
+            SaveFailed: the state dict was not copied.
+        """
+        if self.failure is not None:
+            raise SaveFailed(f"the state dict cannot be copied for a save in the background: {self.failure}")
+        if self.process != os.getpid():
+            chain.adopt(self.runs)
+
+
+def copied(state_dict: dict[str, Any], shared: bool) -> dict[str, Any]:
+    """Return a copy of a state dict on the CPU, in shared memory if it is for another process; made by DCP's stager."""
+    stager = DefaultStager(StagingOptions(
+        use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
+    ))
+    try:
+        return stager.stage(state_dict)  # type: ignore[return-value]
+    finally:
+        stager.close()
 
 
 class StagedTensor(torch.Tensor):
@@ -57,3 +137,82 @@ class StagedTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise TypeError(f"a staged tensor only travels to storage; {func} is not defined on it")
+
+
+def staged_state_dict(
+    state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
+) -> dict[str, Any]:
+    """The state dict with every tensor replaced by its staged chunks and every object copied."""
+    flat, mappings = flatten_state_dict(state_dict)
+    by_name: dict[str, list[WriteItem]] = {}
+    for item in items:
+        if item.tensor_data is not None:
+            by_name.setdefault(item.index.fqn, []).append(item)
+    staged: dict[str, Any] = {}
+    for fqn, value in flat.items():
+        if isinstance(value, torch.Tensor):  # without items where another rank writes it: its place must remain
+            mine = by_name.get(fqn, [])
+            staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
+        else:
+            staged[fqn] = copy.deepcopy(value)
+    return Nesting.of(state_dict, mappings).nested(staged)
+
+
+def staged_payloads(items: list[Item]) -> tuple[Iterator[Coded], list[Item], dict[ChunkKey, ChunkKey]]:
+    """What `stage` left of the items: coded, plain, and those that are tied to another.
+
+    Raises:
+        SaveFailed: an item is not as it was staged.
+    """
+    coded: list[Coded] = []
+    plain: list[Item] = []
+    tied: dict[ChunkKey, ChunkKey] = {}
+    seen: dict[int, ChunkKey] = {}
+    alive: list[Any] = []
+    for item in items:
+        payload: Any = item.load()
+        alive.append(payload)  # else its identity may be given to the next
+        if (first := seen.setdefault(id(payload), item.key)) != item.key:
+            tied[item.key] = first
+        elif isinstance(payload, Coded):
+            coded.append(payload)
+        elif isinstance(payload, ExactCopy):
+            plain.append(replace(item, load=lambda tensor=payload.tensor: tensor))  # type: ignore[misc]
+        else:
+            raise SaveFailed(
+                f"'{item.key.fqn}' is not what this writer staged for an asynchronous save, but "
+                f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
+            )
+    return iter(coded), plain, tied
+
+
+def check_arrival(staged: Sequence[frozenset[ChunkKey | str]], plans: Sequence[SavePlan]) -> None:
+    """Compare what was staged with what DCP planned, both by rank: everything arrives, once, where it was staged.
+
+    Raises:
+        SaveFailed: it does not; the first tensor or object is named.
+    """
+    arrived: dict[ChunkKey | str, int] = {}
+    for rank, (mine, plan) in enumerate(zip(staged, plans, strict=True)):
+        for name in map(name_of, plan.items):
+            if name not in mine:
+                raise SaveFailed(f"{_named(name)} was planned for rank {rank}, which did not stage it; {_CHANGED}")
+            if arrived.setdefault(name, rank) != rank:
+                raise SaveFailed(f"{_named(name)} was planned for ranks {arrived[name]} and {rank}; {_CHANGED}")
+        if len(plan.items) != len(set(map(name_of, plan.items))):
+            names = [name_of(item) for item in plan.items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise SaveFailed(f"{_named(twice)} was planned twice for rank {rank}; {_CHANGED}")
+    for rank, mine in enumerate(staged):
+        for name in sorted(mine - arrived.keys(), key=str):
+            raise SaveFailed(f"{_named(name)}, staged by rank {rank}, is in no rank's plan; {_CHANGED}")
+
+
+_CHANGED = (
+    "the planner of the save is not the one that tensors were staged for, or changed its mind; nothing was committed. "
+    "Pass the planner to dcp.async_save itself, or save synchronously"
+)
+
+
+def _named(name: ChunkKey | str) -> str:
+    return f"object '{name}'" if isinstance(name, str) else f"'{name.fqn}' at {name.offsets}"

@@ -4,59 +4,41 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dsq_ckpt import chain
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.comm import communicator, together
+from dsq_ckpt.comm import Communicator, SingleProcess, communicator
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import make_directory
-from dsq_ckpt.dcp.items import (
-    inventory,
-    key_of,
-    objects_of,
-    parts_of,
-    planner_json,
-    staged_payloads,
-    staged_state_dict,
-    write_results,
-)
-from dsq_ckpt.dcp.staging import Payload
+from dsq_ckpt.dcp.calls import AsyncCall
+from dsq_ckpt.dcp.early import stage_codes
+from dsq_ckpt.dcp.items import check_promised, inventory, write_results
+from dsq_ckpt.dcp.planner_data import planner_json
+from dsq_ckpt.dcp.recipe import Recipe
+from dsq_ckpt.dcp.staging import StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
-from dsq_ckpt.notices import began_at, calling_line
-from dsq_ckpt.parts import items_of, layout_of
-from dsq_ckpt.quantizing import Quantized, quantize_items
-from dsq_ckpt.session import Agreement, Coded, Item, agree, exact_values, remember, untied, write_rank
+from dsq_ckpt.notices import began_at, calling_line, warn_safely
+from dsq_ckpt.session import Agreement, agree, exact_values, untied, write_rank
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
-
-
-@dataclass
-class _Staged:
-    """What `stage` computed; it travels with the writer to the thread or process that writes."""
-
-    agreement: Agreement
-    choice: Choice
-    coded: frozenset[ChunkKey]
 
 
 class DSQStorageWriter(StorageWriter):
@@ -71,6 +53,7 @@ class DSQStorageWriter(StorageWriter):
         model: its module tree tells layer types; without it they are told by names and shapes.
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
+        no_dist: this rank saves alone, as DCP was told by its own `no_dist`; other ranks are left alone too.
         chooser: chooses the configuration when the sketches are known (see `Compressor`).
         gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
         fractions: what the chooser may prune and protect by sensitivity.
@@ -89,6 +72,7 @@ class DSQStorageWriter(StorageWriter):
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
+        no_dist: bool = False,
         chooser: Chooser = as_configured,
         gradients: Mapping[str, torch.Tensor] | None = None,
         fractions: Fractions | None = None,
@@ -97,24 +81,29 @@ class DSQStorageWriter(StorageWriter):
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         self._parent = parent
         self._overwrite = overwrite
-        self._types = layer_types(model) if model is not None else None
+        self._recipe = Recipe(
+            self.config, layer_types(model) if model is not None else None, chooser, dict(gradients or {}),
+            fractions or Fractions(),
+        )
         self._group = process_group
         self._pinned = pinned
-        self._staged: _Staged | None = None
+        self.no_dist = no_dist
+        self.told: AsyncCall | None = None
+        """The call of `dcp.async_save` that is to come, from who makes it; None: its stack tells."""
+        self._staged: StagedCodes | StagedCopy | None = None
         self._rank = 0
         self._started = 0.0
         self._planned: Agreement | None = None
         self._used: str | None = None
+        self._names: set[str] = set()
+        self._planner = ""
         self._choice: Choice | None = None
-        self._chooser = chooser
-        self._gradients = dict(gradients or {})
-        self._fractions = fractions or Fractions()
         self._line = calling_line()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {  # groups do not cross processes; a staged save needs none, and has chosen
-            **self.__dict__, "_group": None, "_chooser": as_configured, "_gradients": {},
-        }
+        # Groups do not cross processes; a save that was quantized has chosen.
+        recipe = self._recipe.without_training() if isinstance(self._staged, StagedCodes) else self._recipe
+        return {**self.__dict__, "_group": None, "told": None, "_recipe": recipe}
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -130,18 +119,22 @@ class DSQStorageWriter(StorageWriter):
             self.path = local_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
+        if isinstance(self._staged, StagedCopy):  # DCP's first call of a save, and the planner's is the next
+            self._staged.begin()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @property
     def quality(self) -> dict[str, Any] | None:
         """What the chooser measured about the last save."""
         staged = self._staged  # read once: a background save takes it away
-        choice = self._choice if staged is None else staged.choice
+        choice = staged.choice if isinstance(staged, StagedCodes) else self._choice
         return None if choice is None else choice.quality
 
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         began_at(self._line)
+        if not kwargs.get("use_collectives", True) and not self.no_dist and len(ranks_of(self._group)) > 1:
+            raise SaveFailed(_NO_COLLECTIVES)
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
         if self._staged is None:  # else `stage` began the save
@@ -153,22 +146,36 @@ class DSQStorageWriter(StorageWriter):
         self._target()
         if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
             raise SaveFailed(_PLAN_CACHING)
-        return replace(plan, storage_data=self._layout(plan.items))
+        self._names = {item.index.fqn for item in plan.items}
+        if isinstance(self._staged, StagedCodes):
+            return replace(plan, storage_data=self._staged.staged)
+        return replace(plan, storage_data=self._recipe.layout(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self.no_dist and len(plans) > 1:
+            raise SaveFailed(f"DSQStorageWriter was told no_dist=True, but DCP saves with {len(plans)} ranks")
         refuse_checkpoint(self._target(), self._overwrite)
-        if self._staged is not None:
+        if isinstance(self._staged, StagedCodes):
             agreement = self._staged.agreement
             if agreement.ranks != len(plans):
                 raise SaveFailed(
                     f"staged by {agreement.ranks} rank(s), but DCP saves with {len(plans)}: give DSQStorageWriter the "
-                    "process_group of the save, and do not pass no_dist where torch.distributed is initialized"
+                    "process_group of the save, and no_dist if that is given to DCP"
                 )
+            staged = [plan.storage_data for plan in plans if isinstance(plan.storage_data, frozenset)]
+            if len(staged) != len(plans):
+                raise SaveFailed(_PLAN_CACHING)
+            check_arrival(staged, plans)
         else:
             layouts = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Layout)]
             if len(layouts) != len(plans):
                 raise SaveFailed(_PLAN_CACHING)
-            agreement = self._agreement(len(plans), layouts)
+            # A planner may give other names in its global plan, and other ranks may have other tensors.
+            named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
+            layouts.append(self._recipe.layout([item for name, item in named.items() if name not in self._names]))
+            agreement = agree(self._target(), self._parent, self.config, len(plans), layouts)
+            if self._staged is not None:
+                agreement = replace(agreement, save_id=self._staged.save_id)
         self._planned = agreement
         return [replace(plan, storage_data=agreement) for plan in plans]
 
@@ -178,20 +185,24 @@ class DSQStorageWriter(StorageWriter):
         if not isinstance(agreement, Agreement) or agreement.save_id == self._used:
             raise SaveFailed(_PLAN_CACHING)
         self._used = agreement.save_id
+        self._planner = type(planner).__name__
         path = self._target()
         storage = self.config.storage
         with Workers(storage.thread_count(), storage.block_elements) as workers:
-            items, objects = self._items(plan.items, planner)
+            items, objects = self._recipe.items(plan.items, planner)
             staged = self._staged
-            if staged is not None:
+            if isinstance(staged, StagedCodes):
                 self._choice, self._staged = staged.choice, None  # in this order: `quality` looks at both
                 if staged.agreement.save_id != agreement.save_id:
                     raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
                 choice = staged.choice
-                coded, plain, tied = staged_payloads(items, staged.coded)
+                coded, plain, tied = staged_payloads(items)
             else:
+                self._staged = None
+                group = self._group if staged is None or staged.group is None else staged.group
                 items, tied = untied(items)
-                quantized = self._quantized(items, [], agreement, workers)
+                comm = SingleProcess() if self.no_dist else communicator(group, agreement.ranks)
+                quantized = self._recipe.quantized(items, [], agreement, comm, workers)
                 coded, plain, choice = quantized.coded, quantized.plain, quantized.choice
             if agreement.exact:
                 plain = [replace(item, config=None) for item in plain]  # not as bf16 either
@@ -204,7 +215,7 @@ class DSQStorageWriter(StorageWriter):
                 {item.key: item.dtype for item in items}, {item.key: item.kind for item in items}, workers,
                 tied,
             )
-            if staged is None:
+            if not isinstance(staged, StagedCodes):
                 memory.values |= exact_values(plain, agreement.layout)
                 chain.remember_pending(path, agreement.save_id, memory)
         return _done(write_results(plan.items, result))
@@ -217,13 +228,20 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed(_PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
         tensors, objects = inventory(metadata)
+        check_promised(tensors, objects, ranks, self._planner)
+        planner, lost = planner_json(metadata.planner_data)
         committed = commit(
-            path, agreement, ranks, tensors, objects, planner_json(metadata.planner_data), self._choice,
+            path, agreement, ranks, tensors, objects, planner, self._choice,
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
         chain.remember_committed(path, agreement.save_id)
         if committed.flushed:
             retire(path, self.config)
+        if lost is not None:
+            warn_safely(
+                f"planner data of {self._planner} is not in the checkpoint, since it is no plain data ({lost}); "
+                "Metadata.planner_data will be None when it is loaded"
+            )
 
     # AsyncStager: what runs on the training thread of an asynchronous save.
 
@@ -241,97 +259,87 @@ class DSQStorageWriter(StorageWriter):
 
     @held_signals()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Sketch, merge, quantize: returns a state dict of codes that training can no longer change.
+        """Return a state dict that training can no longer change.
 
-        Collective over the writer's process group. Entropy coding and files are left to DCP's background save.
+        Where the save is known to be planned as DCP does it by default, tensors are sketched and quantized here, which
+        is collective over the writer's process group, and entropy coding and files are left to the background. Any
+        other planner must see the tensors themselves: then this makes a copy, and all else is done in the background
+        as in a synchronous save.
 
         Raises:
             CheckpointExists: a complete checkpoint is there and is not to be overwritten; on other ranks SaveFailed.
             SaveFailed: on all ranks, when any rank failed.
         """
         if self._staged is not None:
-            raise SaveFailed("this writer's last asynchronous save is not written; use a new DSQStorageWriter for each")
+            raise SaveFailed(
+                "this writer's last asynchronous save is not written, or failed; use a new DSQStorageWriter for each"
+            )
         self._started = time.time()
         self._line = calling_line()
+        call = self.told or AsyncCall.of_stack()
+        if call is not None:
+            self.reset(call.checkpoint_id)
+            self._check(call)
         path = self._target()
-        comm = communicator(self._group)
-        planner = DefaultSavePlanner()
+        alone = self.no_dist or (call is not None and call.no_dist)
+        comm: Communicator | None = SingleProcess() if alone else None
+        if comm is None and call is not None and ranks_of(self._group) == ranks_of(call.process_group):
+            comm = communicator(self._group)
+        save_id = uuid.uuid4().hex[:16]
+        if comm is not None and call is not None:
+            found = comm.gather((call.default_planner, save_id))  # ranks with different planners must not part here
+            if all(default for default, _ in found):
+                staged, self._staged, memory = stage_codes(state_dict, self._recipe, comm, self._agreed)
+                chain.remember_pending(path, self._staged.agreement.save_id, memory)
+                return staged
+            save_id = found[0][1]
+        if self._recipe.chooser is not as_configured:
+            raise SaveFailed(
+                "a search evaluates the model on the training thread, before DCP plans, which is possible only with "
+                "DCP's default planner and where writer and save have the same ranks: leave out planner= of "
+                "dcp.async_save, or save synchronously"
+            )
+        return self._stage_copy(state_dict, call, save_id)
 
-        def plan() -> SavePlan:
-            planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
-            return replace(planner.create_local_plan(), planner_data=None)
+    def _stage_copy(self, state_dict: dict[str, Any], call: AsyncCall | None, save_id: str) -> dict[str, Any]:
+        failure: str | None = None
+        copy: dict[str, Any] = {}
+        try:
+            copy = copied(state_dict, call is not None and call.processes)
+            self._recipe = self._recipe.with_own_gradients()
+        except Exception as error:  # raised where DCP tells the other ranks, which are on their way there
+            failure = f"{type(error).__name__}: {error}"
+        group = None if call is None else call.process_group
+        self._staged = StagedCopy(save_id, group, chain.outline(), failure)
+        if call is None or call.processes:  # nobody else tells this process what was saved
+            chain.remember_pending(self._target(), save_id, chain.Memory())
+        return copy
 
-        def decide() -> Agreement | None:
-            if comm.rank:
-                return None
-            refuse_checkpoint(path, self._overwrite)  # before a search, which may take long
-            return self._agreement(comm.size, [self._layout(plan.items) for plan in plans])
+    def _check(self, call: AsyncCall) -> None:
+        """Refuse what cannot work, on all ranks alike, before anything is done."""
+        alone = call.no_dist or self.no_dist
+        if not call.use_collectives and not alone and len(ranks_of(call.process_group)) > 1:
+            raise SaveFailed(_NO_COLLECTIVES)
+        if call.processes and alone and len(ranks_of(None)) > 1:
+            raise SaveFailed(
+                "no_dist=True, but DCP's background process is started by all ranks together; save in a thread"
+            )
 
-        def quantized() -> tuple[dict[str, Any], _Staged, chain.Memory]:
-            storage = self.config.storage
-            with Workers(storage.thread_count(), storage.block_elements) as workers:
-                items = [item for item in self._items(mine, planner)[0] if item.key not in tied]
-                own = {item.key for item in items}
-                replicas = [item for item in self._items(local, planner)[0] if item.key not in own]
-                found = self._quantized(items, replicas, agreement, workers)
-                payloads: dict[ChunkKey, Payload] = {}
-                memory = chain.Memory()
-                for piece in found.coded:
-                    payloads[piece.chunk.key] = Coded(piece.chunk.staged(workers), piece.base)
-                    remember(memory, piece.chunk, self.config)
-                exact = {item.key: item.load().detach().to("cpu", copy=True) for item in found.plain}
-                memory.values |= exact_values(found.plain, agreement.layout)
-            whole = {**payloads, **exact}
-            whole |= {key: whole[first] for key, first in tied.items()}
-            staged = _Staged(agreement, found.choice, frozenset(payloads))
-            return staged_state_dict(state_dict, mine, whole), staged, memory
-
-        def plan_untied() -> tuple[SavePlan, dict[ChunkKey, ChunkKey]]:
-            """Ties are found before replicas are dealt to ranks, or one rank would get the one, another the other."""
-            whole = plan()
-            kept, tied = untied(self._items(whole.items, planner)[0])
-            names = {item.key for item in kept}
-            items = [item for item in whole.items if item.tensor_data is None or key_of(item) in names]
-            ties = [item for item in whole.items if item.tensor_data is not None and key_of(item) in tied]
-            return replace(whole, items=items, storage_data=ties), tied
-
-        own_plan, tied = together(comm, plan_untied)
-        ties, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
-        local = own_plan.items
-        plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
-        written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
-        tied = {key: first for key, first in tied.items() if first in written}
-        mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
-        agreement = comm.broadcast(together(comm, decide))
-        staged, self._staged, memory = together(comm, quantized)
-        chain.remember_pending(path, agreement.save_id, memory)
-        return staged
-
-    def _agreement(self, ranks: int, layouts: list[Layout]) -> Agreement:
-        return agree(self._target(), self._parent, self.config, ranks, layouts)
+    def _agreed(self, layouts: list[Layout]) -> Agreement:
+        path = self._target()
+        refuse_checkpoint(path, self._overwrite)  # before a search, which may take long
+        return agree(path, self._parent, self.config, len(layouts), layouts)
 
     def _target(self) -> Path:
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
         return self.path
 
-    def _layout(self, write_items: list[WriteItem]) -> Layout:
-        return layout_of(parts_of(write_items), self.config, self._types, bool(self._gradients), self._fractions)
 
-    def _items(
-        self, write_items: list[WriteItem], planner: SavePlanner
-    ) -> tuple[list[Item], Iterator[tuple[str, bytes]]]:
-        return items_of(parts_of(write_items, planner), self.config, self._types), objects_of(write_items, planner)
-
-    def _quantized(
-        self, items: list[Item], replicas: list[Item], agreement: Agreement, workers: Workers
-    ) -> Quantized:
-        comm = communicator(self._group, agreement.ranks)
-        return quantize_items(
-            items, replicas, agreement, self.config, self._chooser, self._gradients, comm, workers
-        )
-
-
+_NO_COLLECTIVES = (
+    "use_collectives=False lets every rank save a checkpoint of its own: leave it out, or save with no_dist=True, each "
+    "rank to a directory of its own"
+)
 _PLAN_CACHING = (
     "DCP reused the plan of an earlier save; dsq_ckpt needs a new plan for every save: "
     "pass a planner with enable_plan_caching=False"
@@ -342,6 +350,11 @@ def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
     future.set_result(results)
     return future
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a process group, as numbers of the default one; one where torch.distributed is not in use."""
+    return dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

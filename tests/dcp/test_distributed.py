@@ -28,6 +28,14 @@ def test_async(tmp_path):
     assert checks(torchrun("background", 2, tmp_path, timeout=200)) == 6
 
 
+def test_planners(tmp_path):
+    assert checks(torchrun("planners", 2, tmp_path, timeout=300)) == 8
+
+
+def test_a_background_process_dies(tmp_path):
+    assert checks(torchrun("revived", 2, tmp_path, timeout=300)) == 2
+
+
 def test_faults(tmp_path):
     assert checks(torchrun("faults", 3, tmp_path, timeout=200)) == 8
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter, chain, commit, quantizing
 from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.dcp import early
 from dsq_ckpt.dcp import writer as writer_module
 from dsq_ckpt.manifest import Manifest
 
@@ -184,7 +185,7 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     for culprit in range(size):
         for target, name in (
             (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"),
-            (writer_module, "staged_state_dict"), (writer_module, "write_rank"), (ContainerWriter, "finish"),
+            (early, "staged_state_dict"), (writer_module, "write_rank"), (ContainerWriter, "finish"),
         ):
             path = root / f"staging-{culprit}-{name}"
 

@@ -1,0 +1,62 @@
+"""A writer's settings for tensors, applied to DCP's items: what is lossy, and how it is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from dsq_ckpt.analysis import Fractions, Layout
+from dsq_ckpt.choice import Chooser, as_configured
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.dcp.items import objects_of, parts_of
+from dsq_ckpt.parts import items_of, layout_of
+from dsq_ckpt.quantizing import Quantized, quantize_items
+from dsq_ckpt.session import Agreement, Item
+from dsq_ckpt.workers import Workers
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the tensors of a save are stored.
+
+    Attributes:
+        config: of the save.
+        types: layer types by name; see `assign`.
+        chooser: chooses the configuration when the sketches are known.
+        gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
+        fractions: what the chooser may prune and protect by sensitivity.
+    """
+
+    config: DSQConfig
+    types: Mapping[str, str] | None = None
+    chooser: Chooser = as_configured
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fractions: Fractions = field(default_factory=Fractions)
+
+    def without_training(self) -> Recipe:
+        """Return the recipe without what only the training thread may use; of a save that is quantized already."""
+        return replace(self, chooser=as_configured, gradients={})
+
+    def with_own_gradients(self) -> Recipe:
+        """Return the recipe with gradients that training does not go on to change."""
+        return replace(self, gradients={name: average.clone() for name, average in self.gradients.items()})
+
+    def layout(self, write_items: list[WriteItem]) -> Layout:
+        """Return what is lossy among items, and how."""
+        return layout_of(parts_of(write_items), self.config, self.types, bool(self.gradients), self.fractions)
+
+    def items(
+        self, write_items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[list[Item], Iterator[tuple[str, bytes]]]:
+        """Return the tensors among DCP's items, and names and bytes of the objects."""
+        return items_of(parts_of(write_items, planner), self.config, self.types), objects_of(write_items, planner)
+
+    def quantized(
+        self, items: list[Item], replicas: list[Item], agreement: Agreement, comm: Communicator, workers: Workers
+    ) -> Quantized:
+        """Merge sketches with the other ranks, choose, then quantize lazily; collective over `comm`."""
+        return quantize_items(items, replicas, agreement, self.config, self.chooser, self.gradients, comm, workers)

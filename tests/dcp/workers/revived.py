@@ -1,0 +1,62 @@
+"""DCP's background process of one rank is killed, between saves and during one: argv = an empty directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import HANG, done, fails_everywhere, normal, world
+from torch.distributed.checkpoint import _async_process_executor
+
+import dsq_ckpt
+from dsq_ckpt.manifest import Manifest, is_complete
+
+
+def state(step: int, rank: int) -> dict[str, torch.Tensor]:
+    return {name: normal(80, 64, seed=1) + 0.001 * step for name in (f"{rank}.weight", "shared.weight")}
+
+
+def kill() -> None:
+    process = _async_process_executor._CHECKPOINT_PROCESS._save_process
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def stop() -> None:
+    os.kill(_async_process_executor._CHECKPOINT_PROCESS._save_process.pid, signal.SIGSTOP)
+
+
+def killed(root: Path, rank: int) -> None:
+    """After its end other processes are started on all ranks; a save under way fails on all, in clear words."""
+    for step in range(2):
+        dsq_ckpt.async_save(state(step, rank), root / str(step), processes=True).result(timeout=HANG)
+        dist.barrier()
+        assert Manifest.read(root / str(step)).depth == step
+        if rank == 1 and step == 0:
+            kill()
+        dist.barrier()
+    done("killed between saves")
+    if rank == 1:
+        stop()  # so that it is surely in the middle of the save
+    future = dsq_ckpt.async_save(state(2, rank), root / "2", processes=True)
+    dist.barrier()
+    if rank == 1:
+        kill()
+    fails_everywhere(lambda: future.result(timeout=HANG), "was killed by signal 9; the next save starts another")
+    assert isinstance(future.exception(), dsq_ckpt.SaveFailed), future.exception()
+    assert not is_complete(root / "2")
+    dist.barrier()
+    dsq_ckpt.async_save(state(3, rank), root / "3", processes=True).result(timeout=HANG)
+    dist.barrier()
+    assert Manifest.read(root / "3").parent_name == "1"
+    done("killed in the middle of a save")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with world() as (me, _):
+        killed(Path(sys.argv[1]), me)
