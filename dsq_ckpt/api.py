@@ -265,7 +265,7 @@ def save_async_with(
             ended = how_it_ended(after_error=True) if processes else None
             where = "in DCP's background process: " if processes else ""
             plain = SaveFailed(
-                f"{where}{type(error).__name__}: {error}" if ended is None
+                f"{where}{described(error)}" if ended is None
                 else f"DCP's background process {ended}; the next save starts another"
             )
             plain.__cause__ = error

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.parts import Part
 from dsq_ckpt.session import RankResult
 
@@ -47,7 +47,7 @@ def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
         found = planner.resolve_data(item)
     except Exception as error:
         kind, name = type(planner).__name__, item.index.fqn
-        raise SaveFailed(f"{kind} cannot resolve '{name}': {type(error).__name__}: {error}") from error
+        raise SaveFailed(f"{kind} cannot resolve '{name}': {described(error)}") from error
     if isinstance(found, torch.Tensor):
         shape, dtype = tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
         # Shards without elements have any shape.
