@@ -32,6 +32,7 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest, existing_path, local_path
 from dsq_ckpt.nesting import Path, empty_dicts
+from dsq_ckpt.subclasses import loading, storable
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def save_with(
     _background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     path, comm = writer.path, SingleProcess() if no_dist else communicator(process_group)
+    state_dict = together(comm, lambda: storable(state_dict))
     if staged:
         writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
@@ -238,16 +240,17 @@ def save_async_with(
         )
     if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
         raise SaveFailed(lacking)
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    state_dict = together(comm, lambda: storable(state_dict))
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
-    own_rank = SingleProcess().rank if no_dist else communicator(process_group).rank
     group = None if processes or no_dist else _background.group(process_group)
     if processes:
         replace_dead(communicator(None))
     if no_dist:
         _silence()
     writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
-    with _plain_errors(SaveFailed, own_rank):
+    with _plain_errors(SaveFailed, comm.rank):
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
             no_dist=no_dist, process_group=group,
@@ -258,7 +261,7 @@ def save_async_with(
     def pass_on(done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, CheckpointException):
-            plain = _plain_error(error, SaveFailed, None if processes else own_rank)
+            plain = _plain_error(error, SaveFailed, None if processes else comm.rank)
             plain.__cause__ = error
             error = plain
         elif isinstance(error, Exception) and not isinstance(error, DSQError):
@@ -322,7 +325,10 @@ def load(
     try:
         for target, placeholders in to_fill:
             target.update(placeholders)
-        with _plain_errors(LoadFailed, comm.rank), _alone(no_dist), _sortable(state_dict) as sortable:
+        with (
+            _plain_errors(LoadFailed, comm.rank), _alone(no_dist), loading(state_dict) as inner,
+            _sortable(inner) as sortable,
+        ):
             dcp.load(
                 sortable, storage_reader=reader, planner=NestedLoadPlanner(empty), process_group=process_group,
                 no_dist=no_dist,

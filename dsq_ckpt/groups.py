@@ -119,9 +119,16 @@ def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str
     return {pattern: earlier for pattern, earlier in idle.items() if pattern not in decided}
 
 
+def is_inner(fqn: str) -> bool:
+    """Whether a name is that of an inner tensor of a subclass, as `subclasses.by_parts` names it: it is exact."""
+    return any(part.startswith("<") and part.endswith(">") for part in fqn.split("."))
+
+
 def _kind(fqn: str) -> tuple[str, str]:
     """(kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
     parent, _, leaf = fqn.rpartition(".")
+    if is_inner(fqn):
+        return EXACT, fqn
     if leaf in _MOMENTS:
         return _MOMENTS[leaf], parent
     if any(part in _OPTIMIZER_PARTS for part in fqn.lower().split(".")):

@@ -33,6 +33,7 @@ from dsq_ckpt.parts import Part
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sources import InMemory, open_source, whole_state
 from dsq_ckpt.sources import Source as Opened
+from dsq_ckpt.subclasses import by_parts
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.workers import Workers
@@ -162,7 +163,7 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
 
 def _whole(state: State) -> InMemory:
     """A state dict that a user gave, once all its tensors are whole ones."""
-    opened = InMemory(state)
+    opened = InMemory(by_parts(state))
     for fqn in opened.tensors:
         tensor = opened.tensor(fqn)
         if isinstance(tensor, DTensor | ShardedTensor):

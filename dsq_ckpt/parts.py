@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.groups import assign, kind_of
 from dsq_ckpt.session import Item
+from dsq_ckpt.subclasses import checked
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,17 @@ def layout_of(
     return Layout(tensors, groups, state, averaged, fractions or Fractions(), residual, frozenset(settings))
 
 
+def _loaded(part: Part) -> torch.Tensor:
+    return checked(part.key.fqn, part.load())
+
+
 def items_of(parts: Iterable[Part], config: DSQConfig, types: Mapping[str, str] | None) -> list[Item]:
     """The parts with how each of them is stored."""
     items = []
     for part in parts:
         chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types)
         items.append(Item(
-            part.key, part.dtype, chosen.kind, chosen.group, chosen.config, part.load,
+            part.key, part.dtype, chosen.kind, chosen.group, chosen.config, partial(_loaded, part),
             config.storage.on_device,
         ))
     return items

@@ -17,7 +17,6 @@ from dsq_ckpt.coding import HuffmanCoder, coder_class, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config import DeltaConfig, DSQConfig
 from dsq_ckpt.container import Block, ContainerWriter, FileInfo
-from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.workers import Workers
 
 _PACKED = 1 << 16  # smaller exact items share a compressed block
@@ -187,10 +186,6 @@ class ShardWriter:
 
     def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> Written:
         """Store a tensor bit for bit, or converted to `stored`; finite values stay finite in that."""
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            raise SaveFailed(
-                f"'{key.fqn}' is a quantized or sparse tensor, which is not supported; save its parts, or a dense copy"
-            )
         kept = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         if stored is not None:
             limit = torch.finfo(stored).max

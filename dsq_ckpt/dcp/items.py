@@ -16,6 +16,7 @@ from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.parts import Part
 from dsq_ckpt.session import RankResult
+from dsq_ckpt.subclasses import object_named
 
 
 def key_of(item: WriteItem) -> ChunkKey:
@@ -61,11 +62,16 @@ def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
 
 
 def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of what is no tensor."""
-    return (
-        (item.index.fqn, planner.resolve_data(item).getvalue())  # type: ignore[union-attr]
-        for item in write_items if item.type == WriteItemType.BYTE_IO
-    )
+    """Names and bytes of what is no tensor.
+
+    Raises:
+        SaveFailed: on iteration, if the planner cannot pickle one.
+    """
+    for item in write_items:
+        if item.type == WriteItemType.BYTE_IO:
+            with object_named(item.index.fqn):
+                data = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
+            yield item.index.fqn, data
 
 
 def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:

@@ -22,6 +22,7 @@ from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.session import Agreement, Coded, Item
+from dsq_ckpt.subclasses import object_named
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def staged_state_dict(
             mine = by_name.get(fqn, [])
             staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
         else:
-            staged[fqn] = copy.deepcopy(value)
+            with object_named(fqn):
+                staged[fqn] = copy.deepcopy(value)
     return Nesting.of(state_dict, mappings).nested(staged)
 
 

@@ -1,0 +1,197 @@
+"""Tensors that are not memory of numbers: subclasses that consist of other tensors, and what cannot be stored at all.
+
+The quantized weights of torchao and the states of its 8-bit optimizers report a dtype and a shape that no memory has.
+A save names their inner tensors in their place, as `weight.<Int8Tensor>.qdata`, and these are stored exactly. A load
+fills the inner tensors of the one that is in the state dict: of the class itself nothing is stored but its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._utils import _element_size
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dsq_ckpt.errors import LoadFailed, SaveFailed, described
+
+_SETTINGS = "<settings>"
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+
+
+def by_parts(state: Any) -> Any:
+    """A copy of nested dicts and lists with inner tensors in place of subclasses; itself where there are none."""
+    if not any(True for _ in _places(state)):
+        return state
+    if isinstance(state, Mapping):
+        return {key: _parts(value) if _consists(value) else by_parts(value) for key, value in state.items()}
+    return [_parts(value) if _consists(value) else by_parts(value) for value in state]
+
+
+def storable(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict as it is stored: with inner tensors in place of subclasses.
+
+    Raises:
+        SaveFailed: a tensor cannot be stored; the message names it. torch's planning fails on some, without the name.
+    """
+    state = by_parts(state)
+    for fqn, value in flatten_state_dict(state)[0].items():
+        checked(fqn, value)
+    return state
+
+
+@contextmanager
+def loading(state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """A state dict to be loaded into, with inner tensors in place of subclasses; what is loaded is then in `state`.
+
+    Raises:
+        LoadFailed: what was stored has other settings than the tensor whose inner tensors it was loaded into.
+    """
+    inner = by_parts(state)
+    yield inner
+    if inner is not state:
+        _put_back(state, inner, "")
+
+
+def checked(fqn: str, value: Any) -> Any:
+    """The value that is to be stored by this name, if it is memory of numbers, or no tensor.
+
+    Raises:
+        SaveFailed: it is not; the message says what to do.
+    """
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):  # DTensors tell their chunks
+        return value
+    if isinstance(value, AsyncCollectiveTensor):
+        return value.wait()
+    if value.layout is not torch.strided:
+        raise SaveFailed(f"'{fqn}' has the layout {value.layout}: save its parts, or a dense copy (to_dense())")
+    if value.is_quantized or value.dtype in _QUANTIZED:
+        raise SaveFailed(
+            f"'{fqn}' is of dtype {value.dtype}, which is not supported: save its parts (int_repr(), q_scale(), "
+            "q_zero_point()), or a copy by dequantize()"
+        )
+    if not _is_copied(value.dtype):
+        raise SaveFailed(
+            f"'{fqn}' is of dtype {value.dtype}, which torch itself cannot copy: save a view of it as torch.uint8"
+        )
+    if value.is_meta:
+        raise SaveFailed(f"'{fqn}' is on the meta device, so there are no values to save; materialize it first")
+    if _consists(value):
+        raise SaveFailed(
+            f"'{fqn}' is of class {type(value).__name__}, or a part of a distributed tensor of that class, which "
+            "consists of other tensors: whole ones, in a dict, are stored by dsq_ckpt.save, async_save and Compressor; "
+            "else save these tensors, or a plain copy (dequantize(), where the class has it)"
+        )
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and value.numel() and not value.data_ptr():
+        raise SaveFailed(
+            f"'{fqn}' is of class {type(value).__name__}, which has neither memory of its own nor __tensor_flatten__ "
+            "to tell what it consists of: save a plain tensor in its place"
+        )
+    return value
+
+
+@functools.cache
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Whether it is a dtype that DCP can plan with and torch can copy, rather than of bits that have no meaning yet."""
+    try:
+        _element_size(dtype)
+        torch.empty(64, 64, dtype=dtype).t().contiguous()  # large enough for the path of large ones
+    except (TypeError, RuntimeError):  # NotImplementedError is one
+        return False
+    return True
+
+
+@contextmanager
+def object_named(fqn: str) -> Iterator[None]:
+    """Name the object that cannot be pickled, or copied, which most are in the same way.
+
+    Raises:
+        SaveFailed: it cannot.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise SaveFailed(
+            f"'{fqn}' is no tensor, and cannot be stored as an object ({described(error)}): save plain data in its "
+            "place, or leave it out"
+        ) from error
+
+
+def _consists(value: Any) -> bool:
+    """Whether it is a tensor that consists of others, and DCP knows nothing of that."""
+    if isinstance(value, DTensor | ShardedTensor | AsyncCollectiveTensor):
+        return False
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Where subclasses are in nested dicts and lists: the dict or list, and the key."""
+    entries = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in entries:
+        if _consists(value):
+            yield node, key
+        else:
+            yield from _places(value)
+
+
+def _parts(tensor: torch.Tensor) -> Any:
+    """Inner tensors by name, below the name of the class; one that is all there is stands for itself."""
+    names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(tensor, name) for name in names}
+    if len(names) == 1:
+        only = inner[names[0]]
+        if (only.shape, only.dtype) == (tensor.shape, tensor.dtype):
+            return _parts(only) if _consists(only) else only
+    parts = {name: _parts(value) if _consists(value) else value for name, value in inner.items()}
+    return {f"<{type(tensor).__name__}>": {**parts, _SETTINGS: json.dumps(_plain(settings), sort_keys=True)}}
+
+
+def _plain(settings: Any) -> dict[str, str]:
+    """What a subclass says of itself beside its tensors, as far as it is plain data."""
+    if isinstance(settings, list | tuple):
+        settings = dict(enumerate(settings))
+    found = {}
+    for key, value in settings.items() if isinstance(settings, Mapping) else ():
+        values = value if isinstance(value, list | tuple) else [value]
+        if all(isinstance(one, _PLAIN) for one in values):
+            found[str(key)] = str(list(value) if isinstance(value, tuple) else value)
+    return found
+
+
+def _put_back(own: Any, loaded: Any, name: str) -> Any:
+    """What was loaded, with the subclasses that it was loaded into in their places; `own` keeps its dicts."""
+    if _consists(own):
+        _compare(name, own, loaded)
+        return own
+    if isinstance(own, MutableMapping) and isinstance(loaded, Mapping):
+        for key in own:
+            own[key] = _put_back(own[key], loaded[key], f"{name}.{key}")
+        return own
+    if isinstance(own, list) and isinstance(loaded, list):
+        return [_put_back(*pair, f"{name}.{place}") for place, pair in enumerate(zip(own, loaded, strict=True))]
+    return loaded
+
+
+def _compare(name: str, tensor: torch.Tensor, loaded: Any) -> None:
+    own = f"<{type(tensor).__name__}>"
+    if not isinstance(loaded, dict) or own not in loaded:
+        return
+    stored = json.loads(loaded[own][_SETTINGS])
+    for key, value in _plain(tensor.__tensor_flatten__()[1]).items():  # type: ignore[attr-defined]
+        if stored.get(key, value) != value:
+            raise LoadFailed(
+                f"'{name.lstrip('.')}', of class {own[1:-1]}, was saved with {key} {stored[key]}, and is loaded into "
+                f"one with {value}, whose values are of no use now: make the model as it was made when it was saved"
+            )
+    for key, inner in loaded[own].items():
+        if key != _SETTINGS and _consists(getattr(tensor, key)):
+            _compare(f"{name}.{key}", getattr(tensor, key), inner)
