@@ -2,19 +2,46 @@
 
 DeepSpeed's files have names of their own, which a second save of a tag gives to other files. The old ones step aside
 before, as links that name the save they belong to, and go when the new manifest is there. If it never comes, because
-the save fails or is killed in between, `restore` brings them back.
+the save fails or is killed in between, `restore` brings them back. Such names are not ours alone, so before they are
+given a journal tells which files they are: by it, and by nothing else, `dsq gc` may remove them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dsq_ckpt.container import file_checksum, sync_directory
+from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.regular import read_regular
+
+JOURNAL = ".attachments"
+_MOST = 1 << 26
+
+
+def journal(directory: Path, save_id: str, files: Sequence[FileInfo], fsync: bool) -> None:
+    """Note what files are about to be given their names by a save; nothing for none."""
+    if files:
+        with open(directory / f".{save_id}{JOURNAL}", "x") as stream:
+            json.dump({file.name: [file.size, file.checksum] for file in files}, stream)
+            stream.flush()
+            if fsync:
+                os.fsync(stream.fileno())
+
+
+def journaled(directory: Path) -> set[str]:
+    """Names of files that a save which did not complete gave, and that are still what it wrote."""
+    found = set()
+    for path in directory.glob(f".*{JOURNAL}"):
+        with contextlib.suppress(OSError, ValueError, AttributeError, DSQError):
+            for name, told in json.loads(read_regular(path, _MOST)).items():
+                if "/" not in name and [*file_checksum(directory / name)] == told:
+                    found.add(name)
+    return found
 
 
 def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
@@ -36,9 +63,9 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
 
 
 def forget(directory: Path, names: Iterable[str]) -> None:
-    """The new manifest is there: what stepped aside goes."""
-    for name in names:
-        for old in directory.glob(f".{name}.*.old"):
+    """The new manifest is there: what stepped aside goes, and so do journals."""
+    for pattern in (*(f".{name}.*.old" for name in names), f".*{JOURNAL}"):
+        for old in directory.glob(pattern):
             with contextlib.suppress(OSError):
                 old.unlink()
 

@@ -143,7 +143,16 @@ def save_parts(
             path, brought, agreement, config, comm, chooser, hidden
         ))
         everybody = comm.gather(done)
-        plan = together(comm, lambda: _planned(everybody) if comm.rank == 0 else None)
+
+        def planned() -> _Plan | None:
+            if comm.rank:
+                return None
+            plan = _planned(everybody)
+            files = [file for done in everybody for file in done.attachments]
+            attachments.journal(path, agreement.save_id, files, config.storage.fsync)
+            return plan
+
+        plan = together(comm, planned)
         try:
             together(comm, lambda: attachments.publish(path, hidden, config.storage.fsync))
             together(comm, lambda: None if plan is None else _committed(

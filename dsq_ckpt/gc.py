@@ -2,7 +2,8 @@
 
 Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not name;
 and all files of a directory that holds only ours but no manifest, which is what a save leaves that did not complete.
-A file is ours only if its whole name has the form that a save gives. Since a save that is under way looks the same,
+A file is ours only if its whole name has the form that a save gives, or if a journal of the save says that it wrote
+these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Since a save that is under way looks the same,
 a directory is left alone until its youngest such file is older than `min_age_seconds`.
 """
 
@@ -16,12 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dsq_ckpt.attachments import journaled
+from dsq_ckpt.container import file_checksum
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.manifest import MANIFEST, Manifest, expanded, is_complete
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
 _ATTACHED = r"[A-Za-z0-9_-]+\.pt"
+_JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}\.attachments")
+_ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}})\.old")
 _TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
 
 
@@ -34,8 +39,8 @@ class Orphan(NamedTuple):
 
 
 def is_ours(name: str) -> bool:
-    """Whether a data, index, refinement or temporary file of ours has such a name."""
-    return bool(_DATA_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name))
+    """Whether a data, index, refinement, hidden or temporary file of ours has such a name."""
+    return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _ASIDE_NAME, _TEMPORARY_NAME))
 
 
 def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
@@ -85,18 +90,21 @@ def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
-    data_too = all(is_ours(entry.name) for entry in entries)
+    written = journaled(directory)
+    data_too = all(is_ours(entry.name) or entry.name in written for entry in entries)
     if os.path.lexists(directory / MANIFEST):
         reason = "not in the manifest"
         try:
-            named = {file.name for file in Manifest.read(directory).files}
+            manifest = Manifest.read(directory)
+            named = {file.name for file in manifest.files} | _needed_aside(directory, manifest)
             data_too = True
         except DSQError:
             data_too = False  # what it names is unknown, so all data may be needed
     orphans = []
     for entry in entries:
         temporary = bool(_TEMPORARY_NAME.fullmatch(entry.name))
-        unnamed = data_too and entry.name not in named and _DATA_NAME.fullmatch(entry.name)
+        ours = is_ours(entry.name) or entry.name in written
+        unnamed = data_too and ours and entry.name not in named
         if not (temporary or unnamed) or not entry.is_file(follow_symlinks=False):
             continue
         try:
@@ -108,3 +116,18 @@ def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
             return []
         orphans.append(Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason))
     return sorted(orphans)
+
+
+def _needed_aside(directory: Path, manifest: Manifest) -> set[str]:
+    """Files that stepped aside for a save that did not complete, and belong to the checkpoint that is here."""
+    found = set()
+    for file in manifest.files:
+        aside = f".{file.name}.{manifest.save_id}.old"
+        if file.role == "attachment" and (directory / aside).exists():
+            try:
+                whole = file_checksum(directory / file.name) == (file.size, file.checksum)
+            except OSError:
+                whole = False
+            if not whole:
+                found.add(aside)
+    return found

@@ -6,11 +6,19 @@ import os
 import time
 
 import pytest
+import torch
 
 import dsq_ckpt
+from dsq_ckpt import attachments
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.gc import collect, garbage, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest
+from dsq_ckpt.parts import Part
 from tests.small_run import NAMES, small_run
 from tests.states import differences, loaded
 
@@ -162,3 +170,61 @@ def test_no_directory(tmp_path):
         garbage(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFound, match="is not a directory"):
         collect(tmp_path / "nowhere")
+
+
+def tag_without_manifest(path, monkeypatch):
+    """A tag whose save was killed after its files had been given their names."""
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    def write(stream, save_id):
+        stream.write(save_id.encode() * 10)
+
+    weights = torch.randn(64, 96)
+    part = Part(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: weights)
+    contribution = Contribution([part], attachments={"mp_rank_00_model_states.pt": write})
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("dsq_ckpt.direct.commit", killed)
+        save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
+    return contribution
+
+
+def test_a_tag_of_deepspeed_that_did_not_complete(tmp_path, monkeypatch, later):
+    """Its files of DeepSpeed's names go with the rest, as long as they are those that the save wrote."""
+    tag_without_manifest(tmp_path / "tag", monkeypatch)
+    assert (tmp_path / "tag" / "mp_rank_00_model_states.pt").exists()
+    collect(tmp_path)
+    assert not (tmp_path / "tag").exists()
+
+
+def test_files_that_deepspeed_wrote_itself_stay(tmp_path, monkeypatch, later):
+    tag_without_manifest(tmp_path / "tag", monkeypatch)
+    before = listing(tmp_path / "tag")
+    (tmp_path / "tag" / "mp_rank_00_model_states.pt").write_bytes(b"a plain tag")
+    collect(tmp_path)
+    assert listing(tmp_path / "tag") == before
+    plant(tmp_path / "plain", "mp_rank_00_model_states.pt", f"{SAVE}-00000.dsq")
+    collect(tmp_path)
+    assert listing(tmp_path / "plain") == sorted(["mp_rank_00_model_states.pt", f"{SAVE}-00000.dsq"])
+
+
+def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
+    """They stay as long as the checkpoint that they belong to needs them."""
+    path = tmp_path / "tag"
+    contribution = tag_without_manifest(path, monkeypatch)
+    save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
+    assert not [name for name in listing(path) if name.endswith((".old", ".attachments"))]
+    monkeypatch.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)  # as if it were killed
+    tag_without_manifest(path, monkeypatch)
+    monkeypatch.undo()
+    now = time.time()
+    monkeypatch.setattr("dsq_ckpt.gc.time.time", lambda: now + 7200)
+    (aside,) = [name for name in listing(path) if name.endswith(".old")]
+    collect(tmp_path)
+    assert aside in listing(path)
+    attachments.restore(path)
+    plant(path, aside, f".mp_rank_00_model_states.pt.{SAVE}.old")
+    collect(tmp_path)
+    assert not [name for name in listing(path) if name.startswith(".")]
+    with Checkpoint(path) as checkpoint:
+        assert not [problem for *_, problem in checkpoint.verify() if problem]
