@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -33,6 +33,10 @@ class Unflushed(OSError):
     """A manifest is in place, but a power failure may still take it back: what it replaces is to be kept."""
 
 
+Count = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+"""A number as files may tell it."""
+
+
 class ManifestFile(BaseModel):
     """A file the checkpoint consists of.
 
@@ -43,7 +47,7 @@ class ManifestFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str
-    size: int
+    size: Count
     checksum: str
     role: Role
     contents: str | None = None
@@ -66,9 +70,9 @@ class Sizes(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    logical: int = 0
-    base: int = 0
-    refinement: int = 0
+    logical: Count = 0
+    base: Count = 0
+    refinement: Count = 0
 
 
 class GroupReport(BaseModel):
@@ -76,8 +80,8 @@ class GroupReport(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    elements: int
-    levels: int
+    elements: Count
+    levels: Count
     delta: bool
     bits_per_element: float
     relative_error: float
@@ -96,7 +100,7 @@ class Manifest(BaseModel):
     save_id: str
     created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch, by the coordinator's clock."""
-    ranks: int
+    ranks: Count
     parent: str | None
     """Save id of the parent checkpoint, None for a keyframe."""
     parent_name: str | None = None
@@ -105,7 +109,7 @@ class Manifest(BaseModel):
     """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
     previous_name: str | None = None
     """Its directory name, in the same run directory; None if it lies elsewhere."""
-    depth: int
+    depth: Count
     """Deltas between this checkpoint and its keyframe."""
     refinement: Literal["kept", "dropped", "none"]
     pinned: bool = False
@@ -115,7 +119,7 @@ class Manifest(BaseModel):
     nonfinite: list[str] = []
     quality: dict[str, Any] | None = None
     """What the search for this configuration measured (`Compressor`), None where there was none."""
-    lossy_resumes: int = 0
+    lossy_resumes: Count = 0
     """How often the run was restored from lossy state before this was saved."""
     seconds: float = Field(allow_inf_nan=False)
     config: dict[str, Any]

@@ -132,7 +132,7 @@ def read_regular(path: Path, limit: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CorruptCheckpoint(f"'{path}' has {size} bytes, more than the {limit} that such a file may have")
-        return file.read(limit + 1)
+        return file.read(size)
 
 
 def unreadable(path: Path, error: OSError) -> DSQError:

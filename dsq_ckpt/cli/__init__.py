@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ class _Commands(TyperGroup):
     """Turns errors of ours and of the file system into one line; anything else is a bug and keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        warnings.formatwarning = _warning  # type: ignore[assignment]
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -41,6 +43,10 @@ class _Commands(TyperGroup):
         except OSError as error:
             where = f"'{error.filename}': " if error.filename else ""
             raise output.fail(f"{where}{error.strerror or error}") from error
+
+
+def _warning(message: Warning | str, category: type[Warning], *_: Any) -> str:
+    return output.plain(f"warning: {message}") + "\n"
 
 
 app = typer.Typer(

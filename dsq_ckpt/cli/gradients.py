@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
-from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff import segments, snapshots
 
 
@@ -105,7 +104,11 @@ def check(run: Path, deep: bool) -> list[tuple[str, int, str | None]]:
                         segment.blocks(step)
             finally:
                 segment.close()
-        except (DSQError, OSError) as error:
-            problem = str(error)
-        found.append((f"{segments.LOG}/{path.name}", path.stat().st_size, problem))
+        except Exception as error:  # whatever it is, it cannot be replayed
+            problem = str(error) or repr(error)
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = 0
+        found.append((f"{segments.LOG}/{path.name}", size, problem))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,34 @@ WIDE = 100  # columns of a terminal from which there is room to spare
 _PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
 
 
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def plain(text: str, keep: str = "") -> str:
+    """Text whose control characters are escaped, but those of `keep`: a name in a file must not steer the terminal."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in _UNPRINTABLE and letter not in keep else letter for letter in text
+    )
+
+
+class _Console(Console):
+    """A console that prints nothing which steers the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(plain(one, "\n") if isinstance(one, str) else one for one in objects), **options)
+
+
+class _Table(Table):
+    """A table in which nothing steers the terminal."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def console(stderr: bool = False) -> Console:
     """A console that takes text as it is: tensor names hold brackets, and colour says nothing here."""
-    found = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    found = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _PIPE_WIDTH
     return found
@@ -27,7 +53,7 @@ def console(stderr: bool = False) -> Console:
 
 def fail(message: str) -> typer.Exit:
     """Print the one line that says what is wrong; the exception to raise ends the program with status 1."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    typer.echo(plain(f"error: {' '.join(message.split())}"), err=True)
     return typer.Exit(1)
 
 
@@ -38,7 +64,7 @@ def print_json(document: Any) -> None:
 
 def table(*columns: str) -> Table:
     """A table without lines. A column `<name` is text and folds where the terminal is narrow; others are numbers."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2 if console().width >= WIDE else 1, 0, 0))
+    made = _Table(box=None, pad_edge=False, padding=(0, 2 if console().width >= WIDE else 1, 0, 0))
     for name in columns:
         if name.startswith("<"):
             made.add_column(name[1:], overflow="fold", min_width=min(len(name) - 1, 10))
@@ -49,7 +75,7 @@ def table(*columns: str) -> Table:
 
 def fields(pairs: Iterable[tuple[str, str]]) -> Table:
     """Names and values, one per line."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    made = _Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in pairs:

@@ -216,8 +216,8 @@ def _decode(reports: list[tuple[Report, Manifest]]) -> None:
             try:
                 with Checkpoint(report.path) as checkpoint:
                     _decode_checkpoint(report, checkpoint, workers, meter)
-            except (DSQError, OSError) as error:
-                report.problems.append(Problem("index", str(error)))
+            except Exception as error:  # whatever it is, this checkpoint does not load, and the others are looked at
+                report.problems.append(Problem("index", str(error) or repr(error)))
 
 
 def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers, meter: output.Meter) -> None:

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 import zstandard
+from typer.testing import CliRunner
 
 import dsq_ckpt
+from dsq_ckpt.cli import app
 from tests.format import independent_reader as independent
 from tests.format.rewriting import Tree
 from tests.states import blank, differences
@@ -81,6 +83,17 @@ def outcome(original: Original, path: Path) -> Outcome:
     except Exception as error:
         return Outcome("crashed", error)
     return Outcome("other" if differences(found, original.values) else "same")
+
+
+def commands(path: Path) -> Outcome:
+    """What the commands say of a changed checkpoint: tables or one line, and nothing that steers a terminal."""
+    for command in (["inspect"], ["inspect", "--json"], ["inspect", "--tensors"], ["verify"], ["verify", "--json"]):
+        result = CliRunner().invoke(app, [*command, str(path)])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            return Outcome("crashed", result.exception)
+        if found := [letter for letter in result.output if letter < " " and letter != "\n"]:
+            return Outcome("crashed", ValueError(f"{command} prints {found[0]!r}: {result.output}"))
+    return Outcome("same")
 
 
 def accident(path: Path, rng: random.Random) -> str:

@@ -7,7 +7,11 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+import dsq_ckpt
+from dsq_ckpt.cli import app
 from tests.format import mutations
 from tests.format.mutations import Original
 
@@ -39,3 +43,27 @@ def test_forgeries(original: Original, tmp_path: Path) -> None:
         kind, error = mutations.outcome(original, path)
         assert kind != "crashed", (SEED, number, told, error)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + MEMORY, (SEED, number, told)
+
+
+def test_commands(original: Original, tmp_path: Path) -> None:
+    """`dsq` ends in tables or one line, whatever it is given."""
+    rng = random.Random(SEED)
+    for number in range(40):
+        change = rng.choice([mutations.accident, mutations.forgery])
+        told, path = mutations.changed(original, tmp_path / "x", change, rng)
+        kind, error = mutations.commands(path)
+        assert kind == "same", (SEED, number, told, error)
+
+
+def test_names_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    name = "w\x1b[31m\u202e\x9b2J"
+    state = {name: torch.randn(80, 80), "\x07": torch.tensor(float("nan"))}
+    with pytest.warns(UserWarning, match="NaN"):
+        dsq_ckpt.save(state, tmp_path / "run\x1b[5m" / "a", no_dist=True)
+    for command in (["inspect", "--tensors"], ["verify"]):
+        result = CliRunner().invoke(app, [*command, str(tmp_path / "run\x1b[5m" / "a")])
+        assert result.exit_code == 0, result.output
+        assert not set("\x1b\u202e\x9b\x07") & set(result.output)
+    assert "\\x1b[31m" in CliRunner().invoke(app, ["inspect", "--tensors", str(tmp_path / "run\x1b[5m" / "a")]).output
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "\x1b[5m")])
+    assert result.exit_code == 1 and "\x1b" not in result.output and "\\x1b" in result.output
