@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Collection
 from typing import Any
 
 from dsq_ckpt.nesting import Nesting
@@ -13,16 +14,17 @@ class NotPlain(Exception):
     """A value is no plain data; the text says which."""
 
 
-def planner_json(planner_data: Any) -> tuple[dict[str, Any], str | None]:
+def planner_json(planner_data: Any, names: Collection[str]) -> tuple[dict[str, Any], str | None]:
     """Return the keys of the index that hold planner data, and why it is left out (None where it is not).
 
-    DCP's own planners keep the path to each name in the nested state dict, which has a key of its own; any other plain
-    data is stored beside it.
+    DCP's own planners keep the path to each of the names that are saved in the nested state dict, which has a key of
+    its own; any other plain data is stored beside it.
     """
-    if isinstance(planner_data, Nesting):
-        return planner_data.as_json(), None
-    if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
-        return Nesting(planner_data).as_json(), None
+    if isinstance(planner_data, dict) and planner_data.keys() >= set(names):
+        if isinstance(planner_data, Nesting):
+            return planner_data.as_json(), None
+        if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
+            return Nesting(planner_data).as_json(), None
     unknown: dict[str, Any] = {"planner": None, "typed_keys": [], "empty_dicts": None}
     if planner_data is None:
         return unknown, None

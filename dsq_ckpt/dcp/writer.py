@@ -45,7 +45,7 @@ class DSQStorageWriter(StorageWriter):
     """Writes a compressed checkpoint; an argument of `dcp.save`, `dcp.async_save` and of what is built on them.
 
     Args:
-        path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.save` instead.
+        path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.save` and `dcp.async_save` instead.
         config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset.
         parent: "auto" (the last checkpoint this process committed or loaded in the same run directory), None (a
             keyframe) or the path of a checkpoint.
@@ -229,7 +229,7 @@ class DSQStorageWriter(StorageWriter):
         ranks = [written[0].storage_data["rank"] for written in results if written]
         tensors, objects = inventory(metadata)
         check_promised(tensors, objects, ranks, self._planner)
-        planner, lost = planner_json(metadata.planner_data)
+        planner, lost = planner_json(metadata.planner_data, metadata.state_dict_metadata.keys())
         committed = commit(
             path, agreement, ranks, tensors, objects, planner, self._choice,
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
@@ -278,7 +278,8 @@ class DSQStorageWriter(StorageWriter):
         self._line = calling_line()
         call = self.told or AsyncCall.of_stack()
         if call is not None:
-            self.reset(call.checkpoint_id)
+            if call.checkpoint_id is not None:
+                self.path = local_path(call.checkpoint_id)
             self._check(call)
         path = self._target()
         alone = self.no_dist or (call is not None and call.no_dist)

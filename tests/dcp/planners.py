@@ -97,7 +97,7 @@ class PlusOne(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
-        return found + 1 if isinstance(found, torch.Tensor) else found
+        return found + 1 if isinstance(found, torch.Tensor) and found.is_floating_point() else found
 
 
 class Extra(DefaultSavePlanner):

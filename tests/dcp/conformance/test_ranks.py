@@ -1,0 +1,13 @@
+"""Several ranks, as real processes; the cases are in the worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import torchrun
+
+
+@pytest.mark.slow
+def test_ranks(tmp_path):
+    output = torchrun("conformance", 2, tmp_path, timeout=300)
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 4, output
