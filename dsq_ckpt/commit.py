@@ -108,7 +108,7 @@ def commit(
         },
         "exponents": {} if agreement.layout.residual else analysis.exponents,
         "tied": {name: first for result in results for name, first in result.tied.items()},
-        **planner,
+        "planner_data": None, **planner,
     }
     files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
     kinds: dict[str, Sizes] = {}

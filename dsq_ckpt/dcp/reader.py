@@ -238,8 +238,8 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
         for fqn in checkpoint.index["objects"]:
             entries[fqn] = BytesStorageMetadata()
         planner: Any = paths_of(checkpoint)
-        if planner is None and "planner_data" in checkpoint.index:
-            planner = decoded(checkpoint.index["planner_data"])
+        if planner is None:
+            planner = decoded(checkpoint.index.get("planner_data"))
     return Metadata(
         entries, planner_data=planner,
         storage_meta=StorageMeta(checkpoint_id=str(checkpoint.directory), save_id=checkpoint.manifest.save_id),
