@@ -27,6 +27,7 @@ class LogServer(Server):
         self._batch = int(begin["batch"])
         self._buffered: list[Step] = []
         self._encoding = 0.0
+        self._last: int | None = None
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "batch":
@@ -49,7 +50,7 @@ class LogServer(Server):
         self._flush()
         self.wait()
         if self.closed and self.rank == 0:
-            segments.end_of(self.run, self.session).touch()
+            segments.close(self.run, self.session, self._last, self.config.storage.fsync)
 
     def _encode(self, message: Mapping[str, Any]) -> Step:
         """A step with its gradients as bytes; its slot is free afterwards."""
@@ -119,6 +120,7 @@ class LogServer(Server):
             self.run, self.session, self.rank, self.ranks, self.entries, self._buffered, self.config.storage.fsync
         )
         first, last = self._buffered[0].number, self._buffered[-1].number
+        self._last = last
         encoding = self._encoding / len(self._buffered)
         self._buffered, self._encoding = [], 0.0
         self._tell({

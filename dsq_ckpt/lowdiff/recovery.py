@@ -27,6 +27,7 @@ from dsq_ckpt.lowdiff.segments import Segment
 from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
 from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, entries_from
+from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import warn
 
@@ -124,8 +125,8 @@ def recover(
         ConfigError: something cannot be recovered, or steps cannot be merged; nothing was changed.
         LoadFailed: model, optimizer or ranks are not those that were logged, the run is a file, or another process
             still writes into it after `timeout`; nothing was changed.
-        CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed. Or the log changed while it
-            was read: then the state is that of the snapshot.
+        CorruptCheckpoint: there are snapshots, and none can be read, or the log changed while it was read; nothing was
+            changed.
     """
     comm = communicator(process_group)
     subject = together(comm, lambda: Subject(model, optimizer, state), LoadFailed)
@@ -148,7 +149,8 @@ def recover_subject(
     if in_memory is not None:
         kept = in_memory
         # If this fails the processes stay, and it may be tried again.
-        recovered = together(comm, lambda: _restore(subject, kept, comm, partial), LoadFailed)
+        with unchanged_on_failure(subject):
+            recovered = together(comm, lambda: _restore(subject, kept, comm, partial), LoadFailed)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         survivors.dismiss()
         return recovered
@@ -167,12 +169,13 @@ def recover_subject(
         recovered.seconds = (time.perf_counter() - started, 0.0)
         return recovered
 
-    recovered = together(comm, load, LoadFailed)
-    recovered.ended = ended
-    if last is not None and not recovered.left_out:
-        recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
-    elif last is not None and last > recovered.step:
-        recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
+    with unchanged_on_failure(subject):
+        recovered = together(comm, load, LoadFailed)
+        recovered.ended = ended
+        if last is not None and not recovered.left_out:
+            recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
+        elif last is not None and last > recovered.step:
+            recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
     recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
     return recovered
 

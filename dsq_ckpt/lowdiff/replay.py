@@ -78,7 +78,8 @@ def replay(
                 ended = f"step {first + done} cannot be read: {step}"
                 break
             if step.hyper is not None:
-                way.step(step.hyper, step.gradients)
+                with course[done][0].readable(first + done):
+                    way.step(step.hyper, step.gradients)
             done += 1
             hyper, states = step.after["hyper"] or step.hyper or hyper, step.after["states"]
             buffers |= step.buffers
@@ -228,10 +229,10 @@ def _ahead(
 def _decoded(number: int, found: Sequence[Segment], rank: int | None) -> Decoded:
     gradients: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    about = found[0].steps[number]
+    hyper, after = found[0].after(number)
     for segment in found:
         if rank in (None, segment.rank):
             gradients |= segment.gradients(number)
         if segment.steps[number].get("buffers"):
             buffers |= segment.buffers(number)
-    return Decoded(number, about["hyper"], about["after"], gradients, buffers)
+    return Decoded(number, hyper, after, gradients, buffers)

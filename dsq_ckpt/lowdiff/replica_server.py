@@ -249,7 +249,7 @@ class ReplicaServer(Server):
         if closing and self._persisted != self.newest:
             raise SaveFailed(self._problem or f"the state after step {self.newest} was not saved")
         if self.closed and self.rank == 0:
-            segments.end_of(self.run, self.session).touch()
+            segments.close(self.run, self.session, self._persisted, self.config.storage.fsync)
 
     def _finish(self, closing: bool) -> None:
         """Save the last state that all ranks have; then nothing is written any more."""

@@ -6,6 +6,8 @@ in it depends on no other segment.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.container import Block, ContainerReader, ContainerWriter, FileInfo, sync_directory
+from dsq_ckpt.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json, sync_directory
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.subject import Entry, entries_from
+from dsq_ckpt.regular import read_regular, unreadable
 
 LOG = "log"
 """Name of the directory of segments in a run directory."""
 _VERSION = 1
+_NOTE = 1 << 16
 _NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
 _TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}\.tmp")
 
@@ -145,7 +149,7 @@ class Segment:
             CorruptCheckpoint: the segment does not hold what it says.
         """
         found: dict[str, torch.Tensor] = {}
-        with self._readable(step):
+        with self.readable(step):
             blocks = self.blocks(step)
             for part in self.steps[step]["grads"]:
                 entries = [self.entries[number] for number in part["params"]]
@@ -163,7 +167,7 @@ class Segment:
             CorruptCheckpoint: the segment does not hold what it says.
         """
         found: dict[str, torch.Tensor | None] = {}
-        with self._readable(step):
+        with self.readable(step):
             blocks = self.blocks(step)
             for part in self.steps[step]["grads"]:
                 entries = [self.entries[number] for number in part["params"]]
@@ -179,22 +183,45 @@ class Segment:
         return found
 
     @contextmanager
-    def _readable(self, step: int) -> Iterator[None]:
+    def readable(self, step: int) -> Iterator[None]:
+        """Errors in here name the segment, and the step."""
         try:
             yield
-        except (CodingError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        except DSQError as error:
+            if str(self.path) in str(error):
+                raise
+            kind = CorruptCheckpoint if isinstance(error, CodingError) else type(error)
+            raise kind(f"'{self.path}', step {step}: {error}") from error
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
             raise CorruptCheckpoint(f"'{self.path}', step {step}: {error!r}") from error
 
     def buffers(self, step: int) -> dict[str, torch.Tensor]:
         """Buffers of the model that changed in a step, by name."""
-        blocks = self.blocks(step)
         found = {}
-        for name, dtype, shape, block in self.steps[step].get("buffers", ()):
-            raw, wanted = bytearray(blocks[block]), dtype_of(dtype)
-            if len(raw) != torch.Size(shape).numel() * wanted.itemsize:
-                raise CorruptCheckpoint(f"'{self.path}', step {step}: buffer '{name}' has {len(raw)} bytes")
-            found[name] = (torch.frombuffer(raw, dtype=wanted) if raw else torch.empty(0, dtype=wanted)).view(shape)
+        with self.readable(step):
+            blocks = self.blocks(step)
+            for name, dtype, shape, block in self.steps[step].get("buffers", ()):
+                raw, wanted = bytearray(blocks[block]), dtype_of(dtype)
+                if len(raw) != torch.Size(shape).numel() * wanted.itemsize:
+                    raise CorruptCheckpoint(f"buffer '{name}' has {len(raw)} bytes")
+                found[name] = (torch.frombuffer(raw, dtype=wanted) if raw else torch.empty(0, dtype=wanted)).view(shape)
         return found
+
+    def after(self, step: int) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+        """Hyperparameters of each group in a step (None: it was none), and what the step left: `hyper`, `states`.
+
+        Raises:
+            CorruptCheckpoint: the segment does not hold what it says.
+        """
+        with self.readable(step):
+            about = self.steps[step]
+            hyper, after = about["hyper"], about["after"]
+            for groups in (hyper, after["hyper"]):
+                if groups is not None and not all(isinstance(group, dict) for group in groups):
+                    raise CorruptCheckpoint("hyperparameters are no objects")
+            if not isinstance(after["states"], dict):
+                raise CorruptCheckpoint("states are no object")
+            return hyper, after
 
 
 def names(run: Path, session: str | None = None) -> list[tuple[Name, Path]]:
@@ -211,6 +238,42 @@ def names(run: Path, session: str | None = None) -> list[tuple[Name, Path]]:
 def end_of(run: Path, session: str) -> Path:
     """The file that says that a session ended because it was closed, not by a failure."""
     return run / LOG / f"{session}.closed"
+
+
+def close(run: Path, session: str, last: int | None, fsync: bool) -> None:
+    """Note that a session has ended, and its last step; None: it has logged none."""
+    path = end_of(run, session)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        json.dump({"last": last}, file)
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
+    os.replace(temporary, path)
+    if fsync:
+        sync_directory(path.parent)
+
+
+def closed_after(run: Path, session: str) -> int | None:
+    """The last step of a session that was closed; None: it was not, had none, or an older version closed it.
+
+    Raises:
+        CorruptCheckpoint: the note of it is not as it was written.
+        LoadFailed: it cannot be read.
+    """
+    path = end_of(run, session)
+    try:
+        text = read_regular(path, _NOTE)
+        last = strict_json(text)["last"] if text else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"'{path}' does not tell the last step: {error!r}") from error
+    if last is not None and type(last) is not int:
+        raise CorruptCheckpoint(f"'{path}' tells the last step as {last!r}")
+    return last
 
 
 def leftovers(run: Path) -> Iterator[Path]:
@@ -270,9 +333,14 @@ def course(run: Path, session: str, after: int, last: int | None = None) -> Cour
         if problem is None:
             steps.append(found)
             step += 1
-    later = [number for number in by_step if number > step]
+    try:
+        closed = closed_after(run, session)
+    except DSQError as error:
+        closed, problem = None, problem or str(error)
+    later = [number for number in (*by_step, closed or 0) if number > step or number == closed == step]
     if problem is None and step not in by_step and later and (last is None or step <= last):
-        problem = f"step {step} is missing, although step {min(later)} is there"
+        there = "is there" if min(later) in by_step else "was logged before the log was closed"
+        problem = f"step {step} is missing, although step {min(later)} {there}"
     return Course(steps, problem)
 
 

@@ -15,7 +15,7 @@ from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 
 MODEL, OPTIMIZER = "model", "optim"
-_STRUCTURE = frozenset({"params", "param_names"})
+STRUCTURE = frozenset({"params", "param_names"})
 _UNLOGGABLE = {
     "LBFGS": "it calls the model several times in a step",
     "SparseAdam": "sparse gradients are not logged",
@@ -153,7 +153,7 @@ class Subject:
         """Hyperparameters of each group, as plain data."""
         return [
             {key: to_plain(value, f"'{key}' of the optimizer's group {number}")
-             for key, value in group.items() if key not in _STRUCTURE}
+             for key, value in group.items() if key not in STRUCTURE}
             for number, group in enumerate(self.optimizer.param_groups)
         ]
 

@@ -189,7 +189,9 @@ def recorded(case: Case, run: Path, steps: int, **options: Any) -> list[State]:
 
 
 def cut(run: Path, after: int) -> None:
-    """Remove the segments of all steps after one; each has a segment of its own."""
+    """Remove the segments of all steps after one, as if training had been killed there; each has one of its own."""
+    for note in (run / segments.LOG).glob("*.closed"):
+        note.unlink()
     for name, path in segments.names(run):
         if name.last > after:
             assert name.first == name.last
