@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from dsq_ckpt.api import async_save, describe, load, save
-from dsq_ckpt.chain import forget, latest
+from dsq_ckpt.chain import latest
 from dsq_ckpt.compressor import Compressor
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
@@ -30,6 +30,7 @@ from dsq_ckpt.errors import (
 )
 from dsq_ckpt.merging import merge
 from dsq_ckpt.oneshot import compress
+from dsq_ckpt.remembered import forget
 from dsq_ckpt.stored import decode
 from dsq_ckpt.version import __version__
 

@@ -56,6 +56,7 @@ class Layout:
         fractions: what a search will ask for; those of the configuration itself need not be named.
         residual: what is coded are differences to the parent's values; without a parent, chunks are exact.
         settings: entries of `quantize.groups` that a tensor took its settings from.
+        shapes: of all tensors, lossy or not, whole; they tell which state this is.
     """
 
     tensors: dict[str, str]
@@ -65,6 +66,7 @@ class Layout:
     fractions: Fractions = Fractions()
     residual: bool = False
     settings: frozenset[str] = frozenset()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -85,7 +87,8 @@ class Layout:
             raise ConfigError("ranks save with different configurations: delta.against differs")
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
-                   frozenset().union(*(part.settings for part in parts)))
+                   frozenset().union(*(part.settings for part in parts)),
+                   {name: shape for part in parts for name, shape in part.shapes.items()})
 
     def rows(self) -> list[str]:
         """Names of everything whose octaves are counted."""

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
@@ -32,6 +31,7 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest, existing_path, local_path
 from dsq_ckpt.nesting import Path, empty_dicts
+from dsq_ckpt.remembered import remember_committed
 from dsq_ckpt.subclasses import loading, storable
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def save_with(
         metadata = dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    chain.remember_committed(path, together(comm, lambda: _committed(path)))
+    remember_committed(path, together(comm, lambda: _committed(path)))
     return metadata
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
-from dsq_ckpt.errors import DSQError
+from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.regular import read_regular
 
@@ -48,6 +48,8 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
     """Give finished files their names; what had such a name in the checkpoint that is there steps aside first."""
     try:
         save_id = Manifest.read(directory).save_id
+    except LoadFailed:
+        raise
     except DSQError:  # nothing to go back to
         save_id = None
     for name in hidden:

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 
-from dsq_ckpt import api, chain, kernels
+from dsq_ckpt import api, kernels, remembered
 from dsq_ckpt.codebook import fit_group
 from dsq_ckpt.codebook.kmeans import exact_kmeans
 from dsq_ckpt.coding import RansCoder
@@ -146,7 +146,7 @@ def _checkpoints(
         for number in range(repeats + 1):  # the first round warms caches and compiles kernels
             # Nothing is deleted in between: a training run, too, writes to blocks of the disk that are not in use yet.
             plain, run = root / f"dcp-{number}", root / f"dsq-{number}"
-            chain.forget()
+            remembered.forget()
             dcp_load = partial(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
             timed: dict[str, Callable[[], object]] = {
                 "dcp.save": partial(
@@ -171,7 +171,7 @@ def _checkpoints(
             if number == 0:
                 rows["ratio of a keyframe" + suffix] = _summary([_ratio(run / "key")])
                 rows["ratio of a delta" + suffix] = _summary([_ratio(run / "delta")])
-    chain.forget()
+    remembered.forget()
     for name, peer in (
         ("save keyframe", "dcp.save"), ("save delta", "dcp.save"), ("load keyframe", "dcp.load"),
         ("load keyframe, cold", "dcp.load, cold"),

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,220 +14,135 @@ from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey, Codes, Floats32
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import sync_directory
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
+from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.manifest import Manifest, checkpoints, local_path
 from dsq_ckpt.notices import warn
+from dsq_ckpt.remembered import Memory, ParentRef, Shapes, continues, find, has_shapes, known, run_of, shapes_of, shared
 from dsq_ckpt.runs import existing_run
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
-logger = logging.getLogger(__name__)
+_told: set[Path] = set()  # run directories that were said to hold several states
 
 
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
-
-
-class ParentRef(NamedTuple):
-    """A checkpoint to code against; plain strings and numbers, so that DCP can carry it in a plan."""
-
-    save_id: str
-    path: str
-    depth: int
-    lossy_resumes: int = 0
-    """Of what comes after it: its own, and one more where this process was restored from it and it is lossy."""
-
-
-@dataclass
-class Memory:
-    """What the next save needs of the chunks here.
+class Descent(NamedTuple):
+    """Where a state that is to be saved comes from.
 
     Attributes:
-        codes: what it codes against where `delta.against` is "codes": 1 byte per element.
-        values: what it takes differences to where that is "values", the base layer's: float32, flat.
-        resident: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
+        previous: the checkpoint that it comes after in its run, whether it is coded against it or not.
+        base: the checkpoint that it may be coded against.
+        lossy_resumes: how often the run was restored from lossy state before.
     """
 
-    codes: dict[ChunkKey, Codes] = field(default_factory=dict)
-    values: dict[ChunkKey, Floats32] = field(default_factory=dict)
-    resident: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
+    previous: ParentRef | None = None
+    base: ParentRef | None = None
+    lossy_resumes: int = 0
 
 
-@dataclass
-class Remembered:
-    """A checkpoint this process wrote or read, with what it knows of its chunks here."""
-
-    save_id: str
-    path: Path
-    memory: Memory = field(default_factory=Memory)
-    loaded: bool = False
-    """It was loaded: what is saved next comes from a restored state."""
-
-
-@dataclass
-class _Run:
-    committed: Remembered | None = None
-    pending: Remembered | None = None
-
-
-# Per run directory. Module-level, because DCP's process mode pickles the writer anew for every save.
-_runs: dict[Path, _Run] = {}
-
-
-def run_of(path: Path) -> Path:
-    """The run directory of a checkpoint: the one it lies in."""
-    return path.absolute().parent
-
-
-def remember_pending(path: Path, save_id: str, memory: Memory) -> None:
-    """What a save under way leaves for the next; it counts once its manifest is there."""
-    run = _runs.setdefault(run_of(path), _Run())
-    if run.pending is not None and run.pending.save_id != save_id and _is_there(run.pending):
-        run.committed = run.pending  # by another process
-    run.pending = Remembered(save_id, path.absolute(), memory)
-
-
-def remember_committed(path: Path, save_id: str) -> None:
-    """A checkpoint that was committed: the parent of the next save of its run."""
-    run = _runs.setdefault(run_of(path), _Run())
-    if run.pending is not None and run.pending.save_id == save_id:
-        run.committed, run.pending = run.pending, None
-    elif run.committed is None or run.committed.save_id != save_id:
-        run.committed = Remembered(save_id, path.absolute())
-
-
-def remember_loaded(path: Path, save_id: str, memory: Memory) -> None:
-    """A checkpoint that was loaded: the parent of the next save of its run, whatever was saved before."""
-    _runs[run_of(path)] = _Run(Remembered(save_id, path.absolute(), memory, loaded=True))
-
-
-Outline = dict[Path, _Run]
-
-
-def outline() -> Outline:
-    """Return which checkpoints this process knows, without their chunks; plain data for another process."""
-    def of(known: Remembered | None) -> Remembered | None:
-        return None if known is None else replace(known, memory=Memory())
-
-    return {key: _Run(of(run.committed), of(run.pending)) for key, run in _runs.items()}
-
-
-def adopt(runs: Outline) -> None:
-    """Know the checkpoints that another process knows, in place of one's own; what is known of their chunks stays."""
-    known = {one.save_id: one.memory for run in _runs.values() for one in (run.committed, run.pending) if one}
-    for run in runs.values():
-        for one in (run.committed, run.pending):
-            if one is not None:
-                one.memory = known.get(one.save_id, one.memory)
-    _runs.clear()
-    _runs.update(runs)
-
-
-def forget(path: Path | None = None) -> None:
-    """Forget what is known of the run that `path` belongs to, or of all runs; the next save is a keyframe."""
-    if path is None:
-        _runs.clear()
-    else:
-        _runs.pop(run_of(path), None)
-
-
-def release_resident(path: Path) -> None:
-    """Free codes in device memory that the run of `path` left there: its next checkpoint is a keyframe."""
-    run = _runs.get(run_of(path), _Run())
-    for known in (run.committed, run.pending):
-        if known is not None:
-            known.memory.resident.clear()
-
-
-@contextmanager
-def apart(path: Path) -> Iterator[None]:
-    """What is known of the run that `path` belongs to is not used in here, and is the same afterwards."""
-    key = run_of(path)
-    known = _runs.pop(key, None)
-    try:
-        yield
-    finally:
-        _runs.pop(key, None)
-        if known is not None:
-            _runs[key] = known
-
-
-def predecessor(path: Path, parent: str | os.PathLike[str] | None) -> ParentRef | None:
-    """The checkpoint that a save to `path` comes after in its run, whether it is coded against it or not.
+def descent(path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes) -> Descent:
+    """Return what a save to `path` comes after.
 
     Args:
         path: the new checkpoint.
-        parent: "auto" or None: the last checkpoint this process committed or loaded in the same run; else the path of a
-            complete checkpoint.
+        parent: "auto" or None: the last checkpoint of this state that this process committed or loaded in the same run;
+            else the path of a complete checkpoint.
+        shapes: of all tensors of the state, by name.
 
     Raises:
-        CheckpointNotFound, CorruptCheckpoint: a parent named by the caller is not there.
+        CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
     """
-    last = _last(run_of(path))
-    if parent is not None and parent != "auto":
-        named = local_path(parent)
-        manifest = Manifest.read(named)
-        # Whatever it is coded against, the state comes from what this process saved or loaded last.
-        origin = last or _last(run_of(named))
-        resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
-        return ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
-    run = _runs.get(run_of(path), _Run())
-    if last is None and run.committed is not None and parent is not None:
-        warn(
-            f"the parent checkpoint '{run.committed.path}' is gone or was replaced; writing a keyframe"
-        )
-    return last
+    run = run_of(path)
+    if parent is None or parent == "auto":
+        last = _last(run, shapes, told=parent is not None)
+        return Descent(last, last, _resumes(run) if last is None else last.lossy_resumes)
+    named = local_path(parent)
+    with CheckpointFiles(named) as files:
+        manifest, older = files.manifest, shapes_of(files)
+    # Whatever it is coded against, the state comes from what this process saved or loaded last.
+    origin = _last(run, shapes) or _last(run_of(named), shapes)
+    resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
+    base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
+    return Descent(base if continues(shapes, older) else None, base, resumes)
 
 
-def _last(key: Path) -> ParentRef | None:
-    """What this process saved or loaded last in a run directory; having loaded it is a resume, if it is lossy."""
-    run = _runs.get(key, _Run())
-    for candidate in (run.pending, run.committed):
-        if candidate is None:
-            continue
-        manifest = _is_there(candidate)
-        if manifest is not None:
-            resumes = manifest.lossy_resumes + (candidate.loaded and manifest.lossy)
-            return ParentRef(manifest.save_id, str(candidate.path), manifest.depth, resumes)
+def _last(run: Path, shapes: Shapes, told: bool = False) -> ParentRef | None:
+    """Return the last checkpoint of a state in a run directory; having loaded it is a resume, if it is lossy."""
+    candidates = [(one, one.shapes) for one in known(run) if has_shapes(one) and one.shapes is not None]
+    older = [(shared(shapes, other), one) for one, other in candidates if continues(shapes, other)]
+    # A part of the state may have been saved by itself since: of both, the whole is what is continued.
+    for _, one in sorted(older, key=lambda pair: -pair[0]):
+        problem = "is gone or was replaced"
+        try:
+            manifest = Manifest.read(one.path)
+        except CheckpointNotFound:
+            pass
+        except DSQError as error:
+            one.complete, problem = True, f"cannot be read ({error})"
+        else:
+            if manifest.save_id == one.save_id:
+                resumes = manifest.lossy_resumes + (one.loaded and manifest.lossy)
+                return ParentRef(manifest.save_id, str(one.path), manifest.depth, resumes)
+        if one.complete:  # else it is of a save that failed, or is still under way
+            if told:
+                warn(f"the parent checkpoint '{one.path}' {problem}; writing a keyframe")
+            return None
+    if others := [one.path for one, other in candidates if one.complete and not continues(shapes, other)]:
+        _tell_apart(run, others[0])
     return None
 
 
-def _is_there(candidate: Remembered) -> Manifest | None:
-    """The manifest of a checkpoint that is known, if that is still, or by now, at its path."""
-    try:
-        manifest = Manifest.read(candidate.path)
-    except DSQError:
-        return None
-    return manifest if manifest.save_id == candidate.save_id else None
+def _resumes(run: Path) -> int:
+    """Return how often any state was restored in a run: one whose tensors have new names may come from any."""
+    counts = [0]
+    for one in known(run):
+        with suppress(DSQError):
+            if one.loaded and (manifest := Manifest.read(one.path)).save_id == one.save_id:
+                counts.append(manifest.lossy_resumes + manifest.lossy)
+    return max(counts)
+
+
+def _tell_apart(run: Path, other: Path) -> None:
+    """Say, once for a run directory, that several states are saved in it."""
+    if run not in _told:
+        _told.add(run)
+        warn(
+            f"what is saved in '{run}' now has less than half of '{other.name}', the checkpoint before it, by the same "
+            "names and shapes: it is taken for another state, which starts with a keyframe and keeps its refinement "
+            "apart from that one's; if it is the same training, with tensors renamed, that costs one keyframe"
+        )
 
 
 def choose_parent(
-    previous: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
+    base: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
 ) -> ParentRef | None:
-    """`previous`, if a delta against it is wanted and possible; only the coordinator decides.
+    """Return `base`, if a delta against it is wanted and possible; only the coordinator decides.
 
     Args:
-        previous: see `predecessor`.
+        base: see `descent`.
         parent: None asks for a keyframe.
         config: chain length and whether deltas are made at all.
     """
-    if previous is None or parent is None or not config.delta.enabled or previous.depth >= config.delta.max_chain:
+    if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.max_chain:
         return None
-    path = Path(previous.path)
+    path = Path(base.path)
     for file in Manifest.read(path).files:
         if file.role not in ("own", "ancestor"):
             continue
+        problem = None
         try:
             size = (path / file.name).stat().st_size
-        except OSError:
-            size = -1
-        if size != file.size:
-            problem = "lacks" if size < 0 else f"has {size} instead of {file.size} bytes in"
-            warn(
-                f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta"
-            )
+            if size != file.size:
+                problem = f"has {size} instead of {file.size} bytes in"
+        except FileNotFoundError:
+            problem = "lacks"
+        except OSError as error:
+            problem = f"cannot be used ({error.strerror}) for"
+        if problem is not None:
+            warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
-    return previous
+    return base
 
 
 class Base(NamedTuple):
@@ -264,11 +173,10 @@ class Parent:
                 f"the parent '{ref.path}' was replaced while this save was planned: it is "
                 f"{self.checkpoint.manifest.save_id}, expected {ref.save_id}; save again"
             )
-        run = _runs.get(run_of(Path(ref.path)), _Run())
-        if run.pending is not None and run.pending.save_id == ref.save_id:
-            run.committed, run.pending = run.pending, None
-        known = run.committed
-        self._memory = known.memory if known is not None and known.save_id == ref.save_id else Memory()
+        found = find(ref.save_id)
+        if found is not None:
+            found.complete = True
+        self._memory = Memory() if found is None else found.memory
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -313,44 +221,6 @@ class Parent:
         return Base(ref, self.checkpoint.requires(ref.file), residual=True), values
 
 
-def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -> None:
-    """Make `names` of the directory `source` appear in `target`: hard links, copies where links cannot be made.
-
-    Raises:
-        CorruptCheckpoint: a file is missing in `source`.
-    """
-    for name in sorted(names):
-        destination = target / name
-        if destination.exists():
-            continue
-        try:
-            os.link(source / name, destination)
-        except FileExistsError:
-            continue  # another rank was faster
-        except FileNotFoundError as error:
-            raise CorruptCheckpoint(
-                f"'{source / name}' is missing, but the new checkpoint is coded against it; "
-                "save with parent=None for a keyframe"
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            _copy(source / name, destination, fsync)
-
-
-def _copy(source: Path, destination: Path, fsync: bool) -> None:
-    temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with open(source, "rb") as origin, open(temporary, "xb") as copy:
-            shutil.copyfileobj(origin, copy, 1 << 22)
-            copy.flush()
-            if fsync:
-                os.fsync(copy.fileno())
-        os.replace(temporary, destination)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     """Unlink refinements of all but the newest checkpoints of a run; pinned ones keep theirs.
 
@@ -378,6 +248,8 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
             manifest = Manifest.read(directory)
         except DSQError:
             break
+        if directory.is_symlink():
+            break  # it leads to another run
         if manifest.save_id != expected or (age >= keep_last and manifest.refinement == "dropped"):
             break  # replaced by another; or what is older was dropped before
         if age >= keep_last and manifest.refinement == "kept" and not manifest.pinned:
@@ -396,6 +268,29 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
         sync_directory(directory)
 
 
+def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
+    """Return a sentence or two on what is lost where a checkpoint that dropped its refinement is loaded, for people."""
+    errors: dict[str, float] = {}
+    for group, report in manifest.groups.items():
+        kind = group.partition("/")[0]
+        errors[kind] = max(errors.get(kind, 0.0), report.relative_error)
+    # What is known of differences says nothing about the values that they add up to.
+    against = manifest.config.get("delta", {}).get("against")
+    lost = ", ".join(f"{kind} by up to {100 * error:.2g} %" for kind, error in errors.items() if error)
+    kept = [
+        path.name for path, other in checkpoints(directory.absolute().parent, lambda *_: None)
+        if other.refinement == "kept" and other.save_id != manifest.save_id
+    ]
+    return (
+        f"'{directory}' is loaded from its base layer alone, since newer checkpoints took over its refinement layer: "
+        "what is loaded differs from what was saved"
+        + (f" ({lost}, root mean square of a group of tensors)" if lost and against != "values" else "")
+        + ", and training goes on as from a restart of lower precision. "
+        + (f"Refinement is there in {', '.join(repr(name) for name in kept[:-4:-1])}. " if kept else "")
+        + "To keep it longer set refinement.keep_last in the configuration, or save with pinned=True"
+    )
+
+
 def latest(run: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint directly below a run directory.
 
@@ -404,8 +299,16 @@ def latest(run: str | os.PathLike[str]) -> str | None:
 
     Raises:
         CheckpointNotFound: `run` is a file, a checkpoint or a dangling link, and no run directory.
+        DSQError: a manifest cannot be read, and its checkpoint may be the newest.
     """
-    found = list(checkpoints(existing_run(run)))
+    problems: list[tuple[Path, DSQError]] = []
+    found = list(checkpoints(existing_run(run), lambda path, error: problems.append((path, error))))
+    older = set[str]().union(*(manifest.comes_after() for _, manifest in found))
+    for path, error in problems:
+        saves = {entry.name[:16] for entry in path.glob("*.index")}
+        if not saves or not saves <= older:
+            raise type(error)(
+                f"{error}; that checkpoint may be the newest of '{run}': restore or delete it, or name the checkpoint "
+                "to go on from"
+            ) from error
     return str(found[-1][0]) if found else None
-
-

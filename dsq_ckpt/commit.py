@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt import chain
-from dsq_ckpt.chain import ParentRef
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.codebook import Fitted
@@ -21,8 +20,9 @@ from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.groups import without_effect
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.index import uncovered
-from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed
+from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
 from dsq_ckpt.notices import warn_safely
+from dsq_ckpt.remembered import ParentRef, run_of
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.systems import SYSTEMS
@@ -123,7 +123,7 @@ def commit(
     manifest = Manifest(
         save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
         parent=agreement.parent.save_id if required and agreement.parent else None,
-        parent_name=_printable(Path(agreement.parent.path).name) if required and agreement.parent else None,
+        parent_name=_name_of(Path(agreement.parent.path)) if required and agreement.parent else None,
         previous=previous, previous_name=previous_name,
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
         groups={
@@ -131,7 +131,7 @@ def commit(
             if fitted.counts.any()
         },
         nonfinite=sorted(analysis.nonfinite), quality=choice.quality,
-        lossy_resumes=agreement.previous.lossy_resumes if agreement.previous else 0,
+        lossy_resumes=agreement.lossy_resumes,
         seconds=time.time() - started, config=config.model_dump(mode="json"),
         writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
@@ -184,7 +184,7 @@ def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], se
         "pass model= for their types" for name in config.quantize.groups if name not in {*settings, *usual}
     ]
     for text in texts:
-        key = chain.run_of(directory), text.partition(";")[0]
+        key = run_of(directory), text.partition(";")[0]
         if key not in _told:
             _told.add(key)
             warn_safely(text)
@@ -225,12 +225,13 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     if path == directory.absolute():
         replaced = Manifest.read(path)
         return replaced.previous, replaced.previous_name
-    return previous.save_id, _printable(path.name) if chain.run_of(path) == chain.run_of(directory) else None
+    return previous.save_id, _name_of(path) if run_of(path) == run_of(directory) else None
 
 
-def _printable(name: str) -> str:
-    """A file name as text; bytes that are none become question marks."""
-    return name.encode("utf-8", "replace").decode()
+def _name_of(path: Path) -> str | None:
+    """The name of a directory as text, in which bytes that are none become question marks; None for a backslash."""
+    name = path.name.encode("utf-8", "replace").decode()
+    return name if is_plain(name) else None
 
 
 def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:

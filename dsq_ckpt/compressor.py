@@ -23,6 +23,7 @@ from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.choice import as_configured
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
+from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.interrupts import held_signals
@@ -160,13 +161,17 @@ class Compressor:
         return future
 
     @held_signals()
-    def load(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    def load(
+        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, refinement: Refinement = "auto"
+    ) -> dict[str, Any]:
         """Restore model and optimizer, in place, and go on from there; collective.
 
         Args:
             path: a complete checkpoint.
             extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
                 empty dict is filled with all that was saved in its place, if that is plain data.
+            refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept,
+                with a warning where it was not.
 
         Returns:
             The filled `extra`.
@@ -176,7 +181,7 @@ class Compressor:
             DSQError: what else failed, on every rank.
         """
         state = self.state(extra)
-        load(state, path, process_group=self._group)
+        load(state, path, refinement=refinement, process_group=self._group)
         if self.optimizer is None:
             set_model_state_dict(self.model, state["model"])
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.hints import group_hint, key_hint
@@ -286,7 +286,7 @@ class SearchConfig(_Strict):
 class RefinementConfig(_Strict):
     """How long the refinement layer is kept."""
 
-    keep_last: int = Field(1, ge=1, description="newest checkpoints of a run that keep their refinement")
+    keep_last: int = Field(3, ge=1, description="newest checkpoints of a run that keep their refinement")
 
 
 class StorageConfig(_Strict):
@@ -297,6 +297,15 @@ class StorageConfig(_Strict):
     zstd_level: int = Field(3, ge=1, le=19, description="for tensors stored exactly")
     block_elements: int = Field(1 << 20, ge=1 << 10, le=1 << 26, description="elements coded per block")
     on_device: bool = Field(True, description="quantize CUDA tensors on their GPU; false: copy them to the host first")
+
+    replicate_keyframes: StrictBool | Annotated[int, Field(ge=1, le=8)] = Field(
+        False, description="files that all deltas of a chain need exist in two copies (true), or in so many"
+    )
+
+    @property
+    def keyframe_copies(self) -> int:
+        """How many copies of a keyframe's files a chain of checkpoints has."""
+        return 1 + self.replicate_keyframes if isinstance(self.replicate_keyframes, bool) else self.replicate_keyframes
 
     def thread_count(self) -> int:
         """Worker threads of this rank."""

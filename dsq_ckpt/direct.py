@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from dsq_ckpt import attachments, chain, gc
+from dsq_ckpt import attachments, gc
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
@@ -32,6 +32,7 @@ from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.nesting import Path as NestedPath
 from dsq_ckpt.parts import Part, items_of, layout_of
 from dsq_ckpt.quantizing import quantize_items
+from dsq_ckpt.remembered import Memory, remember_committed, remember_pending
 from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, untied, write_rank
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
@@ -166,15 +167,15 @@ def save_parts(
     finally:
         for temporary in hidden.values():
             temporary.unlink(missing_ok=True)
-    chain.remember_pending(path, agreement.save_id, memory)
-    chain.remember_committed(path, agreement.save_id)
+    remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
+    remember_committed(path, agreement.save_id)
     return choice
 
 
 def _written(
     path: Path, brought: _Brought, agreement: Agreement, config: DSQConfig, comm: Communicator, chooser: Chooser,
     hidden: dict[str, Path],
-) -> tuple[_Done, Choice, chain.Memory]:
+) -> tuple[_Done, Choice, Memory]:
     """Sketch, choose, quantize and write the files of this rank; `hidden` takes the attachments' temporary names."""
     own, items, storage = brought.own, brought.items, config.storage
     with Workers(storage.thread_count(), storage.block_elements) as workers:

@@ -86,13 +86,22 @@ def _directories(path: Path) -> Iterator[Path]:
                 yield entry
 
 
+def _is_absent(path: Path) -> bool:
+    """Return whether nothing has this name; what cannot be told may be there."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
 def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
     written = journaled(directory)
     data_too = all(is_ours(entry.name) or entry.name in written for entry in entries)
-    if os.path.lexists(directory / MANIFEST):
+    if not _is_absent(directory / MANIFEST):
         reason = "not in the manifest"
         try:
             manifest = Manifest.read(directory)

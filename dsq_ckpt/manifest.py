@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,11 +17,12 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dsq_ckpt.container import FORMAT_VERSION, FileInfo, strict_json, sync_directory
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
 from dsq_ckpt.regular import read_regular, unreadable
 
 MANIFEST = "manifest.json"
 _NO_CHECKSUM = "0" * 16
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MOST = 1 << 28
 """Bytes of a manifest: a million files."""
 _DEEP = 64
@@ -27,6 +31,11 @@ _HEAD = re.compile(
     rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
 )
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name stays in the directory that it is looked up in."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
 class Unflushed(OSError):
@@ -56,7 +65,7 @@ class ManifestFile(BaseModel):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+        if name.startswith(".") or not is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name; a manifest may not point outside its directory")
         return name
 
@@ -125,6 +134,20 @@ class Manifest(BaseModel):
     config: dict[str, Any]
     writer: dict[str, str]
 
+    @field_validator("save_id", "parent", "previous")
+    @classmethod
+    def _is_save_id(cls, save_id: str | None) -> str | None:
+        if save_id is not None and _SAVE_ID.fullmatch(save_id) is None:
+            raise ValueError(f"{save_id!r} is not a save id: 16 lower-case hexadecimal digits")
+        return save_id
+
+    @field_validator("parent_name", "previous_name")
+    @classmethod
+    def _beside(cls, name: str | None) -> str | None:
+        if name is not None and not is_plain(name):
+            raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
+        return name
+
     @model_validator(mode="after")
     def _one_of_each(self) -> Manifest:
         names = [file.name for file in self.files]
@@ -133,6 +156,11 @@ class Manifest(BaseModel):
         if sum(file.role == "index" for file in self.files) != 1:
             raise ValueError("a checkpoint has exactly one index")
         return self
+
+    def comes_after(self) -> set[str]:
+        """Return the save ids of checkpoints known to be older: the one before it, and those it has files of."""
+        linked = {file.name[:16] for file in self.files if file.role == "ancestor"}
+        return (linked | {self.previous or ""}) - {self.save_id, ""}
 
     @property
     def index(self) -> ManifestFile:
@@ -272,18 +300,64 @@ def existing_path(path: str | os.PathLike[str] | None) -> Path:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether a committed checkpoint lies here (its bytes are not checked)."""
-    return (directory / MANIFEST).is_file()
+    """Return whether a committed checkpoint lies here (its bytes are not checked).
+
+    Raises:
+        LoadFailed: that cannot be told.
+    """
+    path = directory / MANIFEST
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise LoadFailed(f"'{path}': whether a checkpoint is there cannot be told: {error.strerror}") from error
 
 
-def checkpoints(run: Path) -> Iterator[tuple[Path, Manifest]]:
-    """The complete checkpoints directly below a run directory, oldest first."""
+def checkpoints(
+    run: Path, unreadable: Callable[[Path, DSQError], object] | None = None
+) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the complete checkpoints directly below a run directory, oldest first.
+
+    Their order is that in which they were saved: each comes after the one it names as the one before it, and after
+    those it has files of. Times, by clocks that may go back, decide between checkpoints that are not related so.
+
+    Args:
+        run: the directory; there are none where it does not exist.
+        unreadable: called with the directory of a checkpoint whose manifest cannot be read, and why; None: raise that.
+
+    Raises:
+        DSQError: a manifest cannot be read, and `unreadable` is None.
+    """
     found = []
     for entry in run.iterdir() if run.is_dir() else ():
-        if is_complete(entry):
-            with contextlib.suppress(CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat):
+        if entry.name == "lost+found":  # of a file system, whose root may be the run directory
+            continue
+        try:
+            if is_complete(entry):
                 found.append((entry, Manifest.read(entry)))
-    yield from sorted(found, key=lambda pair: (pair[1].created, pair[0].name))
+        except CheckpointNotFound:
+            pass  # it was deleted meanwhile
+        except DSQError as error:
+            if unreadable is None:
+                raise
+            unreadable(entry, error)
+    yield from _in_order(found)
+
+
+def _in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    created: dict[str, float] = {}
+    for _, manifest in found:
+        created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))
+    before = {manifest.save_id: manifest.comes_after() & created.keys() for _, manifest in found}
+    place = {save_id: (time, 0) for save_id, time in created.items()}
+    try:
+        for save_id in TopologicalSorter(before).static_order():
+            latest = max((place[older] for older in before[save_id]), default=(-math.inf, 0))
+            place[save_id] = max(place[save_id], (latest[0], latest[1] + 1))
+    except CycleError:  # no saves make one
+        pass
+    return sorted(found, key=lambda pair: (place[pair[1].save_id], pair[0].name))
 
 
 def _rename_new(source: Path, target: Path) -> None:
@@ -303,7 +377,7 @@ def _missing(directory: Path) -> str:
         return f"'{directory}' does not exist; name a checkpoint directory"
     if (directory / ".metadata").exists():
         return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint.FileSystemReader"
-    inside = [entry.name for entry, _ in checkpoints(directory)]
+    inside = [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]
     if inside:
         return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
     return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"

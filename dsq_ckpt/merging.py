@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from dsq_ckpt.chain import link_files
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.coding import RansCoder, shuffle_compress
 from dsq_ckpt.config import StorageConfig
@@ -33,6 +32,7 @@ from dsq_ckpt.container import (
 )
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
 from dsq_ckpt.groups import kind_of
+from dsq_ckpt.links import link_files
 from dsq_ckpt.manifest import Manifest, ManifestFile, local_path
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.superstep import SuperStep

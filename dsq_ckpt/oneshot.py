@@ -16,7 +16,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
-from dsq_ckpt import chain
 from dsq_ckpt.analysis import Sketches
 from dsq_ckpt.api import ConfigLike, as_config, describe, finish_background
 from dsq_ckpt.choice import Choice, as_configured
@@ -30,6 +29,7 @@ from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import Manifest, expanded, local_path
 from dsq_ckpt.mapped import State
 from dsq_ckpt.parts import Part
+from dsq_ckpt.remembered import apart
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sources import InMemory, open_source, whole_state
 from dsq_ckpt.sources import Source as Opened
@@ -109,7 +109,7 @@ def compress(
     target, chosen, opened = together(comm, prepare)
     judged = source if isinstance(source, nn.Module) else model
     finish_background()  # what it commits is for its run to remember
-    with closing(opened), chain.apart(target):
+    with closing(opened), apart():
         _same(comm, {"path": target, "overwrite": overwrite, "configuration": chosen, "source": [
             (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
         ]})

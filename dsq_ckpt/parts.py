@@ -48,9 +48,11 @@ def layout_of(
     """
     tensors, groups, state = {}, {}, {}
     settings: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
     residual = config.delta.against == "values"
     for part in parts:
         fqn = part.key.fqn
+        shapes[fqn] = tuple(part.size)
         chosen = assign(fqn, part.size, part.dtype, config.quantize, types)
         if chosen.settings is not None:
             settings.add(chosen.settings)
@@ -61,7 +63,7 @@ def layout_of(
         if chosen.config is not None and lossy:
             tensors[fqn] = chosen.group
             groups[chosen.group] = chosen.config
-    return Layout(tensors, groups, state, averaged, fractions or Fractions(), residual, frozenset(settings))
+    return Layout(tensors, groups, state, averaged, fractions or Fractions(), residual, frozenset(settings), shapes)
 
 
 def _loaded(part: Part) -> torch.Tensor:

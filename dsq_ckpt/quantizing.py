@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt import chain
 from dsq_ckpt.analysis import Analysis, Sketches
-from dsq_ckpt.chain import Parent, ParentRef
+from dsq_ckpt.ancestry import with_sound_parent
+from dsq_ckpt.chain import Parent
 from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
 from dsq_ckpt.chunk import Chunk, ChunkKey
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.device.coding import TablesOf
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
+from dsq_ckpt.remembered import ParentRef, find, release_resident
 from dsq_ckpt.session import (
     Agreement,
     Coded,
@@ -72,10 +73,11 @@ def quantize_items(
         SaveFailed: on all ranks, when any rank failed, or what is saved changed while the chooser looked at it.
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
+    agreement = with_sound_parent(agreement, comm, workers)
     opened: list[Parent] = []
     chooser = all_exact if agreement.exact else chooser
     if agreement.parent is None and agreement.previous is not None:
-        chain.release_resident(Path(agreement.previous.path))
+        release_resident(Path(agreement.previous.path))
 
     def parent() -> Parent | None:
         if agreement.parent is not None and agreement.model is not None:
@@ -99,6 +101,10 @@ def quantize_items(
             view, residual = opened[0] if opened else None, agreement.layout.residual
             others = together(comm, lambda: _weights(replicas, sketches, view, averaged, residual))
             before = together(comm, lambda: _state(items, replicas, workers))
+    except DSQError:
+        if agreement.parent is not None and (known := find(agreement.parent.save_id)) is not None:
+            known.suspect = True
+        raise
     finally:
         for view in opened:
             view.close()

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt import chain, device
+from dsq_ckpt import chain, device, links
 from dsq_ckpt.analysis import MEASURED, Analysis, Layout, ParentModel, Sketches, measure
-from dsq_ckpt.chain import Base, Memory, Parent, ParentRef
+from dsq_ckpt.chain import Base, Descent, Parent
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import Chunk, ChunkKey, CodeSource, Floats32, QuantizingChunk, all_finite, flat_values
 from dsq_ckpt.codebook import Fitted
@@ -28,10 +28,11 @@ from dsq_ckpt.config import DSQConfig, Lattice, TensorConfig
 from dsq_ckpt.container import FileInfo, sync_directory
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
-from dsq_ckpt.errors import NonFiniteTensor
+from dsq_ckpt.errors import DSQError, NonFiniteTensor
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.manifest import Sizes
 from dsq_ckpt.notices import warn
+from dsq_ckpt.remembered import Memory, ParentRef
 from dsq_ckpt.shard import Piece, ShardWriter, Written
 from dsq_ckpt.workers import Workers
 
@@ -48,23 +49,26 @@ class Agreement:
     layout: Layout
     exact: bool = False
     """Nothing is stored lossy, whatever the configuration says: see `too_many_resumes`."""
+    lossy_resumes: int = 0
+    """How often the run was restored from lossy state before."""
 
     @classmethod
     def new(
-        cls, ranks: int, previous: ParentRef | None, parent: ParentRef | None, layouts: Iterable[Layout],
-        exact: bool = False,
+        cls, ranks: int, descent: Descent, parent: ParentRef | None, layout: Layout, exact: bool = False
     ) -> Agreement:
         """Made by the coordinator, which alone reads the parent's model: the shape of the collective follows from it.
 
         Raises:
             CheckpointNotFound, CorruptCheckpoint: the parent cannot be read.
         """
-        model, layout = None, Layout.union(layouts)
+        model = None
         if parent is not None:
             with Checkpoint(Path(parent.path)) as checkpoint:
                 # Codebooks of values serve no differences, nor do those of other differences, which have other sizes.
                 model = ParentModel({}, {}) if layout.residual else checkpoint.model().usable_for(layout)
-        return cls(uuid.uuid4().hex[:16], ranks, previous, parent, model, layout, exact)
+        return cls(
+            uuid.uuid4().hex[:16], ranks, descent.previous, parent, model, layout, exact, descent.lossy_resumes
+        )
 
 
 @dataclass
@@ -144,9 +148,9 @@ def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
     return message + "; stored exactly in this checkpoint"
 
 
-def too_many_resumes(previous: ParentRef | None, config: DSQConfig) -> str | None:
+def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
     """A warning, if the run was restored from lossy state so often that its checkpoints are to be exact from now on."""
-    limit, resumes = config.search.max_lossy_resumes, previous.lossy_resumes if previous else 0
+    limit = config.search.max_lossy_resumes
     if limit is None or resumes < limit:
         return None
     return (
@@ -162,19 +166,26 @@ def agree(
 
     Args:
         path: the new checkpoint.
-        parent: see `chain.predecessor`.
+        parent: see `chain.descent`.
         config: of the save.
         ranks: that save.
         layouts: of all ranks.
 
     Raises:
-        CheckpointNotFound, CorruptCheckpoint: the parent cannot be read.
+        CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
     """
-    previous = chain.predecessor(path, parent)
-    if (warning := too_many_resumes(previous, config)) is not None:
+    layout = Layout.union(layouts)
+    descent = chain.descent(path, parent, layout.shapes)
+    if (warning := too_many_resumes(descent.lossy_resumes, config)) is not None:
         warn(warning)
-        return Agreement.new(ranks, previous, None, layouts, exact=True)
-    return Agreement.new(ranks, previous, chain.choose_parent(previous, parent, config), layouts)
+        return Agreement.new(ranks, descent, None, layout, exact=True)
+    try:
+        return Agreement.new(ranks, descent, chain.choose_parent(descent.base, parent, config), layout)
+    except DSQError as error:
+        if parent != "auto":
+            raise
+        warn(f"the parent checkpoint cannot be read; writing a keyframe instead of a delta: {error}")
+        return Agreement.new(ranks, descent, None, layout)
 
 
 def lossy_items(items: Sequence[Item]) -> list[Item]:
@@ -331,8 +342,9 @@ def write_rank(
         let_signals_through()
         base_file, result.refinement, result.requires = shard.finish()
         if agreement.parent is not None and result.requires:
-            chain.link_files(
-                Path(agreement.parent.path), directory, frozenset(result.requires), config.storage.fsync
+            links.inherit(
+                Path(agreement.parent.path), directory, frozenset(result.requires), config.storage.keyframe_copies,
+                config.storage.fsync,
             )
         if config.storage.fsync:
             sync_directory(directory)

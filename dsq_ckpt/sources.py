@@ -316,7 +316,7 @@ def _directory(path: Path) -> Source:
     shards = [name for name in names if name.endswith(SAFETENSORS)]
     if shards:
         return InMemory(safetensors_state([(path / name, None) for name in shards]))
-    if next(checkpoints(path), None) is not None:
+    if next(checkpoints(path, lambda *_: None), None) is not None:
         Manifest.read(path)  # raises: it is a run, and which is its newest checkpoint
     pickled = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     found = f"; it holds {', '.join(pickled[:3])}: name the file" if pickled else ""

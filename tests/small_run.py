@@ -31,5 +31,5 @@ def small_run(run: Path) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
         extra = {"step": 5 * number, "name": "small", "seen": [torch.arange(3), {"last": tokens}]}
         state = {"model": weights, "optimizer": moments, "extra": extra}
-        dsq_ckpt.save(state, run / name, model=model)
+        dsq_ckpt.save(state, run / name, model=model, config={"refinement": {"keep_last": 1}})
     return state

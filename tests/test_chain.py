@@ -11,7 +11,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.manifest import Manifest
-from tests.states import Kept, differences, flat, loaded, mixed_state, moved, relative_error, same
+from tests.states import KEEP_ONE, Kept, differences, flat, loaded, mixed_state, moved, relative_error, same
 
 BASE = {"refinement": False}
 
@@ -152,7 +152,7 @@ def test_refinement_is_dropped_from_older_checkpoints(tmp_path):
     full = loaded(paths[0], states[0])
     base = loaded(paths[0], states[0], **BASE)
     assert differences(full, base) != []
-    dsq_ckpt.save(states[0], tmp_path / "next")
+    dsq_ckpt.save(states[0], tmp_path / "next", config=KEEP_ONE)
     assert [Manifest.read(p).refinement for p in (paths[0], tmp_path / "next")] == ["dropped", "kept"]
     assert not list(paths[0].glob("*.refinement"))
     assert differences(loaded(paths[0], states[0]), base) == []
@@ -174,12 +174,18 @@ def test_keep_last_and_pinned(tmp_path):
     loaded(tmp_path / "1", state, refinement=True)
 
 
+def test_the_newest_three_keep_their_refinement_by_default(tmp_path):
+    paths, states = chain_of(tmp_path, 5)
+    assert [Manifest.read(path).refinement for path in paths] == ["dropped", "dropped", "kept", "kept", "kept"]
+    loaded(paths[2], states[2], refinement=True)  # two checkpoints back, after a loss spike
+
+
 def test_retention_looks_at_its_own_run_only(tmp_path):
     _, states = chain_of(tmp_path / "a", 1)
     dsq_ckpt.save(states[0], tmp_path / "b" / "x")
     (tmp_path / "b" / "deep" / "deeper").mkdir(parents=True)
     dsq_ckpt.save(states[0], tmp_path / "b" / "deep" / "deeper" / "y")
-    dsq_ckpt.save(states[0], tmp_path / "b" / "z")
+    dsq_ckpt.save(states[0], tmp_path / "b" / "z", config=KEEP_ONE)
     refinements = {path.parent.name for path in tmp_path.rglob("*.refinement")}
     assert refinements == {"step-0", "y", "z"}
 

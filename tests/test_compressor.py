@@ -117,6 +117,23 @@ def test_resuming_continues_the_search(tmp_path):
     assert resumed.quality["search"] == "neighbourhood"
 
 
+def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, config={"refinement": {"keep_last": 1}})
+    for name in "ab":
+        compressor.save(tmp_path / name)
+    with pytest.warns(UserWarning, match="from its base layer alone") as caught:
+        compressor.load(tmp_path / "a")
+    assert [one.filename for one in caught if "base layer" in str(one.message)] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        compressor.load(tmp_path / "a", refinement=False)
+        compressor.load(tmp_path / "b", refinement=True)
+    with pytest.raises(dsq_ckpt.DSQError, match="dropped its refinement"):
+        compressor.load(tmp_path / "a", refinement=True)
+
+
 def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
     model, optimizer = trained()
     calls = []

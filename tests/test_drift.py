@@ -1,11 +1,13 @@
 """Tensors that were zero, shrink, grow or appear along a chain: the parent's codebook must not be forced on them."""
 
+import warnings
+
 import pytest
 import torch
 
 import dsq_ckpt
 from dsq_ckpt.manifest import Manifest
-from tests.states import FINE
+from tests.states import FINE, KEEP_ONE
 
 
 def noise(seed, scale=0.02):
@@ -72,7 +74,7 @@ def test_another_job_in_the_directory_is_left_alone(tmp_path):
     dsq_ckpt.forget()
     dsq_ckpt.save({"w": noise(1)}, tmp_path / "b-1")
     assert Manifest.read(tmp_path / "a-1").refinement == "kept"
-    dsq_ckpt.save({"w": noise(2)}, tmp_path / "b-2")
+    dsq_ckpt.save({"w": noise(2)}, tmp_path / "b-2", config=KEEP_ONE)
     assert [Manifest.read(tmp_path / name).refinement for name in ("a-1", "b-1", "b-2")] == ["kept", "dropped", "kept"]
 
 
@@ -83,16 +85,30 @@ def test_the_last_good_checkpoint_outlives_a_diverged_one(tmp_path):
         dsq_ckpt.save({**good, "v": noise(1) * float("nan")}, tmp_path / "diverged")
     assert Manifest.read(tmp_path / "good").refinement == "kept"
     dsq_ckpt.load(good, tmp_path / "good")
-    dsq_ckpt.save(good, tmp_path / "next")
+    dsq_ckpt.save(good, tmp_path / "next", config=KEEP_ONE)
     assert Manifest.read(tmp_path / "good").refinement == "dropped"
 
 
 def test_a_dropped_refinement_is_said(tmp_path):
     state = {"w": noise(0)}
-    dsq_ckpt.save(state, tmp_path / "1")
-    dsq_ckpt.save(state, tmp_path / "2")
-    with pytest.warns(UserWarning, match="only its base layer"):
+    for name in "123":
+        dsq_ckpt.save(state, tmp_path / name, config={"refinement": {"keep_last": 2}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dsq_ckpt.load(state, tmp_path / "1")
+    [said] = caught
+    text = str(said.message)
+    assert said.filename == __file__ and "from its base layer alone" in text
+    [error] = (100 * report.relative_error for report in Manifest.read(tmp_path / "1").groups.values())
+    assert f"weights by up to {error:.2g} %" in text and "'3', '2'" in text
+    for way_out in ("refinement.keep_last", "pinned=True", "refinement=False", "Compressor.load", "DSQStorageReader"):
+        assert way_out in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dsq_ckpt.load(state, tmp_path / "1", refinement=False)
+        dsq_ckpt.load(state, tmp_path / "2")
 
 
 def test_a_truncated_ancestor_starts_a_keyframe(tmp_path):

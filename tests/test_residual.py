@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.chain import _runs
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.remembered import known
 from dsq_ckpt.workers import Workers
 from tests.commands import alter, document, owned, printed
 from tests.format import independent_reader as independent
 from tests.format.rewriting import edit_contents
 from tests.lc import CONFIG, algorithm_1, walk, with_fit
-from tests.states import bits, differences, loaded, mixed_state, moved, relative_error, same
+from tests.states import KEEP_ONE, bits, differences, loaded, mixed_state, moved, relative_error, same
 
 BASE = {"refinement": False}
 
@@ -144,8 +144,8 @@ def test_memory_and_disk_give_the_same_chain(run, tmp_path):
 def test_nothing_is_decoded_while_the_values_are_in_memory(tmp_path, monkeypatch):
     states = [state_of(state) for state in walk(70, 80, steps=4)]
     chain_of(tmp_path / "known", states[:1])
-    (known,) = [found.committed.memory for found in _runs.values()]
-    assert {key.fqn for key in known.values} == {"layer0.weight"} and not known.codes
+    (memory,) = [found.memory for found in known()]
+    assert {key.fqn for key in memory.values} == {"layer0.weight"} and not memory.codes
     states[0]["layer0.weight"].fill_(7)  # training goes on; what was remembered is a copy
     states[0]["layer0.weight"].copy_(walk(70, 80, steps=1)[0])
     monkeypatch.setattr(Checkpoint, "values", None)
@@ -174,7 +174,7 @@ def test_refinement_is_that_of_the_newest(tmp_path):
     states = [mixed_state()]
     for number in range(3):
         states.append(moved(states[-1], number))
-    config = with_fit(4, fit="lattice")
+    config = {**with_fit(4, fit="lattice"), **KEEP_ONE}
     values, paths = [], []
     for number, state in enumerate(states):
         paths.append(tmp_path / str(number))

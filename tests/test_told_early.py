@@ -13,7 +13,7 @@ from dsq_ckpt.groups import without_effect
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.manifest import Manifest
 from tests.commands import error
-from tests.states import loaded, same
+from tests.states import KEEP_ONE, loaded, same
 from tests.training import Net, loss_of
 
 pytestmark = [
@@ -136,14 +136,15 @@ def test_a_rule_for_one_of_two_tied_tensors_matches(tmp_path):
 def test_a_rule_that_matches_nothing_never_stops_a_save(tmp_path, caplog, background):
     """Also where warnings are errors: it is logged then, and what comes after the manifest is done."""
     state, path = {"w": torch.randn(80, 80)}, tmp_path / "run"
+    config = {**rules("nowhere.*"), **KEEP_ONE}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for step in range(2):
             if background:
-                dsq_ckpt.async_save(state, path / str(step), config=rules("nowhere.*")).result()
+                dsq_ckpt.async_save(state, path / str(step), config=config).result()
             else:
-                dsq_ckpt.save(state, path / str(step), config=rules("nowhere.*"))
+                dsq_ckpt.save(state, path / str(step), config=config)
     assert sum("'nowhere.*' matches no tensor" in text for text in caplog.messages) == 1
     assert Manifest.read(path / "1").previous_name == "0" and Manifest.read(path / "0").refinement == "dropped"
 

@@ -146,7 +146,7 @@ class History:
             )
         if not run.is_dir():
             raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
-        entries = [Entry.read(path, manifest) for path, manifest in checkpoints(run)]
+        entries = [Entry.read(path, manifest) for path, manifest in checkpoints(run, lambda *_: None)]
         damaged, incomplete = leftovers(run)
         if not entries:
             found = f"; damaged: {damaged[0][1]}" if damaged else ""

@@ -182,7 +182,7 @@ def _files(path: Path, manifest: Manifest) -> Any:
     """
     places: dict[str, str] = {}
     with contextlib.suppress(OSError):  # whoever may read the checkpoint need not be able to list its parent
-        places = {other.save_id: place.name for place, other in checkpoints(path.absolute().parent)}
+        places = {other.save_id: place.name for place, other in checkpoints(path.absolute().parent, lambda *_: None)}
     depths = _depths(path, manifest)
     rows: dict[tuple[int, int, str, str], list[int]] = {}
     for file in manifest.files:

@@ -134,7 +134,7 @@ def verify(path: Path, deep: bool) -> Verification:
         Manifest.read(path)
         reports = [Report(path)]
     else:
-        reports = [Report(directory) for directory, _ in checkpoints(path)]
+        reports = [Report(directory) for directory, _ in checkpoints(path, lambda *_: None)]
         if path.is_dir():
             damaged, incomplete = leftovers(path)
             segments = check(path, deep)

@@ -10,20 +10,20 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dsq_ckpt import chain
 from dsq_ckpt.analysis import Layout
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.recipe import Recipe
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
+from dsq_ckpt.remembered import Memory
 from dsq_ckpt.session import Agreement, Coded, exact_values, remember, untied
 from dsq_ckpt.workers import Workers
 
 
 def stage_codes(
     state_dict: dict[str, Any], recipe: Recipe, comm: Communicator, decide: Callable[[list[Layout]], Agreement],
-) -> tuple[dict[str, Any], StagedCodes, chain.Memory]:
+) -> tuple[dict[str, Any], StagedCodes, Memory]:
     """Sketch, merge, quantize; collective over `comm`.
 
     Args:
@@ -64,7 +64,7 @@ def stage_codes(
 
     agreement = comm.broadcast(together(comm, agreed))
 
-    def quantized() -> tuple[dict[str, Any], StagedCodes, chain.Memory]:
+    def quantized() -> tuple[dict[str, Any], StagedCodes, Memory]:
         storage = recipe.config.storage
         with Workers(storage.thread_count(), storage.block_elements) as workers:
             items = [item for item in recipe.items(mine, planner)[0] if item.key not in tied]
@@ -72,7 +72,7 @@ def stage_codes(
             replicas = [item for item in recipe.items(local, planner)[0] if item.key not in own]
             found = recipe.quantized(items, replicas, agreement, comm, workers)
             payloads: dict[ChunkKey, Payload] = {}
-            memory = chain.Memory()
+            memory = Memory()
             for piece in found.coded:
                 payloads[piece.chunk.key] = Coded(piece.chunk.staged(workers), piece.base)
                 remember(memory, piece.chunk, recipe.config)

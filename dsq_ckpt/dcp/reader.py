@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dsq_ckpt import chain
+from dsq_ckpt.chain import what_the_base_costs
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
@@ -34,6 +34,7 @@ from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import warn
+from dsq_ckpt.remembered import Memory, remember_loaded
 from dsq_ckpt.workers import Workers
 
 Refinement = Literal["auto"] | bool
@@ -114,15 +115,15 @@ class DSQStorageReader(StorageReader):
             refined = self._refined(checkpoint)
             if not refined and self._refinement == "auto" and checkpoint.manifest.refinement == "dropped":
                 warn(
-                    f"'{checkpoint.directory}' has only its base layer, since a newer checkpoint took over: what is "
-                    "loaded is coarser than what was saved; pass refinement=False where that is meant"
+                    f"{what_the_base_costs(checkpoint.directory, checkpoint.manifest)}. Where the base layer is meant, "
+                    "pass refinement=False (to dsq_ckpt.load, Compressor.load or DSQStorageReader)"
                 )
         return [replace(plan, storage_data=refined) for plan in plans]
 
     @held_signals()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
-        memory = chain.Memory()
+        memory = Memory()
         with self._open() as checkpoint, Workers(
             self._storage.thread_count(), self._storage.block_elements
         ) as workers:
@@ -137,14 +138,14 @@ class DSQStorageReader(StorageReader):
             for index, items in wanted.items():
                 let_signals_through()
                 self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)
-            chain.remember_loaded(checkpoint.directory, checkpoint.manifest.save_id, memory)
+            remember_loaded(checkpoint.directory, checkpoint.manifest.save_id, memory)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _read_chunk(
         self, checkpoint: Checkpoint, index: MetadataIndex, items: list[ReadItem], planner: LoadPlanner,
-        refined: bool, workers: Workers, memory: chain.Memory,
+        refined: bool, workers: Workers, memory: Memory,
     ) -> None:
         assert index.offset is not None
         ref = checkpoint.find(index.fqn, tuple(index.offset))

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dsq_ckpt import chain
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.nesting import Nesting
+from dsq_ckpt.remembered import Outline, adopt
 from dsq_ckpt.session import Agreement, Coded, Item
 from dsq_ckpt.subclasses import object_named
 
@@ -64,7 +64,7 @@ class StagedCopy:
 
     save_id: str
     group: dist.ProcessGroup | None
-    runs: chain.Outline
+    runs: Outline
     failure: str | None
     process: int = field(default_factory=os.getpid)
 
@@ -80,7 +80,7 @@ class StagedCopy:
         if self.failure is not None:
             raise SaveFailed(f"the state dict cannot be copied for a save in the background: {self.failure}")
         if self.process != os.getpid():
-            chain.adopt(self.runs)
+            adopt(self.runs)
 
 
 def copied(state_dict: dict[str, Any], shared: bool) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dsq_ckpt import chain
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.comm import Communicator, SingleProcess, communicator
@@ -36,6 +35,7 @@ from dsq_ckpt.groups import layer_types
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import began_at, calling_line, warn_safely
+from dsq_ckpt.remembered import Memory, outline, remember_committed, remember_pending
 from dsq_ckpt.session import Agreement, agree, exact_values, untied, write_rank
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
@@ -217,7 +217,7 @@ class DSQStorageWriter(StorageWriter):
             )
             if not isinstance(staged, StagedCodes):
                 memory.values |= exact_values(plain, agreement.layout)
-                chain.remember_pending(path, agreement.save_id, memory)
+                remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
         return _done(write_results(plan.items, result))
 
     @held_signals()
@@ -234,7 +234,7 @@ class DSQStorageWriter(StorageWriter):
             path, agreement, ranks, tensors, objects, planner, self._choice,
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
-        chain.remember_committed(path, agreement.save_id)
+        remember_committed(path, agreement.save_id)
         if committed.flushed:
             retire(path, self.config)
         if lost is not None:
@@ -291,7 +291,8 @@ class DSQStorageWriter(StorageWriter):
             found = comm.gather((call.default_planner, save_id))  # ranks with different planners must not part here
             if all(default for default, _ in found):
                 staged, self._staged, memory = stage_codes(state_dict, self._recipe, comm, self._agreed)
-                chain.remember_pending(path, self._staged.agreement.save_id, memory)
+                agreement = self._staged.agreement
+                remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
                 return staged
             save_id = found[0][1]
         if self._recipe.chooser is not as_configured:
@@ -311,9 +312,9 @@ class DSQStorageWriter(StorageWriter):
         except Exception as error:  # raised where DCP tells the other ranks, which are on their way there
             failure = f"{type(error).__name__}: {error}"
         group = None if call is None else call.process_group
-        self._staged = StagedCopy(save_id, group, chain.outline(), failure)
+        self._staged = StagedCopy(save_id, group, outline(), failure)
         if call is None or call.processes:  # nobody else tells this process what was saved
-            chain.remember_pending(self._target(), save_id, chain.Memory())
+            remember_pending(self._target(), save_id, Memory())
         return copy
 
     def _check(self, call: AsyncCall) -> None:

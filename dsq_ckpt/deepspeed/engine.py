@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from dsq_ckpt import chain, stored
+from dsq_ckpt import stored
 from dsq_ckpt.attachments import restore
-from dsq_ckpt.chain import remember_loaded
+from dsq_ckpt.chain import what_the_base_costs
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.comm import TorchCommunicator, together
@@ -27,6 +27,8 @@ from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
+from dsq_ckpt.notices import warn
+from dsq_ckpt.remembered import Memory, forget, remember_loaded, run_of
 from dsq_ckpt.targets import publish, temporary
 
 
@@ -145,6 +147,8 @@ class DSQCheckpointEngine(CheckpointEngine):
         found = [problem for several in self._comm.gather(problems) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
+        if manifest is not None and manifest.refinement == "dropped":
+            warn(what_the_base_costs(directory, manifest), rank=self._comm.rank)
         buffers = inventory(self._engine).buffers  # without moments, where there was no step yet
         own = {
             (parameter_in(part.key.fqn), *part.key[1:]) for part in parts_of(buffers, self._comm.rank, self._comm.size)
@@ -156,7 +160,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 self._looked_at = None
                 stored.close()
         if manifest is not None:
-            remember_loaded(directory, manifest.save_id, chain.Memory(codes=codes))
+            remember_loaded(directory, manifest.save_id, Memory(codes=codes))
             self._last = directory
             self._resume(manifest)
 
@@ -190,7 +194,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             )
 
         parent: str | None = "auto"
-        if self._last is not None and is_complete(self._last) and chain.run_of(self._last) != chain.run_of(directory):
+        if self._last is not None and is_complete(self._last) and run_of(self._last) != run_of(directory):
             parent = str(self._last)  # each checkpoint of Hugging Face's trainer has a directory of its own
         try:
             choice = save_parts(
@@ -202,7 +206,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             if self._gradients is not None:
                 self._gradients.reset()
         if parent != "auto":
-            chain.forget(self._last)  # of every directory that a run uses, its codes would stay in memory
+            forget(self._last)  # of every directory that a run uses, its codes would stay in memory
         self.quality, self._last = choice.quality, directory
 
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:

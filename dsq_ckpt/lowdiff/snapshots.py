@@ -195,7 +195,7 @@ class Snapshot:
 def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
     """Complete checkpoints of a run that look like snapshots, by their names; None: the manifest cannot be read."""
     found: list[tuple[Path, Manifest | None]] = []
-    for path, manifest in checkpoints(run):
+    for path, manifest in checkpoints(run, lambda *_: None):
         if _NAME.fullmatch(path.name):
             found.insert(0, (path, manifest))
     known = {path for path, _ in found}

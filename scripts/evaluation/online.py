@@ -229,16 +229,17 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
     bases = [sizes.base + whole - sizes.logical if sizes else whole for sizes in weights]
     about = [dsq_ckpt.describe(path) for path, _ in found]
     logical, written, kept = (sum(row[f"bytes_{name}"] for row in about) for name in ("logical", "written", "kept"))
-    newest = weights[-1].refinement if weights[-1] else 0
+    refined = sum(sizes.refinement for (_, manifest), sizes in zip(found, weights, strict=True)
+                  if sizes and manifest.refinement == "kept")
     deltas = [base for base, row in zip(bases, about, strict=True) if whole and not row["keyframe"]]
     changes = [base for base in deltas if base]
     ratios: Row = {
         "ratio_state_kept": logical / kept, "ratio_written": logical / written,
-        "ratio_weights_kept": whole * len(found) / (sum(bases) + newest) if whole else None,
+        "ratio_weights_kept": whole * len(found) / (sum(bases) + refined) if whole else None,
         "ratio_weights_base": whole * len(found) / sum(bases) if whole else None,
         "best_delta": whole / min(changes) if changes else None, "unchanged_deltas": len(deltas) - len(changes),
         "bytes": {"logical": logical, "written": written, "kept": kept, "weights_logical": whole * len(found),
-                  "weights_base": sum(bases) if whole else None, "weights_newest_refinement": newest},
+                  "weights_base": sum(bases) if whole else None, "weights_refinements_kept": refined},
         "lossy_resumes": found[-1][1].lossy_resumes,
     }
     each: list[Row] = [
@@ -317,7 +318,7 @@ def targets(row: Row) -> list[tuple[str, bool]]:
 
 NOTES = """\
 worse by: final loss against the run without failures; restore: the worst rise of the loss at one; kept: base layers of
-all checkpoints and the refinement of the newest; written: mean of all checkpoints; best delta: of weights, among
+all checkpoints and the refinements that are left; written: mean of all checkpoints; best delta: of weights, among
 those that change any code; empty: those that change none; missed: checkpoints for which nothing kept to the bound;
 share: search and save against training, here and at one checkpoint in 3 or 8 hours.
 The papers' systems keep the optimizer's state bit for bit, since the papers do not speak of it. That bounds their

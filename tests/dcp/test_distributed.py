@@ -40,6 +40,10 @@ def test_faults(tmp_path):
     assert checks(torchrun("faults", 3, tmp_path, timeout=200)) == 8
 
 
+def test_damaged_ancestors(tmp_path):
+    assert checks(torchrun("ancestors", 2, tmp_path)) == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_signals(tmp_path, ranks):
     assert checks(torchrun("interrupted", ranks, tmp_path)) == 3

@@ -24,6 +24,7 @@ from dsq_ckpt.device import coding, transfer
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf, decode
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.keys import FULL
+from dsq_ckpt.remembered import known
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.workers import Workers
 from tests.states import differences, loaded, mixed_state, moved, tensors
@@ -175,9 +176,9 @@ def test_codes_past_a_table_fail_the_save(here, tmp_path):
     """Previous codes that do not belong to the parent's codebook must not be used."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "0")
-    [run] = dsq_ckpt.chain._runs.values()
-    name = next(key for key in run.committed.memory.resident if key.fqn == "lossy.linear.weight")
-    run.committed.memory.resident[name][5] = 255
+    [found] = known()
+    name = next(key for key in found.memory.resident if key.fqn == "lossy.linear.weight")
+    found.memory.resident[name][5] = 255
     with pytest.raises(SaveFailed, match="parent"):
         dsq_ckpt.save(second, tmp_path / "1")
 
@@ -222,8 +223,8 @@ def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypa
     """And all of them where a keyframe comes next."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "0")
-    [run] = dsq_ckpt.chain._runs.values()
-    before = [weakref.ref(codes) for codes in run.committed.memory.resident.values()]
+    [found] = known()
+    before = [weakref.ref(codes) for codes in found.memory.resident.values()]
     alive = []
 
     class Watched(DeviceChunk):
@@ -236,10 +237,10 @@ def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypa
     assert len(alive) == len(before) > 3
     assert alive == sorted(alive, reverse=True) and alive[-1] <= 2
     dsq_ckpt.save(second, tmp_path / "2", parent=None)
-    [run] = dsq_ckpt.chain._runs.values()
-    assert len(run.committed.memory.resident) == len(before)
+    [found] = known()
+    assert len(found.memory.resident) == len(before)
     dsq_ckpt.save(second, tmp_path / "3", config={"delta": {"enabled": False}})
-    assert not run.committed.memory.resident
+    assert not found.memory.resident
 
 
 def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0.25) -> Chunk:

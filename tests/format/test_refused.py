@@ -238,7 +238,8 @@ def test_unknown_keys_survive(small: Path) -> None:
         entry["unknown"] = entry["name"]
     rewrite(small, manifest)
     dsq_ckpt.load(like(), small, no_dist=True)  # what comes next continues it, and drops its refinement
-    dsq_ckpt.save(like(), small.parent / "two", config={"quantize": {"min_elements": 100}}, no_dist=True)
+    config = {"quantize": {"min_elements": 100}, "refinement": {"keep_last": 1}}
+    dsq_ckpt.save(like(), small.parent / "two", config=config, no_dist=True)
     after = independent.Reader(small).manifest
     assert (manifest["refinement"], after["refinement"]) == ("kept", "dropped")
     files = [entry for entry in manifest["files"] if entry["role"] != "refinement"]

@@ -16,7 +16,7 @@ import dsq_ckpt
 import dsq_ckpt.deepspeed
 
 EXACT = {"system": "exact"}
-LOSSY = {"quantize": {"min_elements": 64}}
+LOSSY = {"quantize": {"min_elements": 64}, "refinement": {"keep_last": 1}}
 
 
 class Model(nn.Module):

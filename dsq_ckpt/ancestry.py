@@ -1,0 +1,148 @@
+"""Whether the files that a save is about to be coded against are still what was written, and what to do if not.
+
+All checkpoints of a chain share its keyframe, so one flipped bit there makes all of them unreadable, and those that
+would still be coded against it. Before each delta the ranks read a part of the files it builds on, from the device and
+not from memory as far as the system lets them, so that damage is found while there is a run to write a new keyframe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.container import file_checksum, sync_directory
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.links import copy_file, replace_by_link
+from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints
+from dsq_ckpt.notices import warn
+from dsq_ckpt.remembered import ParentRef, find, run_of
+from dsq_ckpt.session import Agreement
+from dsq_ckpt.workers import Workers
+
+CHECKED_EVERY = 4
+"""Of so many deltas of a chain that follow each other, each file is checked before one."""
+
+
+def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers) -> Agreement:
+    """Return what was agreed on, without its parent if a file of that was found to be damaged; collective.
+
+    The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
+    """
+    parent = agreement.parent
+    if parent is None:
+        return agreement
+    found: dict[str, str] = {}
+    try:
+        known = find(parent.save_id)
+        # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole.
+        everything = known is None or not known.memory or known.suspect
+        found = damaged(Path(parent.path), due(parent, everything)[comm.rank :: comm.size], workers)
+    except (DSQError, OSError) as error:
+        found = {"": str(error)}
+    everywhere = {name: problem for one in comm.gather(found) for name, problem in one.items()}
+    if not everywhere:
+        return agreement
+    if comm.rank == 0:
+        warn(
+            f"the parent checkpoint '{parent.path}' is damaged; writing a keyframe, which needs none of its files. "
+            + "; ".join(_settled(Path(parent.path), name, problem) for name, problem in sorted(everywhere.items()))
+        )
+    return replace(agreement, parent=None, model=None)
+
+
+def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
+    """Return the data files of a checkpoint that are to be checked before a delta against it, largest first."""
+    files = [file for file in Manifest.read(Path(parent.path)).files if file.role in ("own", "ancestor")]
+    chosen = [file for file in files if everything or _is_due(file.name, parent.depth)]
+    return sorted(chosen, key=lambda file: (-file.size, file.name))
+
+
+def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) -> dict[str, str]:
+    """Return what is wrong with files of a checkpoint, by their names."""
+    problems = workers.map(lambda file: (file.name, problem_of(directory / file.name, file)), files)
+    return {name: problem for name, problem in problems if problem is not None}
+
+
+def _is_due(name: str, depth: int) -> bool:
+    return (xxhash.xxh3_64_intdigest(name.encode()) + depth) % CHECKED_EVERY == 0
+
+
+def problem_of(path: Path, expected: ManifestFile) -> str | None:
+    """Return what is wrong with a file, None if it is what was written."""
+    try:
+        _forget_pages(path)
+        size, checksum = file_checksum(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if size != expected.size:
+        return f"has {size} bytes, expected {expected.size}"
+    return None if checksum == expected.checksum else f"has checksum {checksum}, expected {expected.checksum}"
+
+
+def _forget_pages(path: Path) -> None:
+    """Let the system read a file anew: what it still has in memory was right when it was written."""
+    with suppress(AttributeError, OSError):  # not on this system, or not for this file
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _settled(parent: Path, name: str, problem: str) -> str:
+    """Restore a damaged file wherever an intact copy allows; return what was found and done, for people."""
+    if not name:
+        return problem
+    text = f"'{parent / name}' {problem}"
+    try:
+        holders = {path: manifest for path, manifest in checkpoints(run_of(parent), lambda *_: None)}
+        holders.setdefault(parent, Manifest.read(parent))
+        files = {
+            path: file for path, manifest in holders.items() for file in manifest.files if file.name == name
+        }
+        bad, good = _sorted_by_soundness(files)
+        if not good:
+            return f"{text}: {_listed(bad)} cannot be read any more, and there is no intact copy"
+        _restore(good[0] / name, [path / name for path in bad], files[good[0]])
+    except (DSQError, OSError) as error:
+        return f"{text}: it could not be restored ({error})"
+    return f"{text}: it was restored in {_listed(bad)} from the intact copy in '{good[0].name}'"
+
+
+def _sorted_by_soundness(files: Mapping[Path, ManifestFile]) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints whose link to a file is to a damaged one, and the others; each file is read once."""
+    sound: dict[tuple[int, int], bool] = {}
+    bad: list[Path] = []
+    good: list[Path] = []
+    for path, file in files.items():
+        try:
+            status = os.stat(path / file.name)
+        except FileNotFoundError:
+            bad.append(path)
+            continue
+        inode = status.st_dev, status.st_ino
+        if inode not in sound:
+            sound[inode] = problem_of(path / file.name, file) is None
+        (good if sound[inode] else bad).append(path)
+    return bad, good
+
+
+def _restore(intact: Path, damaged: Sequence[Path], expected: ManifestFile) -> None:
+    """Put one copy of an intact file in the place of all damaged ones."""
+    first, *others = damaged
+    copy_file(intact, first, True, expected)
+    for path in others:
+        replace_by_link(first, path)
+    for path in damaged:
+        sync_directory(path.parent)
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    shown = ", ".join(f"'{path.name}'" for path in paths[:5])
+    return shown + (f" and {len(paths) - 5} more checkpoints" if len(paths) > 5 else "")

@@ -1,0 +1,215 @@
+"""Damage to what a chain of checkpoints shares: found within a few saves, never built upon, repaired from copies."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import remembered
+from dsq_ckpt.ancestry import CHECKED_EVERY, _is_due
+from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.direct import Contribution, save_parts
+from dsq_ckpt.files import CheckpointFiles
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.parts import Part
+from tests.states import differences, loaded
+
+
+def weights(number: int = 0) -> dict:
+    g = torch.Generator().manual_seed(1)
+    return {"weight": torch.randn(80, 90, generator=g) + 0.001 * number}
+
+
+def in_background(state, path, **options):
+    dsq_ckpt.async_save(state, path, **options).result()
+
+
+def directly(state, path, config=None, parent="auto"):
+    tensor = state["weight"]
+    key = ChunkKey("weight", (0, 0), tuple(tensor.shape))
+    part = Part(key, tuple(tensor.shape), tensor.dtype, partial(lambda kept: kept, tensor))
+    contribution = Contribution([part], nesting={"weight": ("weight",)})
+    save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    """Flip a bit, at this fraction of the file: of all checkpoints that share it."""
+    with open(path, "r+b") as file:
+        place = int(at * path.stat().st_size)
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def data_file(directory: Path, role: str = "own") -> Path:
+    [name] = [file.name for file in Manifest.read(directory).files if file.role == role and file.name.endswith("dsq")]
+    return directory / name
+
+
+def saves(run: Path, count: int, save=dsq_ckpt.save, first: int = 0, **options) -> list[str]:
+    """Save `count` checkpoints; what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for number in range(first, first + count):
+            save(weights(number), run / f"{number:02d}", **options)
+    return [str(one.message) for one in caught]
+
+
+def readable(run: Path) -> list[str]:
+    names = []
+    for path in sorted(run.iterdir()):
+        try:
+            loaded(path, weights(), refinement=False)
+            names.append(path.name)
+        except dsq_ckpt.DSQError:
+            pass
+    return names
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])
+def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
+    assert saves(tmp_path, 3, save) == []
+    damaged = data_file(tmp_path / "00")
+    flip(damaged)
+    said = saves(tmp_path, CHECKED_EVERY, save, first=3)
+    assert len(said) == 1
+    assert damaged.name in said[0] and "writing a keyframe" in said[0] and "no intact copy" in said[0]
+    depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, 3 + CHECKED_EVERY)]
+    found = depths.index(0)
+    assert depths[found:] == list(range(CHECKED_EVERY - found))
+    named = [name for name in ("'00'", "'01'", "'02'") if name in said[0]]
+    assert named == ["'00'", "'01'", "'02'"]
+    dsq_ckpt.forget()
+    assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + found, 3 + CHECKED_EVERY)]
+
+
+def test_every_file_is_due_once_in_so_many_saves():
+    names = [f"{number:016x}-00000.dsq" for number in range(200)]
+    for first in (0, 5, 31):
+        due = [sum(_is_due(name, first + depth) for depth in range(CHECKED_EVERY)) for name in names]
+        assert due == [1] * len(names)
+    at_once = [sum(_is_due(name, depth) for name in names) for depth in range(CHECKED_EVERY)]
+    assert max(at_once) < 2 * len(names) / CHECKED_EVERY
+
+
+def test_a_missing_ancestor_is_damage_too(tmp_path):
+    saves(tmp_path, 2)
+    data_file(tmp_path / "01", "ancestor").unlink()
+    assert "lacks" in saves(tmp_path, 1, first=2)[0]
+    assert Manifest.read(tmp_path / "02").depth == 0
+
+
+def test_all_files_are_checked_before_they_are_decoded(tmp_path):
+    """Where the codes of the parent are not in memory, and by their own parent's name the wrong file may be due."""
+    saves(tmp_path, 4)
+    flip(data_file(tmp_path / "02"))
+    dsq_ckpt.forget()
+    said = saves(tmp_path, 1, first=4, parent=tmp_path / "03")
+    assert len(said) == 1 and data_file(tmp_path / "02").name in said[0]
+    assert Manifest.read(tmp_path / "04").depth == 0
+
+
+@pytest.mark.parametrize("kind", ["index", "manifest.json"])
+def test_a_parent_whose_tables_are_damaged(tmp_path, kind):
+    saves(tmp_path, 2)
+    [path] = (tmp_path / "01").glob(f"*{kind}")
+    flip(path)
+    said = saves(tmp_path, 2, first=2)
+    assert len(said) == 1 and path.name in said[0] and "writing a keyframe" in said[0]
+    assert [Manifest.read(tmp_path / name).depth for name in ("02", "03")] == [0, 1]
+
+
+def test_what_makes_a_save_fail_is_looked_for_before_the_next(tmp_path):
+    """Damage that only shows when the parent is used fails that save, and the next one checks every file."""
+    saves(tmp_path, 3)
+    parent = data_file(tmp_path / "02")
+    with CheckpointFiles(tmp_path / "02") as files:
+        contents = files.reader(parent.name).size - 40  # in its table of contents
+    flip(parent, contents / parent.stat().st_size)
+    number = 3
+    while True:
+        try:
+            said = saves(tmp_path, 1, first=number)
+            break
+        except dsq_ckpt.DSQError as error:
+            assert parent.name in str(error)
+            number += 1
+    assert number <= 4 and parent.name in said[0]
+    assert Manifest.read(tmp_path / f"{number:02d}").depth == 0
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_keyframes_in_several_copies(tmp_path, copies):
+    config = {"storage": {"replicate_keyframes": True if copies == 2 else copies}, "delta": {"max_chain": 6}}
+    saves(tmp_path, 7, config=config)
+    keyframe = data_file(tmp_path / "00").name
+    inodes = [os.stat(tmp_path / f"{number:02d}" / keyframe).st_ino for number in range(7)]
+    assert len(set(inodes)) == copies
+    for first in range(7 - copies + 1):
+        assert len(set(inodes[first : first + copies])) == copies
+    flip(tmp_path / "04" / keyframe)
+    hit = {f"{number:02d}" for number in range(7) if inodes[number] == inodes[4]}
+    dsq_ckpt.forget()
+    assert set(readable(tmp_path)) == {f"{number:02d}" for number in range(7)} - hit
+
+
+def test_a_damaged_copy_is_restored_from_an_intact_one(tmp_path):
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 4, config=config)
+    keyframe = data_file(tmp_path / "00").name
+    whole = [loaded(tmp_path / f"{number:02d}", weights(), refinement=False) for number in range(4)]
+    flip(tmp_path / "03" / keyframe)
+    dsq_ckpt.forget()
+    said = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03")
+    assert len(said) == 1 and "restored in '01', '03' from the intact copy in '00'" in said[0]
+    assert len({os.stat(tmp_path / name / keyframe).st_ino for name in ("00", "01", "02", "03")}) == 2
+    for number in range(4):
+        again = loaded(tmp_path / f"{number:02d}", weights(), refinement=False)
+        assert differences(again, whole[number]) == []
+
+
+def test_copies_outlive_the_checkpoints_they_came_from(tmp_path):
+    """A run that keeps its last two checkpoints has two copies at any time."""
+    import shutil
+
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 1, config=config)
+    keyframe = data_file(tmp_path / "00").name
+    for number in range(1, 6):
+        saves(tmp_path, 1, first=number, config=config)
+        if number > 1:
+            shutil.rmtree(tmp_path / f"{number - 2:02d}")
+        kept = sorted(tmp_path.iterdir())
+        assert len({os.stat(path / keyframe).st_ino for path in kept}) == len(kept) == 2
+
+
+@pytest.mark.parametrize("given, copies", [(False, 1), (True, 2), (1, 1), (2, 2), (8, 8)])
+def test_how_many_copies(given, copies):
+    assert DSQConfig(storage={"replicate_keyframes": given}).storage.keyframe_copies == copies
+
+
+@pytest.mark.parametrize("wrong", [0, 9, -1, "yes please", 2.5])
+def test_wrong_numbers_of_copies(wrong):
+    with pytest.raises(dsq_ckpt.ConfigError, match="replicate_keyframes"):
+        DSQConfig(storage={"replicate_keyframes": wrong})
+
+
+def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
+    saves(tmp_path, 2)
+    flip(data_file(tmp_path / "00"))
+    [one] = remembered.known()
+    one.suspect = True
+    assert len(saves(tmp_path, 1, first=2)) == 1
+    flip(data_file(tmp_path / "01"))  # it is no longer needed
+    assert saves(tmp_path, CHECKED_EVERY, first=3) == []
+    assert readable(tmp_path)[-1] == f"{2 + CHECKED_EVERY:02d}"
