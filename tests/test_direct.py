@@ -18,7 +18,7 @@ from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.parts import Part
 
 WEIGHT = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-CONFIG = DSQConfig(storage={"fsync": False})
+CONFIG = DSQConfig(refinement={"keep_last": 1}, storage={"fsync": False})
 
 
 def part(fqn="model.weight", tensor=WEIGHT, offsets=(0, 0), size=(64, 96)):
