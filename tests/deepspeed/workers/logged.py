@@ -243,6 +243,8 @@ def lose(run: Path, last: int) -> None:
         for name, path in segments.names(run):
             if name.last > last:
                 path.unlink()
+        for note in (run / segments.LOG).glob("*.closed"):
+            note.write_text("")  # does not tell the last step, as older versions left it
     dist.barrier()
 
 
