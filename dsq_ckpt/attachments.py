@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any, cast
 
-from dsq_ckpt.container import FileInfo, file_checksum, sync_directory
+from dsq_ckpt.container import FileInfo, file_checksum, naming, sync_directory
 from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.regular import read_regular
@@ -42,6 +43,43 @@ def journaled(directory: Path) -> set[str]:
                 if "/" not in name and [*file_checksum(directory / name)] == told:
                     found.add(name)
     return found
+
+
+class _Noting:
+    """A stream that remembers why it could not be written to: `torch.save` only says that something is missing."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def write(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
+    """Write a new file by `work`, and flush it to the device if `fsync`.
+
+    Raises:
+        OSError: the file cannot be written; it is named.
+    """
+    with naming(path, "while it was written"), open(path, "xb") as stream:
+        noting = _Noting(stream)
+        try:
+            work(cast(IO[bytes], noting))
+        except Exception:
+            if noting.failure is not None:
+                raise noting.failure from None
+            raise
+        stream.flush()
+        if fsync:
+            os.fsync(stream.fileno())
 
 
 def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:

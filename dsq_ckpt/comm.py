@@ -144,7 +144,8 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
     if isinstance(failure, DSQError) or not isinstance(failure, Exception | None):
         raise failure
     if failure is not None:
-        raise SaveFailed(f"before the sketches were merged: {described(failure)}") from failure
+        where = f"rank {comm.rank}, " if comm.size > 1 else ""
+        raise SaveFailed(f"{where}before the sketches were merged: {described(failure)}") from failure
     if failed:
         culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
         raise FailedElsewhere(f"{culprit} failed before the sketches were merged; see the error raised there")
@@ -176,7 +177,7 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
             raise failure
-        raise otherwise(described(failure)) from failure
+        raise otherwise((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
     failed = [(rank, *told) for rank, told in enumerate(everywhere) if told[1] is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:

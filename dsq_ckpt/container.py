@@ -16,6 +16,7 @@ import random
 import struct
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -91,17 +92,30 @@ class ContainerWriter:
         """Write contents and trailer, flush to the device, and give the file its name."""
         block = self.add(pack_json(contents))
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
-        self._file.flush()
-        if self._fsync:
-            os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self.path, f"of whose {self._offset} bytes not all were written"):
+            self._file.flush()
+            if self._fsync:
+                os.fsync(self._file.fileno())
+            self._file.close()
         os.replace(self._temporary, self.path)
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 
     def _append(self, data: bytes) -> None:
-        self._file.write(data)
+        with naming(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
+            self._file.write(data)
         self._hash.update(data)
         self._offset += len(data)
+
+
+@contextlib.contextmanager
+def naming(path: Path, when: str) -> Iterator[None]:
+    """Let errors of the operating system, such as a full disk, name the file that was written, and how far it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}, {when}", str(path)) from error
 
 
 class ContainerReader:

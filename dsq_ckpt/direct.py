@@ -6,14 +6,16 @@ the same steps and the same files.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -21,11 +23,11 @@ from dsq_ckpt import attachments, gc
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.comm import Communicator, RankUnreachable, together
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, file_checksum, make_directory
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.index import uncovered
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.nesting import Nesting
@@ -37,8 +39,12 @@ from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, u
 from dsq_ckpt.targets import refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
-Attachment = Callable[[IO[bytes], str], None]
-"""Writes a file of another format, which lies beside the data files; it is given a stream and the save's id."""
+
+class Attachment(Protocol):
+    """Writes a file of another format, which lies beside the data files."""
+
+    def __call__(self, stream: IO[bytes], save_id: str) -> None:
+        """Write to a stream; `save_id` is the save's."""
 
 
 @dataclass
@@ -164,12 +170,25 @@ def save_parts(
                 with suppress(OSError):
                     attachments.restore(path)
             raise
+    except RankUnreachable:
+        raise  # others may still write
+    except BaseException:
+        if comm.rank == 0:
+            _discard(path)
+        raise
     finally:
         for temporary in hidden.values():
             temporary.unlink(missing_ok=True)
     remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
     remember_committed(path, agreement.save_id)
     return choice
+
+
+def _discard(path: Path) -> None:
+    """Remove what a failed save left, and its directory, unless a checkpoint or something else is in it."""
+    with suppress(OSError, DSQError):
+        gc.collect(path, -math.inf)
+        path.rmdir()
 
 
 def _written(
@@ -198,11 +217,7 @@ def _written(
     for name, write in own.attachments.items():
         temporary = path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
         hidden[name] = temporary
-        with open(temporary, "xb") as stream:
-            write(stream, agreement.save_id)
-            stream.flush()
-            if storage.fsync:
-                os.fsync(stream.fileno())
+        attachments.write(temporary, partial(write, save_id=agreement.save_id), storage.fsync)
         files.append(FileInfo(name, *file_checksum(temporary)))
     nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
     return _Done(result, _inventory(own.parts), list(own.objects), nesting, files), choice, memory

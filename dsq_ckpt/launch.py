@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
-from dsq_ckpt.deepspeed import install
+from dsq_ckpt.deepspeed import BLOCK, blocks_seen, install
+from dsq_ckpt.notices import warn
 
 _USAGE = "usage: python -m dsq_ckpt.launch SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
 
@@ -39,6 +41,19 @@ def main(arguments: list[str]) -> None:
     else:
         sys.path.insert(0, str(Path(target).absolute().parent))
         runpy.run_path(target, run_name="__main__")
+    if not blocks_seen():
+        warn(
+            f"'{target}' made no engine of DeepSpeed, so dsq_ckpt.launch had nothing to do", rank=_rank()
+        )
+    elif not any(blocks_seen()):
+        warn(
+            f"no engine of '{target}' had the block '{BLOCK}' in its configuration: checkpoints are DeepSpeed's own",
+            rank=_rank(),
+        )
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
 
 
 if __name__ == "__main__":

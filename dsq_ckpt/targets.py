@@ -16,7 +16,7 @@ from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedF
 from dsq_ckpt.gc import is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
 
-_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|\..+\.[0-9a-f]{16}\.old")
+_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old")
 """Names of DeepSpeed's files, and of those that stepped aside for others (see `attachments`)."""
 _HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
 """Names that file systems and file managers put everywhere."""

@@ -185,6 +185,7 @@ def tag_without_manifest(path, monkeypatch):
     contribution = Contribution([part], attachments={"mp_rank_00_model_states.pt": write})
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("dsq_ckpt.direct.commit", killed)
+        patched.setattr("dsq_ckpt.direct._discard", lambda directory: None)
         save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     return contribution
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.deepspeed.tags import tags_in
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.notices import warn
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 BLOCK = "dsq_checkpoint"
 """The key of the block in DeepSpeed's configuration."""
 
+_NO_BLOCK = f"the configuration has no block '{BLOCK}'"
+_CLOSE = 0.8  # as `dqs_checkpoint`, but not DeepSpeed's own `checkpoint`
+_blocks: list[bool] = []  # of the engines since `install`: whether each has the block
 Evaluate = Callable[[], float]
 
 
@@ -61,12 +66,8 @@ def initialize(*args: Any, evaluate: Evaluate | None = None, **kwargs: Any) -> t
     tree = made[0]._config._param_dict
     if block_of(tree) is not None:
         attach(made[0], evaluate=evaluate)
-    elif tree.get(BLOCK) is None:
-        near = difflib.get_close_matches(BLOCK, tree, n=1)
-        warn(
-            f"the configuration has no block '{BLOCK}'" + (f", but '{near[0]}'" if near else "")
-            + ": checkpoints are DeepSpeed's own"
-        )
+    elif not _warn_of_others(tree) and tree.get(BLOCK) is None:
+        warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
     return made
 
 
@@ -86,6 +87,7 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
     from dsq_ckpt.deepspeed.gradients import FlatGradients
 
+    _warn_of_others(engine._config._param_dict)
     chosen = block_of(engine._config._param_dict) or DSQConfig() if config is None else _as_config(config)
     if engine.use_node_local_storage():
         raise ConfigError(
@@ -126,12 +128,56 @@ def install() -> None:
     @functools.wraps(original)
     def configured(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if block_of(self._config._param_dict) is not None:
+        tree = self._config._param_dict
+        _blocks.append(tree.get(BLOCK) is not None)
+        if block_of(tree) is not None:
             attach(self)
+        elif not _warn_of_others(tree) and not _blocks[-1]:
+            _remind_when_it_saves(self)
         return result
 
     configured._dsq_ckpt = True  # type: ignore[attr-defined]
     DeepSpeedEngine._configure_checkpointing = configured
+
+
+def _remind_when_it_saves(engine: Any) -> None:
+    """Let the first save of an engine without the block say so, unless another engine of this process has one."""
+    original = engine.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        del engine.save_checkpoint  # of the instance; its class has it again
+        if not any(_blocks):
+            warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
+        return original(*args, **kwargs)
+
+    engine.save_checkpoint = save_checkpoint
+
+
+def blocks_seen() -> list[bool]:
+    """Return, of each engine since `install`, whether its configuration has the block, enabled or not."""
+    return list(_blocks)
+
+
+def _warn_of_others(tree: dict[str, Any]) -> bool:
+    """Warn of keys that the block may have been meant by; returns whether there are any."""
+    near = {key for key in tree if isinstance(key, str) and key != BLOCK and _is_near(key)}
+    inner = tree.get("checkpoint")
+    near |= {f"checkpoint.{key}" for key in inner if _is_near(key)} if isinstance(inner, dict) else set()
+    if near:
+        warn(
+            f"DeepSpeed's configuration has {' and '.join(map(repr, sorted(near)))}, which nothing reads; the block of "
+            f"dsq_ckpt is called '{BLOCK}' and lies at the top level"
+            + ("" if BLOCK in tree else ": checkpoints are DeepSpeed's own"), rank=dist.get_rank(),
+        )
+    return bool(near)
+
+
+def _is_near(key: str) -> bool:
+    plain = re.sub(r"[^a-z]", "", key.lower())
+    return plain.startswith("dsq") or (
+        plain != "checkpoint" and bool(difflib.get_close_matches(BLOCK.replace("_", ""), [plain], 1, _CLOSE))
+    )
 
 
 def quality(engine: Any) -> dict[str, Any] | None:
@@ -149,8 +195,13 @@ def _check_and_remember_loads(engine: Any) -> None:
         if tag is None and latest.is_file():
             tag = latest.read_text().strip()
         if tag is None:
+            if found := tags_in(load_dir):
+                warn(
+                    f"'{load_dir}' has tags ('{found[-1]}' is the last), but no '{latest.name}' that says which to "
+                    "load, so DeepSpeed loads nothing; pass tag=", rank=dist.get_rank(),
+                )
             return original(engine, load_dir, tag, *args, **kwargs)
-        with engine.checkpoint_engine.loading(Path(load_dir, str(tag)).absolute()):
+        with engine.checkpoint_engine.loading(load_dir, str(tag)):
             return original(engine, load_dir, tag, *args, **kwargs)
 
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)

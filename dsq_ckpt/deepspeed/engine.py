@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,13 +25,15 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
-from dsq_ckpt.direct import Contribution, save_parts
+from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag
+from dsq_ckpt.direct import Attachment, Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.groups import layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.notices import warn
 from dsq_ckpt.remembered import Memory, forget, remember_loaded, run_of
 from dsq_ckpt.targets import publish, temporary
+from dsq_ckpt.unchanged import named
 
 
 class DSQCheckpointEngine(CheckpointEngine):
@@ -63,6 +67,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._chooser = chooser
         self._gradients = gradients
         self._queue: dict[Path, Any] = {}
+        self._tag: str | None = None  # of the save that is under way
         self._last: Path | None = None
         self._unusable: OSError | None = None
         self._looked_at: tuple[Path, str, Any] | None = None
@@ -73,19 +78,27 @@ class DSQCheckpointEngine(CheckpointEngine):
         """A checkpoint begins; on all ranks.
 
         Raises:
-            SaveFailed: on all ranks, if its directory could not be made.
+            SaveFailed: on all ranks, if its directory could not be made, or see `agreed_tag`.
         """
         self._queue.clear()
+        self._tag = None
         unusable, self._unusable = self._unusable, None
 
         def usable() -> None:
             if unusable is not None:
-                raise SaveFailed(f"the directory for checkpoints cannot be made: {unusable}")
+                raise SaveFailed(f"rank {self._comm.rank}: the directory for checkpoints cannot be made: {unusable}")
 
         together(self._comm, usable)
+        validated = self._engine.checkpoint_tag_validation_enabled() and self._engine.checkpoint_tag_validation_fail()
+        self._tag = agreed_tag(self._comm, info.save_dir, info.tag, refused_later=validated)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory. The others wait for this one rank at a barrier, so what fails is told in `create`."""
+        """Make a directory. The others wait for this one rank at a barrier, so what fails is told in `create`.
+
+        That of a tag is made in `commit`: a save that fails before leaves none.
+        """
+        if self._tag is not None:
+            return
         try:
             os.makedirs(path, exist_ok=exist_ok)
         except OSError as error:
@@ -102,10 +115,12 @@ class DSQCheckpointEngine(CheckpointEngine):
             DSQError: on all ranks, when any failed; `latest` and earlier tags are untouched.
         """
         queue, self._queue = self._queue, {}
-        directory = Path(info.save_dir, info.tag).absolute()
-        inside = any(self._comm.gather(any(path.is_relative_to(directory) for path in queue)))
+        tag, self._tag = self._tag, None
+        own = Path(info.save_dir, info.tag).absolute()
+        inside = any(self._comm.gather(any(path.is_relative_to(own) for path in queue)))
         if inside:
-            self._commit_tag(directory, queue)
+            files = {str(path.relative_to(own)): state for path, state in queue.items()}
+            self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
             together(self._comm, lambda: _write_plain(queue))
         return True
@@ -132,7 +147,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         return loaded
 
     @contextmanager
-    def loading(self, directory: Path) -> Iterator[None]:
+    def loading(self, load_dir: str, tag: str) -> Iterator[None]:
         """DeepSpeed loads a tag in here; collective. What it is coded with serves the next save.
 
         Every byte is compared with its checksum first, each rank a part of them: what one rank finds while the others
@@ -140,8 +155,10 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         Raises:
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
-            CheckpointNotFound: on all ranks, if the tag's save did not complete.
+            CheckpointNotFound: on all ranks, if the tag is not there, or its save did not complete.
+            LoadFailed: on all ranks, if they were given different tags, or DeepSpeed finds no files for this rank.
         """
+        directory = find_tag(self._comm, load_dir, tag)
         together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
         problems, manifest = together(self._comm, lambda: self._checked(directory), LoadFailed)
         found = [problem for several in self._comm.gather(problems) for problem in several]
@@ -156,6 +173,14 @@ class DSQCheckpointEngine(CheckpointEngine):
         with stored.keeping_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
             try:
                 yield
+            except AssertionError as error:
+                if str(error):
+                    raise
+                held = ", ".join(sorted(file.name for file in directory.glob("*.pt"))[:4]) or "none"
+                raise LoadFailed(
+                    f"rank {self._comm.rank}: DeepSpeed found no files for this engine in '{directory}', which holds "
+                    f"{held}; was it saved with another ZeRO stage or another number of ranks?"
+                ) from error
             finally:
                 self._looked_at = None
                 stored.close()
@@ -177,7 +202,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         stored.close()
         self.inner.cleanup()
 
-    def _commit_tag(self, directory: Path, queue: Mapping[Path, Any]) -> None:
+    def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
         found = together(self._comm, lambda: inventory(self._engine))
         unlike = set().union(*self._comm.gather(together(self._comm, lambda: differing(found))))
 
@@ -188,8 +213,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 parts=list(parts_of(buffers, self._comm.rank, self._comm.size)),
                 replicas=list(parts_of(buffers, self._comm.rank, self._comm.size, written=False)),
                 nesting=nesting_of(buffers),
-                attachments={str(file.relative_to(directory)): self._writer(found, unlike, state)
-                             for file, state in queue.items()},
+                attachments={name: self._writer(found, unlike, state) for name, state in files.items()},
                 gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
             )
 
@@ -209,7 +233,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             forget(self._last)  # of every directory that a run uses, its codes would stay in memory
         self.quality, self._last = choice.quality, directory
 
-    def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Callable[[IO[bytes], str], None]:
+    def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Attachment:
         return partial(_write_stored, found=found, unlike=unlike, state=state)
 
     def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
@@ -233,7 +257,20 @@ class DSQCheckpointEngine(CheckpointEngine):
 
 
 def _write_stored(stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any) -> None:
-    torch.save(Substitution(save_id, found, unlike)(state), stream)
+    substituted = Substitution(save_id, found, unlike)(state)
+    try:
+        torch.save(substituted, stream)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        wrong = [key for key, value in substituted.items() if not _pickles(value)]
+        raise SaveFailed(f"{named(wrong)} of the state, or of client_state, cannot be pickled: {error}") from error
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        torch.save(value, io.BytesIO())
+        return True
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
 
 
 def _write_plain(queue: Mapping[Path, Any]) -> None:

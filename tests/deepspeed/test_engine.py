@@ -29,6 +29,10 @@ def test_files_are_what_deepspeed_writes(tmp_path):
     assert ranks("alike", 2, tmp_path).count("[ok]") == 20
 
 
+def test_mistakes_and_full_disks(tmp_path):
+    assert ranks("mistakes", 2, tmp_path).count("[ok]") == 55
+
+
 def test_searches(tmp_path):
     assert ranks("searched", 2, tmp_path).count("[ok]") == 56
 

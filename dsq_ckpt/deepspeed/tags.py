@@ -1,0 +1,126 @@
+"""One tag for all ranks: agreed on before a save, found before a load."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsq_ckpt.comm import Communicator
+from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
+from dsq_ckpt.manifest import is_complete
+from dsq_ckpt.notices import warn
+
+_TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
+"""Files that DeepSpeed writes beside tags."""
+_SHOWN = 8
+
+
+def agreed_tag(comm: Communicator, save_dir: str, tag: str, refused_later: bool) -> str:
+    """Return the tag that all ranks save to: that of rank 0; collective.
+
+    A checkpoint is one directory. DeepSpeed itself spreads tags that differ, such as times of day, over several, of
+    which `latest` names one.
+
+    Args:
+        comm: of all ranks.
+        save_dir: of this rank.
+        tag: of this rank.
+        refused_later: DeepSpeed raises where tags differ (`"tag_validation": "FAIL"`).
+
+    Raises:
+        SaveFailed: on all ranks, if directories differ on one host, or the tag is no name for a directory below them.
+    """
+    told = comm.gather((str(tag), platform.node(), os.path.realpath(save_dir)))
+    first, host, directory = told[0]
+    if any(other != directory for _, name, other in told if name == host):
+        places = _by_rank([place for *_, place in told])
+        raise SaveFailed(
+            f"save_dir differs by rank ({places}): a checkpoint is one directory; pass the same one on all ranks. "
+            "Nothing was written"
+        )
+    if wrong := _wrong(first):
+        raise SaveFailed(f"the tag {first!r} {wrong}; choose another tag. Nothing was written")
+    tags = [one for one, *_ in told]
+    if set(tags) != {first} and not refused_later:
+        warn(
+            f"the tag differs by rank ({_by_rank(tags)}): a checkpoint is one directory, so all ranks save to "
+            f"'{first}', the tag of rank 0; pass the same tag on all ranks", rank=comm.rank,
+        )
+    return first
+
+
+def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
+    """Return the directory of a tag, which all ranks see and load from; collective.
+
+    Raises:
+        LoadFailed: on all ranks, if tags differ by rank, or some ranks do not see the directory.
+        CheckpointNotFound: on all ranks, if it is not there, or no checkpoint is in it; the text says which tags are.
+    """
+    directory = Path(load_dir, tag).absolute()
+    told = comm.gather((tag, platform.node(), tag != "" and _holds_checkpoint(directory)))
+    tags = [one for one, *_ in told]
+    if len(set(tags)) > 1:
+        raise LoadFailed(
+            f"the tag to load differs by rank ({_by_rank(tags)}), and parts of two checkpoints are no state of a run; "
+            f"pass the same tag on all ranks{_there(load_dir)}"
+        )
+    seen = [found for *_, found in told]
+    if not any(seen):
+        what = "is empty" if directory.is_dir() and not any(directory.iterdir()) else "holds no checkpoint"
+        where = f"'{directory}' {what if directory.is_dir() else 'does not exist'}"
+        if not tag:
+            where = f"'{Path(load_dir, 'latest')}' is empty"
+        raise CheckpointNotFound(where + _there(load_dir))
+    if not all(seen):
+        rank = seen.index(False)
+        raise LoadFailed(
+            f"rank {rank} on host {told[rank][1]} does not see the checkpoint '{directory}', which rank "
+            f"{seen.index(True)} on host {told[seen.index(True)][1]} sees: all hosts need one shared directory"
+        )
+    return directory
+
+
+def tags_in(load_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the names of directories that hold a checkpoint, ours or DeepSpeed's, oldest first."""
+    try:
+        with os.scandir(load_dir) as entries:
+            found = [(entry.stat().st_mtime, entry.name) for entry in entries
+                     if entry.is_dir() and _holds_checkpoint(Path(entry.path))]
+    except OSError:
+        return []
+    return [name for _, name in sorted(found)]
+
+
+def _holds_checkpoint(directory: Path) -> bool:
+    return is_complete(directory) or any(directory.glob("*.pt")) or any(directory.glob("*.dsq"))
+
+
+def _there(load_dir: str) -> str:
+    """The end of a message: which tags could be meant."""
+    if not os.path.isdir(load_dir):
+        return f"; '{load_dir}' is no directory"
+    latest = Path(load_dir, "latest")
+    says = f", and 'latest' says '{latest.read_text().strip()}'" if latest.is_file() else ", and there is no 'latest'"
+    found = tags_in(load_dir)
+    more = f" and {len(found) - _SHOWN} older" if len(found) > _SHOWN else ""
+    named = ", ".join(f"'{name}'" for name in found[-_SHOWN:]) + more
+    return f"; '{load_dir}' has {'the tags ' + named if found else 'no tags'}{says}"
+
+
+def _wrong(tag: str) -> str | None:
+    """Return why a tag cannot name a directory below `save_dir`; None where it can."""
+    if tag in _TAKEN:
+        return "is the name of a file that DeepSpeed writes beside tags"
+    if not tag or set(tag.split("/")) & {"", ".", ".."}:
+        return "is not the name of a directory below save_dir"
+    if tag != tag.strip() or not tag.isprintable():
+        return "does not come back from the file 'latest', which is read without blanks and with one line"
+    return None
+
+
+def _by_rank(values: list[str]) -> str:
+    shown: Mapping[int, str] = dict(enumerate(values[:4]))
+    more = ", ..." if len(values) > 4 else ""
+    return ", ".join(f"rank {rank}: '{value}'" for rank, value in shown.items()) + more

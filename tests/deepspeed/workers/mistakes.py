@@ -1,0 +1,166 @@
+"""Mistakes of users and full disks: what is told, and that nothing is left behind. argv = a directory."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from common import EXACT, LOSSY, Model, begin, check, end, engine_of, error_of, everywhere, settings, train
+
+import dsq_ckpt.deepspeed
+from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
+from dsq_ckpt.manifest import Manifest
+
+
+def names(directory: Path) -> list[str]:
+    """All that lies below a directory, but for DeepSpeed's scripts."""
+    dist.barrier()
+    found = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.suffix != ".py")
+    dist.barrier()
+    return found
+
+
+def told(work: Any) -> list[str]:
+    """The warnings that a call gives, on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    return [str(one.message) for one in caught if "dsq" in str(one.message) or "tag" in str(one.message)]
+
+
+def tags_by_rank(run: Path) -> None:
+    """Tags that differ, as times of day do: one directory, that of rank 0, and the warning says so."""
+    rank = dist.get_rank()
+    for mode in ("WARN", "IGNORE"):
+        for stage in (0, 2):
+            engine = engine_of({**settings(stage), "checkpoint": {"tag_validation": mode}}, EXACT)
+            train(engine, 0, 1)
+            place = run / f"{mode}{stage}"
+            said = told(partial(engine.save_checkpoint, str(place), tag=f"tag-{rank}"))
+            found = [name.split("/")[0] for name in names(place)]
+            check(set(found) == {"tag-0", "latest"}, f"{mode}, stage {stage}: one directory: {set(found)}")
+            check(rank > 0 or ["rank 0: 'tag-0', rank 1: 'tag-1'" in text for text in said] == [True], f"told: {said}")
+            expected = train(engine, 1, 2)
+            again = engine_of(settings(stage), EXACT, seed=1)
+            again.load_checkpoint(str(place))
+            check(train(again, 1, 2) == expected, f"{mode}, stage {stage}: it loads")
+    error = error_of(lambda: again.load_checkpoint(str(place), tag=f"tag-{rank}"))
+    check(isinstance(error, LoadFailed) and "rank 1: 'tag-1'" in str(error), f"a load of two tags: {error}")
+    engine = engine_of({**settings(2), "checkpoint": {"tag_validation": "FAIL"}}, EXACT)
+    error = error_of(lambda: engine.save_checkpoint(str(run / "FAIL"), tag=f"tag-{rank}"))
+    check(isinstance(error, AssertionError) and names(run / "FAIL") == [], f"FAIL is DeepSpeed's: {error}")
+    error = error_of(lambda: engine.save_checkpoint(str(run / f"at-{rank}"), tag="a"))
+    check(isinstance(error, SaveFailed) and "save_dir differs by rank" in str(error), f"two directories: {error}")
+    for tag in ("", "..", "a/../b", "/abs", "latest", " a", "a\nb"):
+        error = error_of(partial(engine.save_checkpoint, str(run / "odd"), tag=tag))
+        check(isinstance(error, SaveFailed) and f"the tag {tag!r}" in str(error), f"{error}")
+    check(names(run / "odd") == [], "nothing was written")
+    engine.save_checkpoint(str(run / "odd"), tag=5)
+    engine.save_checkpoint(str(run / "odd"), tag="a/b")
+    check(engine.load_checkpoint(str(run / "odd"), tag=5)[0] is not None, "numbers and paths are tags")
+    check(engine.load_checkpoint(str(run / "odd"))[0].endswith("a/b/mp_rank_00_model_states.pt"), "and come back")
+
+
+def missing_tags(run: Path) -> None:
+    """A load of what is not there says what is."""
+    engine = engine_of(settings(2), EXACT)
+    train(engine, 0, 1)
+    for tag in ("first", "second"):
+        engine.save_checkpoint(str(run), tag=tag)
+    error = error_of(lambda: engine.load_checkpoint(str(run), tag="third"))
+    check(isinstance(error, CheckpointNotFound), f"a missing tag: {error}")
+    check("has the tags 'first', 'second', and 'latest' says 'second'" in str(error), "says which there are")
+    error = error_of(lambda: engine.load_checkpoint(str(run / "nowhere"), tag="third"))
+    check("is no directory" in str(error), f"a missing directory: {error}")
+    dist.barrier()
+    for text, says in (("gone", "'latest' says 'gone'"), ("", "latest' is empty")):
+        if dist.get_rank() == 0:
+            (run / "latest").write_text(text)
+            (run / "empty").mkdir(exist_ok=True)
+        dist.barrier()
+        error = error_of(lambda: engine.load_checkpoint(str(run)))
+        check(isinstance(error, CheckpointNotFound) and says in str(error), f"latest: {error}")
+    error = error_of(lambda: engine.load_checkpoint(str(run), tag="empty"))
+    check(isinstance(error, CheckpointNotFound) and "is empty" in str(error), f"an empty tag: {error}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (run / "latest").unlink()
+    dist.barrier()
+    said = told(lambda: check(engine.load_checkpoint(str(run)) == (None, None), "without latest, as DeepSpeed"))
+    check(dist.get_rank() > 0 or "'second' is the last" in said[0], f"but tags are told of: {said}")
+    other = engine_of(settings(3), EXACT)
+    error = error_of(lambda: other.load_checkpoint(str(run), tag="first"))
+    check(isinstance(error, LoadFailed) and "another ZeRO stage" in str(error), f"another stage: {error}")
+
+
+def full_disks(run: Path) -> None:
+    """A rank that cannot write: its error names rank, file and how far it was, and no directory is left."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    engine = engine_of(settings(2), LOSSY)
+    train(engine, 0, 1)
+    engine.save_checkpoint(str(run), tag="whole")
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = {"large": bytes(200_000)}  # in the file of rank 0 alone
+    for victim, limit, file in ((1, 64, ".dsq"), (1, 9000, ".dsq"), (0, 100_000, "mp_rank_00_model_states.pt")):
+        dsq_ckpt.forget()
+        if dist.get_rank() == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
+        error = error_of(lambda: engine.save_checkpoint(str(run), tag="broken", client_state=large))
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+        texts = everywhere(str(error))
+        check(isinstance(error, SaveFailed), f"{limit} bytes: all ranks fail: {texts[victim]}")
+        named = all(f"rank {victim}" in text and f"'{run / 'broken'}/" in text and file in text for text in texts)
+        check(named and "written" in texts[victim] and "File too large" in texts[victim], f"and say where: {texts}")
+        check(not (run / "broken").exists(), "no directory is left")
+    engine.save_checkpoint(str(run), tag="broken")
+    check(Manifest.read(run / "broken").ranks == 2, "the next save of that tag succeeds")
+    error = error_of(lambda: engine.save_checkpoint(str(run), tag="odd", client_state={"bad": lambda: 1}))
+    check("rank 0" in everywhere(str(error))[1] and "'bad'" in str(error), f"client_state: {error}")
+    check(not (run / "odd").exists() and (run / "latest").read_text() == "broken", "and nothing of it is left")
+
+
+def misspelt(run: Path) -> None:
+    """`install` and the launcher tell what was meant, and remind at the first save where nothing was."""
+    dsq_ckpt.deepspeed.install()
+
+    def plain(**extra: Any) -> Any:
+        model, tree = Model(), {**settings(0), **extra}
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=tree)[0]
+
+    first = dist.get_rank() == 0
+    for block in ({"dsq_ckpt": {}}, {"dsq-checkpoint": {}}, {"dqs_checkpoint": {}}, {"checkpoint": {"dsq_ckpt": {}}}):
+        said = told(partial(plain, **block))
+        name = next(iter(block)) if "checkpoint" not in block else "checkpoint.dsq_ckpt"
+        check(not first or (len(said) == 1 and f"'{name}'" in said[0] and "'dsq_checkpoint'" in said[0]), f"{said}")
+    for enabled in (True, False):
+        said = told(partial(plain, dsq_ckpt={}, dsq_checkpoint={"enabled": enabled}))
+        check(not first or len(said) == 1, f"beside the block too: {said}")
+    dsq_ckpt.deepspeed._blocks.clear()
+    engine = plain()
+    said = [told(partial(engine.save_checkpoint, str(run), tag=tag)) for tag in ("a", "b")]
+    check(not first or ["no block 'dsq_checkpoint'" in one for one in said[0]] == [True], f"the first save: {said}")
+    check(said[1] == [], "and only that")
+    engine = plain()
+    plain(dsq_checkpoint={"enabled": False})
+    check(told(partial(engine.save_checkpoint, str(run), tag="c")) == [], "not where another engine has the block")
+
+
+def main() -> None:
+    directory = begin()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    for part in [globals()[name] for name in sys.argv[2:]] or (tags_by_rank, missing_tags, full_disks, misspelt):
+        dsq_ckpt.forget()
+        part(directory / part.__name__)
+    end()
+
+
+if __name__ == "__main__":
+    main()
