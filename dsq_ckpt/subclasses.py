@@ -68,7 +68,9 @@ def checked(fqn: str, value: Any) -> Any:
     Raises:
         SaveFailed: it is not; the message says what to do.
     """
-    if not isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):  # DTensors tell their chunks
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | ShardedTensor):  # planned by their shards
+        return value
+    if hasattr(value, "__create_write_items__"):  # these tell their chunks too
         return value
     if isinstance(value, AsyncCollectiveTensor):
         return value.wait()
