@@ -10,6 +10,16 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+URL = ""
+"""Where the repository's files are shown, such as https://host/owner/dsq_ckpt/blob/main; empty while it is nowhere."""
+
+
+def description(text: str) -> str:
+    """Return a README as a package index can show it: links to files lead to `URL`, or become plain text."""
+    link = r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)"
+    return re.sub(link, rf"[\1]({URL}/\2)" if URL else r"\1", text)
+
+
 
 packages = find_packages(include=["dsq_ckpt", "dsq_ckpt.*"])
 package_dir: dict[str, str] = {}
@@ -34,7 +44,7 @@ setup(
     name="dsq_ckpt",
     version=version[1],
     description="Small training checkpoints for PyTorch: sketched quantization and delta coding inside DCP",
-    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description=description(readme.read_text(encoding="utf-8")) if readme.exists() else "",
     long_description_content_type="text/markdown",
     author="dsq_ckpt authors",
     license="MIT",

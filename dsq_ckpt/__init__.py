@@ -4,42 +4,75 @@
     dsq_ckpt.save(state_dict, "run/step-000500")
     dsq_ckpt.load(state_dict, "run/step-000500")
 
-`DSQStorageWriter` and `DSQStorageReader` are arguments of `torch.distributed.checkpoint`'s own functions.
+`DSQStorageWriter` and `DSQStorageReader` are arguments of `torch.distributed.checkpoint`'s own functions. Modules are
+imported when something of them is first asked for, so that the command line need not wait for torch.
 """
 
 import importlib
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from dsq_ckpt.api import async_save, describe, load, save
-from dsq_ckpt.chain import latest
-from dsq_ckpt.compressor import Compressor
-from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
-from dsq_ckpt.errors import (
-    CheckpointExists,
-    CheckpointNotFound,
-    CodingError,
-    ConfigError,
-    CorruptCheckpoint,
-    DSQError,
-    LoadFailed,
-    LossyTensor,
-    NonFiniteTensor,
-    SaveFailed,
-    UnsupportedFormat,
-)
-from dsq_ckpt.merging import merge
-from dsq_ckpt.oneshot import compress
-from dsq_ckpt.remembered import forget
-from dsq_ckpt.stored import decode
 from dsq_ckpt.version import __version__
+
+if TYPE_CHECKING:
+    from dsq_ckpt.api import async_save, load, save
+    from dsq_ckpt.chain import latest
+    from dsq_ckpt.compressor import Compressor
+    from dsq_ckpt.config import DSQConfig
+    from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
+    from dsq_ckpt.description import describe
+    from dsq_ckpt.errors import (
+        CheckpointExists,
+        CheckpointNotFound,
+        CodingError,
+        ConfigError,
+        CorruptCheckpoint,
+        DSQError,
+        LoadFailed,
+        LossyTensor,
+        NonFiniteTensor,
+        SaveFailed,
+        UnsupportedFormat,
+    )
+    from dsq_ckpt.merging import merge
+    from dsq_ckpt.oneshot import compress
+    from dsq_ckpt.remembered import forget
+    from dsq_ckpt.stored import decode
+
+_MODULES = {
+    "api": ("async_save", "load", "save"),
+    "chain": ("latest",),
+    "compressor": ("Compressor",),
+    "config": ("DSQConfig",),
+    "dcp": ("DSQStorageReader", "DSQStorageWriter"),
+    "description": ("describe",),
+    "errors": (
+        "CheckpointExists", "CheckpointNotFound", "CodingError", "ConfigError", "CorruptCheckpoint", "DSQError",
+        "LoadFailed", "LossyTensor", "NonFiniteTensor", "SaveFailed", "UnsupportedFormat",
+    ),
+    "merging": ("merge",),
+    "oneshot": ("compress",),
+    "remembered": ("forget",),
+    "stored": ("decode",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """`dsq_ckpt.lowdiff` when it is first asked for: saving checkpoints does without it."""
-    if name == "lowdiff":
-        return importlib.import_module("dsq_ckpt.lowdiff")
-    raise AttributeError(f"module 'dsq_ckpt' has no attribute {name!r}")
+    """Import a public name, or a module of the package, when it is first asked for."""
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"dsq_ckpt.{_MODULE_OF[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"dsq_ckpt.{name}") is not None:
+        value = importlib.import_module(f"dsq_ckpt.{name}")
+    else:
+        raise AttributeError(f"module 'dsq_ckpt' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Public names, whether they were imported or not."""
+    return sorted({*globals(), *_MODULE_OF})
 
 
 __all__ = [

@@ -27,6 +27,7 @@ from dsq_ckpt.codebook import fit_group
 from dsq_ckpt.codebook.kmeans import exact_kmeans
 from dsq_ckpt.coding import RansCoder
 from dsq_ckpt.config import DSQConfig, Lattice
+from dsq_ckpt.description import describe
 from dsq_ckpt.keys import FULL
 from dsq_ckpt.version import __version__
 
@@ -222,7 +223,7 @@ def _drift(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _ratio(path: Path) -> float:
-    sizes = api.describe(path)
+    sizes = describe(path)
     return float(sizes["bytes_logical"] / sizes["bytes_written"])
 
 

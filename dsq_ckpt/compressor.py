@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.choice import as_configured
@@ -26,6 +27,7 @@ from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.groups import is_lossy
 from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.search.manager import ConfigManager
@@ -73,6 +75,8 @@ class Compressor:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config = as_config(config)
+        if is_lossy(self.config):
+            warmup.start()
         self.model, self.optimizer = model, optimizer
         self.quality: dict[str, Any] | None = None
         """What the last search measured; it is in the checkpoint's manifest too."""

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from dsq_ckpt.config import QuantizeConfig, Rule, TensorConfig
+from dsq_ckpt.config import DSQConfig, QuantizeConfig, Rule, TensorConfig
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
@@ -152,6 +152,13 @@ def parameter_of(fqn: str) -> str:
     if kind != "weights":
         name = f".{name}".partition(".state.")[2] or name
     return unwrapped(name)
+
+
+def is_lossy(config: DSQConfig) -> bool:
+    """Return whether a checkpoint so stored may give other values back than were saved."""
+    quantize = config.quantize
+    kinds = [quantize.weights, quantize.exp_avg, quantize.exp_avg_sq, quantize.momentum, *quantize.groups.values()]
+    return any(kind.method != "exact" for kind in kinds)
 
 
 def group_config(group: str, config: QuantizeConfig) -> TensorConfig:

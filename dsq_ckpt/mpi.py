@@ -108,7 +108,7 @@ def _library() -> Any:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise SaveFailed("MPI needs the mpi4py package: pip install 'dsq_ckpt[mpi]'") from error
+        raise SaveFailed("MPI needs the mpi4py package: pip install mpi4py") from error
     except (ImportError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise SaveFailed(

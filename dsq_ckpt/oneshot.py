@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.analysis import Sketches
-from dsq_ckpt.api import ConfigLike, as_config, describe, finish_background
+from dsq_ckpt.api import ConfigLike, as_config, finish_background
 from dsq_ckpt.choice import Choice, as_configured
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator, SingleProcess, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dealing import deal
+from dsq_ckpt.description import describe
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.groups import layer_types

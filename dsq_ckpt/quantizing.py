@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Analysis, Sketches
 from dsq_ckpt.ancestry import with_sound_parent
 from dsq_ckpt.chain import Parent
@@ -74,6 +75,8 @@ def quantize_items(
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
     agreement = with_sound_parent(agreement, comm, workers)
+    if lossy_items(items):
+        warmup.wait("save")
     opened: list[Parent] = []
     chooser = all_exact if agreement.exact else chooser
     if agreement.parent is None and agreement.previous is not None:

@@ -334,7 +334,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
     def broken(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dsq_ckpt.cli.verify_path", broken)
+    monkeypatch.setattr("dsq_ckpt.cli.verification.verify", broken)
     assert isinstance(dsq("verify", tmp_path).exception, ZeroDivisionError)
 
 

@@ -1,7 +1,7 @@
 """`dsq`: look into checkpoints, check them, convert them, clean up after them.
 
 Tables go to stdout, `--json` prints one JSON document instead, progress and errors go to stderr. What cannot be done
-ends with one line that says why, and exit status 1.
+ends with one line that says why, and exit status 1. Each command imports what it needs: torch and Numba take seconds.
 """
 
 from __future__ import annotations
@@ -11,19 +11,12 @@ import tempfile
 import warnings
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from dsq_ckpt import export as exporting
-from dsq_ckpt import gc as collecting
-from dsq_ckpt import merging
-from dsq_ckpt.cli import compressing, inspection, output
-from dsq_ckpt.cli.history import History
-from dsq_ckpt.cli.verification import verify as verify_path
-from dsq_ckpt.dcp.reader import Refinement
-from dsq_ckpt.deepspeed.plain import export_deepspeed
+from dsq_ckpt.cli import output
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.manifest import Manifest, expanded
 from dsq_ckpt.version import __version__
@@ -50,7 +43,7 @@ def _warning(message: Warning | str, category: type[Warning], *_: Any) -> str:
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Look into, check, convert and clean up dsq_ckpt checkpoints.",
 )
 
@@ -83,7 +76,7 @@ class Layers(str, Enum):
     base = "base"
 
 
-_LAYERS: dict[Layers, Refinement] = {Layers.auto: "auto", Layers.required: True, Layers.base: False}
+_LAYERS: dict[Layers, Literal["auto"] | bool] = {Layers.auto: "auto", Layers.required: True, Layers.base: False}
 _SUFFIXES = {
     ".safetensors": Format.safetensors, ".pt": Format.torch, ".pth": Format.torch, ".bin": Format.torch,
     ".ckpt": Format.torch,
@@ -122,6 +115,8 @@ def log(run: RunPath, as_json: Json = False) -> None:
 
     Ratios per checkpoint are of what is kept now, without files linked from its ancestors.
     """
+    from dsq_ckpt.cli.history import History
+
     history = History.read(run)
     if as_json:
         output.print_json(history.as_json())
@@ -136,6 +131,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint: groups, bits per element, ratios, chain."""
+    from dsq_ckpt.cli import inspection
+
     if as_json:
         output.print_json(inspection.as_json(checkpoint, tensors))
     else:
@@ -149,7 +146,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check size and checksum of every file, and decode every tensor; exit status 1 if anything is wrong."""
-    result = verify_path(path, deep)
+    from dsq_ckpt.cli import verification
+
+    result = verification.verify(path, deep)
     if as_json:
         output.print_json(result.as_json())
     else:
@@ -187,6 +186,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert to a plain DCP directory, a torch.save file, safetensors or a tag of DeepSpeed, in one process."""
+    from dsq_ckpt import export as exporting
+
     form = form or _format_of(target)
     if allow_pickle and form not in (Format.torch, Format.deepspeed):
         raise output.fail(f"--allow-pickle is for --format torch and deepspeed; {form.value} unpickles nothing")
@@ -203,6 +204,8 @@ def export(
                 progress=meter.advance,
             )
         elif form is Format.deepspeed:
+            from dsq_ckpt.deepspeed.plain import export_deepspeed
+
             done = export_deepspeed(
                 checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle,
                 progress=meter.advance,
@@ -250,6 +253,8 @@ def compress(
 
     `mpirun -n 8 dsq compress IN OUT` does it with 8 processes, and stores the same values.
     """
+    from dsq_ckpt.cli import compressing
+
     compressing.run(source, target, config, system, overwrite, as_json, mpi)
 
 
@@ -260,6 +265,8 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
+    from dsq_ckpt import merging
+
     done = merging.merge(checkpoint, target)
     if as_json:
         output.print_json({
@@ -282,6 +289,8 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Delete what interrupted saves left behind: files of ours that no manifest names."""
+    from dsq_ckpt import gc as collecting
+
     everything = collecting.garbage(path, 0)
     orphans = collecting.garbage(path, min_age) if dry_run else collecting.collect(path, min_age)
     young = sorted({orphan.path.parent for orphan in everything} - {orphan.path.parent for orphan in orphans})
@@ -305,6 +314,14 @@ def gc(
         screen.print(
             f"left alone: {entry}: younger than {output.seconds(min_age)}, a save may be under way", soft_wrap=True
         )
+
+
+@app.command()
+def warmup(as_json: Json = False) -> None:
+    """Compile all kernels for this kind of CPU and keep them in files, as when a container image is built."""
+    from dsq_ckpt.cli import warming
+
+    warming.run(as_json)
 
 
 @app.command()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
-from dsq_ckpt.lowdiff import segments, snapshots
 
 
 @dataclass
@@ -42,6 +41,10 @@ class LogSession:
 
 def sessions(run: Path) -> list[LogSession]:
     """The sessions of the gradient log in a run directory, oldest first; none where it has no log."""
+    if not (run / "log").is_dir():
+        return []
+    from dsq_ckpt.lowdiff import segments, snapshots  # torch, which runs without a log are told of without
+
     files: dict[str, list[tuple[segments.Name, Path]]] = {}
     for name, path in segments.names(run):
         files.setdefault(name.session, []).append((name, path))
@@ -90,6 +93,8 @@ def check(run: Path, deep: bool) -> list[tuple[str, int, str | None]]:
         run: the run directory.
         deep: decode the gradients too.
     """
+    from dsq_ckpt.lowdiff import segments
+
     found = []
     for _, path in segments.names(run):
         problem = None

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.api import describe
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.gradients import LogSession, sessions, show
+from dsq_ckpt.description import describe
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.gc import is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
-from dsq_ckpt.search.space import VARIANT
 
+VARIANT = "variant"  # as in search.space, which would import torch
 CLASSES = ("weights", "moments", "everything")
 
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.api import describe
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.cli import output
+from dsq_ckpt.description import describe
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.manifest import Manifest, checkpoints
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.codebook.uniform import as_histogram
+from dsq_ckpt.jit import jit
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int) -> float:
     """Weighted squared error of the nearest of ``bins`` levels from ``low`` to ``high``; what lies outside clips.
 
@@ -33,7 +33,7 @@ def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _greedy(values: Any, weights: Any, bins: int, stride: float, moves: int) -> Any:
     """The search of ``adaptive_range``: ``moves`` strides, each from the end where it costs less."""
     first, last = values[0], values[-1]

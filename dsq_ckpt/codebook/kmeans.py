@@ -17,13 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from dsq_ckpt.jit import jit
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _cost(w, wx, wxx, i, j):  # type: ignore[no-untyped-def]
     """Weighted sum of squared distances of points i..j to their mean, from prefix sums."""
     weight = w[j + 1] - w[i]
@@ -34,7 +35,7 @@ def _cost(w, wx, wxx, i, j):  # type: ignore[no-untyped-def]
     return spread if spread > 0.0 else 0.0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _fill_row(w, wx, wxx, k, before, row, starts):  # type: ignore[no-untyped-def]
     """Row k (0-based: k + 1 clusters) of the dynamic programme, and where its last clusters start."""
     n = row.size
@@ -60,7 +61,7 @@ def _fill_row(w, wx, wxx, k, before, row, starts):  # type: ignore[no-untyped-de
             depth += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _solve(points, weights, k_max):  # type: ignore[no-untyped-def]
     """Start of the last cluster for every (clusters - 1, last point), int32[k_max, n]."""
     n = points.size

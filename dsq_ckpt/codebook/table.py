@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from dsq_ckpt.jit import jit
 
 Floats = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.uint8]
@@ -75,7 +76,7 @@ def rate_distortion_table(
     return table
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _choose(
     joint: Any, points: Any, base: Any, movable: Any, positions: Any, codes: Any, rank_of: Any, bits: Any,
     price: float, table: Any,

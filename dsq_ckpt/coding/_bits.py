@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from dsq_ckpt.jit import jit
 
 MAX_WIDTH = 16
 PADDING = 4  # zero bytes that `padded` appends, so that a read of MAX_WIDTH bits needs no check of each byte
@@ -20,7 +21,7 @@ Array = npt.NDArray[Any]
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def write_bits(buffer: Array, position: int, value: int, width: int) -> int:
     """Write the `width` <= 16 low bits of value; return the position after them."""
     byte = position >> 3
@@ -32,7 +33,7 @@ def write_bits(buffer: Array, position: int, value: int, width: int) -> int:
     return position + width
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def write_number(buffer: Array, position: int, value: int) -> int:
     """Write value in 0..65534 as an Exp-Golomb code; return the position after it."""
     k = 0
@@ -42,7 +43,7 @@ def write_number(buffer: Array, position: int, value: int) -> int:
     return write_bits(buffer, position, (value + 1) & ((1 << k) - 1), k)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def read_bits(buffer: Array, position: int, width: int) -> int:
     """The `width` <= 16 bits at position of a padded array; zeros past its end."""
     byte = position >> 3
@@ -53,7 +54,7 @@ def read_bits(buffer: Array, position: int, width: int) -> int:
     return value
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def read_number(buffer: Array, position: int) -> tuple[int, int]:
     """The Exp-Golomb code at position, (value, position after it); value -1 if there is none."""
     k = 0

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.coding._bits import PADDING, read_bits, read_number, write_bits, write_number
+from dsq_ckpt.jit import jit
 
 MAX_LENGTH = 15
 MAX_PLAIN_RUN = 256
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def huffman_lengths(counts: Array) -> Array:
     """Lengths of an optimal prefix code with at most MAX_LENGTH bits, for 2 <= len(counts) <= 2**15 positive
     counts.
@@ -64,7 +64,7 @@ def huffman_lengths(counts: Array) -> Array:
     return lengths
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def canonical_codes(lengths: Array) -> Array:
     """Codes of a complete prefix code as the bit stream wants them, first bit lowest, lengths in
     1..MAX_LENGTH.
@@ -83,7 +83,7 @@ def canonical_codes(lengths: Array) -> Array:
     return codes
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def tokenize(values: Array, n_values: int, run_length: bool, tokens: Array) -> int:
     """Tokens of a group, in tokens, uint16, at least as long as values; return their number.
 
@@ -117,7 +117,7 @@ def tokenize(values: Array, n_values: int, run_length: bool, tokens: Array) -> i
     return n
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def group_starts(parent: Array, n_groups: int) -> Array:
     """Where each group starts, int64 (n_groups + 1,), groups in the order of the parent's codes."""
     starts = np.zeros(n_groups + 1, np.int64)
@@ -131,7 +131,7 @@ def group_starts(parent: Array, n_groups: int) -> Array:
     return starts
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def group_values(
     codes: Array, parent: Array, row_offset: int, modulus: int, support: Array, starts: Array, values: Array
 ) -> bool:
@@ -158,7 +158,7 @@ def group_values(
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def ungroup_values(
     values: Array, parent: Array, modulus: int, symbols: int, starts: Array, out: Array
 ) -> bool:
@@ -179,7 +179,7 @@ def ungroup_values(
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def write_group(
     values: Array, n_values: int, run_length: bool, tokens: Array, buffer: Array, position: int
 ) -> int:
@@ -213,7 +213,7 @@ def write_group(
     return position
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def read_group(buffer: Array, position: int, n_values: int, lookup: Array, values: Array) -> int:
     """Read one group into values; lookup is scratch, int32 (2**MAX_LENGTH,). Return the position after it."""
     end = 8 * (buffer.size - PADDING)

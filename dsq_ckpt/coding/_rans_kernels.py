@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from dsq_ckpt.jit import jit
 
 RESOLUTION = 15
 TOTAL = 1 << RESOLUTION
@@ -72,7 +73,7 @@ class Tables(NamedTuple):
         )
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: Array) -> int:
     """Encode from the last code to the first, filling words, uint16, one longer than it can need, from its end.
 
@@ -118,7 +119,7 @@ def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: 
     return position
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Array) -> int:
     """Decode into out, from the first code to the last; return the number of words read, or what is wrong.
 
@@ -163,12 +164,12 @@ def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Ar
     return position if p <= n_words else TRUNCATED
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _reciprocal(freq: int) -> Any:
     return np.uint64(((_i64(1) << 47) + freq - 1) // freq)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _fill_tables(
     freqs: Array,
     firsts: Array,

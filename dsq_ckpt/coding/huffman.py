@@ -32,13 +32,13 @@ import itertools
 import struct
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from dsq_ckpt.coding import _bits
 from dsq_ckpt.coding import _huffman_kernels as kernels
 from dsq_ckpt.coding.base import MAX_SYMBOLS, Array, Coder, U8Array, check_counts
 from dsq_ckpt.errors import CodingError
+from dsq_ckpt.jit import jit
 
 _VERSION = 1
 _HEADER = struct.Struct("<BBHH")
@@ -216,7 +216,7 @@ def _group_bits(counts: Array, n_values: int, run_length: bool) -> float:
     return float((weights * lengths).sum() + table)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _write_support(support: Array, bits: Array) -> int:
     position = 0
     for r in range(support.shape[0]):
@@ -229,7 +229,7 @@ def _write_support(support: Array, bits: Array) -> int:
     return position
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _read_support(bits: Array, support: Array) -> int:
     """Fill support; return the position after the rows, or -1 if they do not fit it."""
     position = 0

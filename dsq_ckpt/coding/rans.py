@@ -37,7 +37,6 @@ from __future__ import annotations
 import struct
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from dsq_ckpt.coding import _bits
@@ -51,6 +50,7 @@ from dsq_ckpt.coding._rans_kernels import (
 )
 from dsq_ckpt.coding.base import MAX_SYMBOLS, Array, Coder, U8Array, check_counts
 from dsq_ckpt.errors import CodingError
+from dsq_ckpt.jit import jit
 
 _VERSION = 1
 _HEADER = struct.Struct("<BHH")
@@ -185,7 +185,7 @@ class RansCoder(Coder):
         return cls(freqs, firsts, escape_freqs)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _grid_index(freq: int) -> int:
     """The largest v that means a frequency <= freq."""
     shift = 0
@@ -194,13 +194,13 @@ def _grid_index(freq: int) -> int:
     return 8 * shift + (freq >> shift)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _grid_value(index: int) -> int:
     """The frequency that index v means."""
     return index if index < 16 else (8 + (index & 7)) << ((index >> 3) - 1)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _share_row(counts: Array, first: int, freqs: Array) -> int:
     """Share TOTAL out to the counts, in freqs, on the grid except for `first`, which takes the rest.
 
@@ -235,7 +235,7 @@ def _share_row(counts: Array, first: int, freqs: Array) -> int:
     return rest
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _row_bits(counts: Array, freqs: Array) -> float:
     bits = 0.0
     for s in range(counts.size):
@@ -244,7 +244,7 @@ def _row_bits(counts: Array, freqs: Array) -> float:
     return bits
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _fit_rows(counts: Array, freqs: Array, firsts: Array, escape_freqs: Array) -> None:
     """For each row, try to escape the symbols below several shares of a slot; keep what takes fewest bits."""
     symbols = counts.shape[1]
@@ -283,7 +283,7 @@ def _fit_rows(counts: Array, freqs: Array, firsts: Array, escape_freqs: Array) -
                     freqs[r, s] = -1 if merged[s] == 0 and counts[r, s] > 0 else trial[s]
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _write_rows(freqs: Array, firsts: Array, escape_freqs: Array, bits: Array) -> int:
     position = 0
     for r in range(freqs.shape[0]):
@@ -301,7 +301,7 @@ def _write_rows(freqs: Array, firsts: Array, escape_freqs: Array, bits: Array) -
     return position
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _read_rows(bits: Array, freqs: Array, firsts: Array, escape_freqs: Array) -> int:
     """Fill the arrays of a model; return the position after the rows, or -1 if they are no model."""
     position = 0

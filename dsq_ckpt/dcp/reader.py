@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dsq_ckpt import warmup
 from dsq_ckpt.chain import what_the_base_costs
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
@@ -127,6 +128,8 @@ class DSQStorageReader(StorageReader):
         with self._open() as checkpoint, Workers(
             self._storage.thread_count(), self._storage.block_elements
         ) as workers:
+            if checkpoint.manifest.lossy:
+                warmup.wait("load")
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _load_object(checkpoint, item, planner)

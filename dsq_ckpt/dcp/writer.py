@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.comm import Communicator, SingleProcess, communicator
@@ -31,7 +32,7 @@ from dsq_ckpt.dcp.planner_data import planner_json
 from dsq_ckpt.dcp.recipe import Recipe
 from dsq_ckpt.dcp.staging import StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.groups import layer_types
+from dsq_ckpt.groups import is_lossy, layer_types
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import began_at, calling_line, warn_safely
@@ -79,6 +80,8 @@ class DSQStorageWriter(StorageWriter):
     ) -> None:
         self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
+        if is_lossy(self.config):
+            warmup.start()
         self._parent = parent
         self._overwrite = overwrite
         self._recipe = Recipe(

@@ -264,7 +264,7 @@ def _deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise ConfigError("dsq_ckpt.deepspeed needs DeepSpeed: pip install 'dsq_ckpt[deepspeed]'") from error
+        raise ConfigError("dsq_ckpt.deepspeed needs DeepSpeed: pip install deepspeed") from error
     return deepspeed
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from dsq_ckpt import stored
+from dsq_ckpt import stored, warmup
 from dsq_ckpt.attachments import restore
 from dsq_ckpt.chain import what_the_base_costs
 from dsq_ckpt.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag
 from dsq_ckpt.direct import Attachment, Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.groups import layer_types
+from dsq_ckpt.groups import is_lossy, layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.notices import warn
 from dsq_ckpt.remembered import Memory, forget, remember_loaded, run_of
@@ -58,6 +58,8 @@ class DSQCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = "dsq_ckpt"
         self.config = config
+        if is_lossy(config):
+            warmup.start()
         self.inner = inner
         self.quality: dict[str, Any] | None = None
         """What the search for the last configuration measured."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
 from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, from_bf16, positions_of, to_bf16
 from dsq_ckpt.keys import NON_FINITE, SHIFT, KeyWindow
@@ -58,7 +58,7 @@ _HALF = np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
     """fp32 patterns of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
     if inv_scale == np.float32(1.0):
@@ -68,7 +68,7 @@ def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
     return buffer[: x.size].view(np.uint32)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
     """``parent * size + KeyWindow.bin_of`` of each fp32 pattern, into ``index`` (uint32); parent may be None.
 
@@ -91,7 +91,7 @@ def _indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def
         index[i] = np.uint32(bin_)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untyped-def]
     """Add to the bins of a window, ``counts`` int64[rows * size]."""
     buffer = np.empty(BLOCK, np.float32)
@@ -111,7 +111,7 @@ def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untype
             counts[index[j]] += 1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
     """Histogram of keys with sign, ``ways`` uint32[2, KEYS]; ``x`` is of even length and 8-byte aligned."""
     buffer = np.empty(BLOCK, np.float32)
@@ -176,7 +176,7 @@ def joint_sketch(
         _count_bins(x, parent, lo, hi, scale_factor(inv_scale), counts.reshape(-1))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-untyped-def]
     """``codes`` from ``table``, uint8[rows * size]."""
     buffer = np.empty(BLOCK, np.float32)
@@ -219,7 +219,7 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
     return bits
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _place(u, low, steps, top):  # type: ignore[no-untyped-def]
     """``clip(floor((u - low) * steps), 0, top)``; NaN gives 0."""
     t = (u - low) * steps
@@ -227,13 +227,13 @@ def _place(u, low, steps, top):  # type: ignore[no-untyped-def]
     return np.uint8(np.int32(t if t < top else top))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _refine_linear(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
         out[i] = _place(np.float64(x[i] * inv_scale), low[codes[i]], steps[codes[i]], top)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
     buffer = np.empty(BLOCK, np.float32)
     for start in range(0, x.size, BLOCK):

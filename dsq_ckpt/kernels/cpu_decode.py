@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 
 F32 = npt.NDArray[np.float32]
@@ -19,7 +19,7 @@ BLOCK = 4096
 """Elements per block."""
 
 
-@njit(nogil=True, cache=True)
+@jit
 def count_code(codes, wanted):  # type: ignore[no-untyped-def]
     """How many of ``codes`` are ``wanted``, both uint8."""
     total = 0
@@ -33,7 +33,7 @@ def count_code(codes, wanted):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
     """Positions of ``wanted`` into ``positions``, which is long enough."""
     words = np.empty(BLOCK // 8, np.uint64)
@@ -71,7 +71,7 @@ def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) ->
     return int(where.size)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _look_up(codes, values, out):  # type: ignore[no-untyped-def]
     for i in range(codes.size):
         out[i] = values[codes[i]]
@@ -89,7 +89,7 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
     return _fill_protected(codes, protected_code, protected, out)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-untyped-def]
     shift = np.uint32(bits)
     for i in range(codes.size):
@@ -132,7 +132,7 @@ def dequantize_refined(
     return _fill_protected(codes, protected_code, protected, out)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _to_bf16(bits, out):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         b = bits[i]
@@ -152,7 +152,7 @@ def to_bf16(bits: U32) -> U16:
     return out
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _from_bf16(halves, out):  # type: ignore[no-untyped-def]
     for i in range(halves.size):
         out[i] = np.uint32(halves[i]) << np.uint32(16)

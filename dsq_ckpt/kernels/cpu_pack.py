@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 
 U8 = npt.NDArray[np.uint8]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pack(symbols, bits, out):  # type: ignore[no-untyped-def]
     width = np.uint64(bits)
     for group in range(symbols.size // 8):
@@ -22,7 +22,7 @@ def _pack(symbols, bits, out):  # type: ignore[no-untyped-def]
             out[bits * group + i] = np.uint8(word >> np.uint64(8 * i))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _unpack(packed, bits, out):  # type: ignore[no-untyped-def]
     width, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
     for group in range(out.size // 8):

@@ -31,7 +31,7 @@ def backend_for(device: torch.device | str) -> Backend:
                 raise
             raise ModuleNotFoundError(
                 f"tensors on {device} are quantized there by Triton, which is not installed: "
-                "pip install 'dsq_ckpt[gpu]', or move the tensors to the CPU",
+                "pip install triton, or move the tensors to the CPU",
                 name="triton",
             ) from error
         backend: Backend = module.TritonBackend(device)

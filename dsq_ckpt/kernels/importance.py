@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.keys import FULL, key_edges
 
@@ -24,7 +24,7 @@ NORMAL, PRUNE, PROTECT = 0, 1, 2
 """Classes of elements."""
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _importance(weight, average, out):  # type: ignore[no-untyped-def]
     for i in range(weight.size):
         out[i] = abs(weight[i] * average[i])
@@ -95,7 +95,7 @@ def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]
     return prune_below, protect_from
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _classes(values, prune_below, protect_from, out):  # type: ignore[no-untyped-def]
     for i in range(values.size):
         protected = values[i] >= protect_from

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
+
+from dsq_ckpt.jit import jit
 
 Array = npt.NDArray[Any]
 _RUN = 64
@@ -146,7 +148,7 @@ def _pointer(_context, address):  # type: ignore[no-untyped-def]
     return signature, generate
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[no-untyped-def]
     start = 0
     for number in range(addresses.size):
@@ -165,7 +167,7 @@ def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sample(addresses, sizes, starts, counts, every, taken):  # type: ignore[no-untyped-def]
     place = 0
     for number in range(addresses.size):
@@ -177,7 +179,7 @@ def _sample(addresses, sizes, starts, counts, every, taken):  # type: ignore[no-
             place += _RUN
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _are_equal(befores, afters, sizes):  # type: ignore[no-untyped-def]
     for number in range(befores.size):
         before = carray(_pointer(befores[number]), sizes[number], np.uint8)
@@ -190,7 +192,7 @@ def _are_equal(befores, afters, sizes):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _are_products(befores, scale, afters, sizes):  # type: ignore[no-untyped-def]
     for number in range(befores.size):
         before = carray(_pointer(befores[number]), sizes[number], np.float32)

@@ -20,6 +20,7 @@ from dsq_ckpt.config import DSQConfig, StorageConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
+from dsq_ckpt.groups import is_lossy
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
 from dsq_ckpt.parts import Part
@@ -67,13 +68,6 @@ def config_of(base: str | Mapping[str, Any], residuals: bool = False) -> DSQConf
     # What was not sent yet is distributed unlike weights, so it has codebooks of its own.
     rules = [*(rule.model_dump() for rule in config.quantize.rules), _RESIDUALS]
     return DSQConfig.create({**config.model_dump(), "quantize": {**config.quantize.model_dump(), "rules": rules}})
-
-
-def is_lossy(config: DSQConfig) -> bool:
-    """Whether a snapshot so stored gives other values back than were saved."""
-    quantize = config.quantize
-    kinds = [quantize.weights, quantize.exp_avg, quantize.exp_avg_sq, quantize.momentum, *quantize.groups.values()]
-    return any(kind.method != "exact" for kind in kinds)
 
 
 def directory_of(run: Path, step: int) -> Path:

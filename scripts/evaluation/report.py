@@ -137,7 +137,7 @@ def plot(source: Path, target: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError("plots need matplotlib: pip install 'dsq_ckpt[plot]'") from error
+        raise PlotError("plots need matplotlib: pip install matplotlib") from error
     made = json.loads(source.read_text())
     measured = made.get("measured") if isinstance(made, dict) else None
     panels = PANELS[measured](made["rows"]) if measured in PANELS else []

@@ -146,7 +146,7 @@ def test_any_input(name, monkeypatch, n, seed, low, width, scale):
 @pytest.mark.parametrize("n", [1, 300, 1 << 16, 1 << 22])
 @pytest.mark.parametrize("bins", [300, 32518, 180_600])
 def test_what_is_cleared_and_summed_is_no_more_than_what_is_counted(monkeypatch, bins, n):
-    pytest.importorskip("triton", reason="Triton is not installed: pip install 'dsq_ckpt[gpu]'")
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import counting, launch
 
     counts, cleared = torch.zeros(bins, dtype=torch.int64), []
@@ -165,7 +165,7 @@ def test_what_is_cleared_and_summed_is_no_more_than_what_is_counted(monkeypatch,
 @pytest.mark.parametrize("bins", [1, 8, 300, 1806, 32518, 36120, 65537, 1 << 23])
 def test_plans_fit_the_device(monkeypatch, bins, shared):
     """Every bin has a place, histograms fit shared memory, and what programs count takes bounded memory."""
-    pytest.importorskip("triton", reason="Triton is not installed: pip install 'dsq_ckpt[gpu]'")
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import counting, launch
 
     monkeypatch.setattr(launch, "room_of", lambda device: launch.Room(132, shared))

@@ -1,0 +1,54 @@
+"""Numba's compiler for kernels: machine code is kept in files wherever a directory for them can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
+
+KERNELS: list[Dispatcher] = []
+"""All kernels of the package that were imported."""
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function when it is first called; a decorator. It holds no GIL.
+
+    Args:
+        function: the kernel.
+        options: of Numba's `njit`.
+    """
+    if function is None:
+        return lambda decorated: jit(decorated, **options)
+    try:
+        kernel = njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # no directory for caches can be written: it is compiled anew in every process
+        kernel = njit(nogil=True, **options)(function)
+    if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
+        KERNELS.append(kernel)
+    return kernel
+
+
+def compilations() -> int:
+    """Return how often this process compiled a kernel, rather than read its machine code from a file."""
+    return sum(
+        sum(kernel.stats.cache_misses.values()) if kernel.stats.cache_path else len(kernel.signatures)
+        for kernel in KERNELS
+    )
+
+
+def cache_directories() -> list[Path]:
+    """Return where machine code is kept; empty where nowhere can be written."""
+    return sorted({Path(kernel.stats.cache_path) for kernel in KERNELS if kernel.stats.cache_path})
+
+
+# A fork while another thread compiles would leave the child with locks that nobody gives back: of Numba, LLVM and the
+# modules that Numba imports as it compiles. So it waits until the kernel that is being compiled is done.
+os.register_at_fork(
+    before=global_compiler_lock.acquire, after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)

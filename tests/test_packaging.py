@@ -1,0 +1,60 @@
+"""The source distribution: all that is tracked, and a description without dead links."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from tests.processes import ROOT
+
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tracked, tmp_path_factory):
+    """A source distribution, built from a copy of what is tracked and unpacked."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("unpacked")
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, str(target)], cwd=source, capture_output=True, text=True, check=True
+    )
+    archive = target / built.stdout.splitlines()[-1]
+    with tarfile.open(archive) as files:
+        files.extractall(target, filter="data")
+    return target / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_source_distribution_holds_all_that_is_tracked(tracked, unpacked):
+    missing = [name for name in tracked if not (unpacked / name).exists()]
+    assert not missing
+    assert all((unpacked / name).read_bytes() == (ROOT / name).read_bytes() for name in tracked)
+
+
+def test_the_description_has_no_dead_links(unpacked):
+    description = (unpacked / "PKG-INFO").read_text()
+    assert "docs/design.md" in description
+    assert re.findall(r"\]\((?!https?://|#)[^)]+\)", description) == []
+
+
+def test_links_lead_to_the_repository_once_it_has_an_address(unpacked):
+    text = (ROOT / "setup.py").read_text()
+    names: dict = {"__file__": str(ROOT / "setup.py")}
+    exec(text[: text.index("packages =")].replace('URL = ""', 'URL = "https://host/files"'), names)
+    assert names["description"]("[a](docs/a.md), [b](https://b), [c](#c)") == (
+        "[a](https://host/files/docs/a.md), [b](https://b), [c](#c)"
+    )
