@@ -102,8 +102,9 @@ def _dequantize_refined() -> None:
 
 def _huffman() -> None:
     coder = HuffmanCoder.fit(_JOINT)
-    model, data = coder.to_bytes(), coder.encode(_CODES, None)
-    HuffmanCoder.from_bytes(model).decode(data, None, np.empty(64, np.uint8))
+    model = coder.to_bytes()
+    for parent in (None, _CODES):
+        HuffmanCoder.from_bytes(model).decode(coder.encode(_CODES, parent), parent, np.empty(64, np.uint8))
     huffman_bits(_CODES.astype(np.int64))
 
 

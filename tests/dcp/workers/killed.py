@@ -24,6 +24,7 @@ from dsq_ckpt.manifest import Manifest
 from tests.states import loaded, relative_error
 
 CONFIG = {"delta": {"max_chain": 10}}
+CALLS = dsq_ckpt.save, dsq_ckpt.async_save, dsq_ckpt.load  # imported here, where children find them
 
 
 def main() -> None:
