@@ -278,7 +278,7 @@ def _take_over() -> None:
     """
     for kernel in jit.KERNELS:
         shipped, own = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
-        if not own or shipped == Path(own) or not shipped.is_dir():
+        if not own or shipped == Path(own) or not shipped.is_dir() or os.access(shipped, os.W_OK):
             continue
         for file in shipped.glob("*.nb[ci]"):
             target = Path(own) / file.name
