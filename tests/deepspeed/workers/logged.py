@@ -300,4 +300,5 @@ def refuse(directory: Path) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", message=".*[Ss]etuptools.*")  # what DeepSpeed imports before it
     {"record": record, "recover": recover, "refuse": refuse}[sys.argv[2]](begin())
