@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dsq_ckpt.merging import merge
     from dsq_ckpt.oneshot import compress
     from dsq_ckpt.remembered import forget
+    from dsq_ckpt.result import SaveResult
     from dsq_ckpt.stored import decode
 
 _MODULES = {
@@ -53,6 +54,7 @@ _MODULES = {
     "merging": ("merge",),
     "oneshot": ("compress",),
     "remembered": ("forget",),
+    "result": ("SaveResult",),
     "stored": ("decode",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -90,6 +92,7 @@ __all__ = [
     "LossyTensor",
     "NonFiniteTensor",
     "SaveFailed",
+    "SaveResult",
     "UnsupportedFormat",
     "__version__",
     "async_save",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -15,9 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from dsq_ckpt.arguments import expect, expect_path
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
@@ -28,19 +29,38 @@ from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.interrupts import held_signals
-from dsq_ckpt.manifest import Manifest, existing_path, local_path
+from dsq_ckpt.manifest import Manifest, existing_path
 from dsq_ckpt.nesting import Path, empty_dicts
 from dsq_ckpt.remembered import remember_committed
+from dsq_ckpt.result import SaveResult
 from dsq_ckpt.subclasses import loading, storable
 
 logger = logging.getLogger(__name__)
 
+_SAVE, _LOAD = "save(state_dict, path)", "load(state_dict, path)"
 ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def as_config(config: ConfigLike) -> DSQConfig:
     """A configuration from what a user gives; see `DSQConfig.create`."""
     return DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
+
+
+def _state_of(value: Any, call: str) -> dict[str, Any]:
+    """The state dict that a user gave, or that of a module.
+
+    Args:
+        value: that was given.
+        call: how the call is written.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, nn.Module):
+        return dict(value.state_dict())
+    expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
+    found: dict[str, Any] = value
+    return found
 
 
 @contextmanager
@@ -95,7 +115,7 @@ def _silence() -> None:
 
 
 def save(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     config: ConfigLike = None,
@@ -105,16 +125,24 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     pinned: bool = False,
     no_dist: bool = False,
-) -> Metadata:
+) -> SaveResult:
     """Save a nested state dict, compressed; collective over `process_group`.
 
     Keys of dicts that are numbers, as in a plain `optimizer.state_dict()`, and dicts without entries come back in an
     export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
     The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
+    A module stands for its state dict, and tells layer types.
+
+    Returns:
+        What was written, the same on every rank; rank 0 logs it.
+
     Raises:
-        DSQError: what failed, naming the rank, on every rank; earlier checkpoints are untouched.
+        ConfigError: an argument is not what it must be.
+        DSQError: what else failed, naming the rank, on every rank; earlier checkpoints are untouched.
     """
+    expect_path("path", path)
+    state_dict, model = _state_of(state_dict, _SAVE), state_dict if isinstance(state_dict, nn.Module) else model
     writer = DSQStorageWriter(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned,
         no_dist=no_dist,
@@ -126,7 +154,7 @@ def save(
 def save_with(
     writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False, staged: bool = False,
-) -> Metadata:
+) -> SaveResult:
     """Save with a writer made by the caller; with `staged`, it chooses and quantizes before DCP plans."""
     assert writer.path is not None
     _background.wait()
@@ -137,17 +165,24 @@ def save_with(
         writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
     with _plain_errors(SaveFailed, comm.rank), _alone(no_dist):
-        metadata = dcp.save(
+        dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    remember_committed(path, together(comm, lambda: _committed(path)))
-    return metadata
+    result = together(comm, lambda: _committed(path))
+    remember_committed(path, result.save_id)
+    return _logged(result, comm.rank)
 
 
-def _committed(path: os.PathLike[str]) -> str:
-    """Save id of the checkpoint just committed; a rank that had nothing to write may not share the directory."""
+def _logged(result: SaveResult, rank: int) -> SaveResult:
+    if rank == 0:
+        logger.info("%s", result)
+    return result
+
+
+def _committed(path: pathlib.Path) -> SaveResult:
+    """The checkpoint just committed; a rank that had nothing to write may not share the directory."""
     try:
-        return Manifest.read(local_path(path)).save_id
+        return SaveResult.of(path, Manifest.read(path))
     except CheckpointNotFound as error:
         raise SaveFailed(
             f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
@@ -194,7 +229,7 @@ def finish_background() -> None:
 
 
 def async_save(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     config: ConfigLike = None,
@@ -205,7 +240,7 @@ def async_save(
     pinned: bool = False,
     no_dist: bool = False,
     processes: bool = False,
-) -> Future[Any]:
+) -> Future[SaveResult]:
     """Save in the background; training goes on as soon as the codes are there.
 
     The call returns after sketch, quantization and the copy of what is stored exactly; entropy coding and files follow
@@ -213,11 +248,15 @@ def async_save(
     one before it.
 
     Returns:
-        A future of DCP's metadata; its `result()` raises what the save raised.
+        A future of what `save` returns; its `result()` raises what the save raised.
 
     Raises:
-        DSQError: what failed before the call returns, such as a checkpoint at `path` that is not to be overwritten.
+        ConfigError: an argument is not what it must be.
+        DSQError: what else failed before the call returns, such as a checkpoint at `path` that is not to be
+            overwritten.
     """
+    expect_path("path", path)
+    state_dict, model = _state_of(state_dict, _SAVE), state_dict if isinstance(state_dict, nn.Module) else model
     writer = DSQStorageWriter(
         path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned,
         no_dist=no_dist,
@@ -229,7 +268,7 @@ def async_save(
 def save_async_with(
     writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
     processes: bool = False,
-) -> Future[Any]:
+) -> Future[SaveResult]:
     """`async_save` with a writer made by the caller."""
     no_dist = writer.no_dist or not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
@@ -241,6 +280,8 @@ def save_async_with(
         raise SaveFailed(lacking)
     comm = SingleProcess() if no_dist else communicator(process_group)
     state_dict = together(comm, lambda: storable(state_dict))
+    assert writer.path is not None
+    path = writer.path
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     group = None if processes or no_dist else _background.group(process_group)
@@ -255,7 +296,7 @@ def save_async_with(
             no_dist=no_dist, process_group=group,
         )
     inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-    outer: Future[Any] = Future()
+    outer: Future[SaveResult] = Future()
 
     def pass_on(done: Future[Any]) -> None:
         error = done.exception()
@@ -272,10 +313,12 @@ def save_async_with(
             )
             plain.__cause__ = error
             error = plain
-        if error is not None:
-            outer.set_exception(error)
-        else:
-            outer.set_result(done.result())
+        try:
+            if error is not None:
+                raise error
+            outer.set_result(_logged(_committed(path), comm.rank))
+        except BaseException as failure:
+            outer.set_exception(failure)
 
     inner.add_done_callback(pass_on)
     _background.future = outer
@@ -284,7 +327,7 @@ def save_async_with(
 
 @held_signals()
 def load(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | nn.Module,
     path: str | os.PathLike[str],
     *,
     refinement: Refinement = "auto",
@@ -298,13 +341,24 @@ def load(
     An empty dict in it, or itself if it is empty, is filled with all that is stored below it, as whole tensors on the
     CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
     which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
-    arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`.
+    arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
+    dict.
 
     Raises:
+        ConfigError: an argument is not what it must be.
         CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
         DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict, or more than
             plain data.
     """
+    if isinstance(state_dict, nn.Module):
+        own = _state_of(state_dict, _LOAD)
+        load(
+            own, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
+            no_dist=no_dist,
+        )
+        state_dict.load_state_dict(own)
+        return
+    _state_of(state_dict, _LOAD)
     _background.wait()
     reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
+from dsq_ckpt.arguments import expect, expect_extra, expect_path, shown
 from dsq_ckpt.choice import as_configured
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.reader import Refinement
@@ -30,6 +31,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.groups import is_lossy
 from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.result import SaveResult
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sensitivity import GradientAverage, names_of
 from dsq_ckpt.systems import SYSTEMS
@@ -74,6 +76,12 @@ class Compressor:
         hooks: Literal["step", "backward", "manual"] = "step",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
+        expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
+        expect("evaluate", evaluate, Callable | None, "a function that gives the metric of the model as it is")
+        expect("every", every, int | None, "a number of steps")
+        if hooks not in ("step", "backward", "manual"):
+            raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
         self.config = as_config(config)
         if is_lossy(self.config):
             warmup.start()
@@ -117,6 +125,7 @@ class Compressor:
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """The state dict that is saved: `model`, `optimizer`, and what is in `extra`."""
+        expect_extra(extra)
         extra = dict(extra or {})
         taken = sorted({"model", "optimizer"} & set(extra))
         if taken:
@@ -130,7 +139,7 @@ class Compressor:
     def save(
         self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, overwrite: bool = False,
         pinned: bool = False, background: bool = False,
-    ) -> Future[Any] | None:
+    ) -> SaveResult | Future[SaveResult]:
         """Search, quantize, save; collective.
 
         Args:
@@ -141,12 +150,15 @@ class Compressor:
             background: return when codes are there; entropy coding and files follow in a thread.
 
         Returns:
-            With `background` a future, whose `result()` raises what the save raised; otherwise None.
+            What was written, as of `dsq_ckpt.save`; with `background` a future of it, whose `result()` raises what the
+            save raised.
 
         Raises:
             CheckpointExists: a complete checkpoint is at `path`; before the search, and as SaveFailed on other ranks.
             DSQError: what else failed, on every rank; earlier checkpoints are untouched, and so is the model.
         """
+        expect_path("path", path)
+        expect_extra(extra)
         manager = self._manager
         writer = DSQStorageWriter(
             path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
@@ -154,15 +166,15 @@ class Compressor:
             fractions=fractions_of(self.config),
         )
         state = self.state(extra)
-        future = None
+        saved: SaveResult | Future[SaveResult]
         if background:
-            future = save_async_with(writer, state, process_group=self._group)
+            saved = save_async_with(writer, state, process_group=self._group)
         else:
-            save_with(writer, state, process_group=self._group, staged=manager is not None)
+            saved = save_with(writer, state, process_group=self._group, staged=manager is not None)
         self.quality = writer.quality
         if self._average is not None:
             self._average.reset()
-        return future
+        return saved
 
     @held_signals()
     def load(

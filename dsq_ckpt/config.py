@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
+from dsq_ckpt.arguments import expect
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.hints import group_hint, key_hint
 from dsq_ckpt.systems import SYSTEMS
@@ -374,6 +375,10 @@ class DSQConfig(_Strict):
             return cls()
         if isinstance(source, DSQConfig):
             return source
+        expect(
+            "config", source, (dict, str, os.PathLike),
+            "a DSQConfig, a dict, the path of a JSON or YAML file, or the name of a preset",
+        )
         where, tree = "configuration", source
         if not isinstance(tree, dict):
             where = os.fspath(tree)

@@ -91,6 +91,20 @@ def pattern_hint(pattern: str, names: Iterable[str]) -> str:
     return f"; names here are such as {', '.join(repr(name) for name in known[:3])}"
 
 
+def name_hint(name: str, names: Iterable[str]) -> str:
+    """Names that come close to one that is not there.
+
+    Returns:
+        The end of a message, which begins with a semicolon; it shows some names where none comes close.
+    """
+    known = sorted(names)
+    tail = [other for other in known if f".{other}".endswith(f".{name}") or f".{name}".endswith(f".{other}")]
+    if close := tail[:3] or get_close_matches(name, known, 3, _CLOSE):
+        return f"; did you mean {_either([repr(other) for other in close])}?"
+    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
+    return f"; there are {', '.join(repr(other) for other in known[:5])}{more}" if known else "; it is empty"
+
+
 def group_hint(name: str, layers: Sequence[str]) -> str | None:
     """Why the name that a rule gives to a group is likely not meant as one, where the group has no settings.
 

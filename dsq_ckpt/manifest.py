@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from dsq_ckpt.arguments import expect_path
 from dsq_ckpt.container import FORMAT_VERSION, FileInfo, strict_json, sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
 from dsq_ckpt.regular import read_regular, unreadable
@@ -278,6 +279,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: it is a URL, or empty.
     """
+    expect_path("path", path)
     text = os.fspath(path)
     if "://" in text or not text:
         raise ConfigError(f"path {text!r}: expected a directory of the local file system")

@@ -13,10 +13,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.errors import LoadFailed
+from dsq_ckpt.hints import name_hint
 from dsq_ckpt.nesting import Nesting, Path, empty_dicts, put
 
 
@@ -58,6 +59,20 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         empty = {*self._filled, *(path for path, _ in empty_dicts(state_dict))}
         self._empty = empty
         self._above = {path[:deep] for path in empty for deep in range(len(path))}
+
+    def create_local_plan(self) -> LoadPlan:
+        try:
+            return super().create_local_plan()
+        except RuntimeError as error:
+            assert self.metadata is not None
+            stored = self.metadata.state_dict_metadata
+            missing = [fqn for fqn in self.state_dict if fqn not in stored]
+            if not missing:
+                raise
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise LoadFailed(
+                f"the checkpoint has no '{missing[0]}'{more}, which the state dict has{name_hint(missing[0], stored)}"
+            ) from error
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]

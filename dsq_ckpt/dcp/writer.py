@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Fractions, Layout
+from dsq_ckpt.arguments import expect
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.comm import Communicator, SingleProcess, communicator
 from dsq_ckpt.commit import commit, retire
@@ -80,6 +81,7 @@ class DSQStorageWriter(StorageWriter):
     ) -> None:
         self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
+        expect("model", model, nn.Module | None, "a module, whose tree tells layer types")
         if is_lossy(self.config):
             warmup.start()
         self._parent = parent

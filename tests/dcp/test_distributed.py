@@ -20,6 +20,10 @@ def test_fsdp_on_other_numbers_of_ranks(tmp_path):
         assert checks(torchrun("fsdp", ranks, run, "load")) == 2
 
 
+def test_an_evaluation_before_the_state_is_set(tmp_path):
+    assert checks(torchrun("evaluated", 2, tmp_path)) == 2
+
+
 def test_placements_and_groups(tmp_path):
     assert checks(torchrun("layouts", 3, tmp_path, timeout=200)) == 10
 

@@ -1,0 +1,51 @@
+"""Arguments of the public calls that are of another type than they must be, each said in one sentence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dsq_ckpt.errors import ConfigError
+
+
+def expect(name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Check the type of an argument.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        kinds: classes, as for `isinstance`.
+        expected: what these are, in words.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name} is {shown(value)}, expected {expected}")
+
+
+def expect_path(name: str, value: Any) -> None:
+    """Check that an argument is a path.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    expect(name, value, (str, os.PathLike), "the directory of a checkpoint, as a str or a Path")
+
+
+def expect_extra(extra: Any) -> None:
+    """Check what is to be saved or loaded beside model and optimizer.
+
+    Raises:
+        ConfigError: it is no dict.
+    """
+    expect("extra", extra, Mapping | None, "a dict, such as {'step': 500}")
+
+
+def shown(value: Any) -> str:
+    """A value of few words by itself, another by its class."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"of class {type(value).__name__}"

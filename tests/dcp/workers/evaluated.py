@@ -1,0 +1,56 @@
+"""FSDP2, evaluated under no_grad before a state dict is set: argv = an empty directory.
+
+The root keeps gathered parameters then. README's snippet, which reshards, and `Compressor` work all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+from harness import done, world
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import dsq_ckpt
+
+README = (Path(__file__).parents[3] / "README.md").read_text()
+SNIPPET = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+
+
+def main() -> None:
+    with world():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        fully_shard(model[0])
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+        def evaluate() -> float:
+            with torch.no_grad():
+                return float(model(torch.ones(4, 64)).square().mean())
+
+        os.chdir(sys.argv[1])
+        before, reshards, after = SNIPPET.partition("for module in model.modules():")
+        assert reshards, "the snippet reshards"
+        names = {"model": model, "optimizer": optimizer}
+        evaluate()
+        exec(before, names)
+        evaluate()
+        exec(reshards + after, names)
+        done("README")
+        compressor = dsq_ckpt.Compressor(model, optimizer)
+        evaluate()
+        compressor.save("run/step-000501")
+        found = evaluate()
+        compressor.load("run/step-000501")
+        assert abs(evaluate() - found) < 0.05 * found
+        done("Compressor")
+
+
+main()
