@@ -310,7 +310,7 @@ def test_describe_adds_up(tmp_path):
     assert report["bytes_written"] == report["bytes_kept"] == on_disk
     assert report["bytes_logical"] >= sum(t.numel() * t.element_size() for t in tensors(state).values())
     assert report["keyframe"] and report["depth"] == 0 and report["refinement"] == "kept"
-    dsq_ckpt.save(moved(state, 1), tmp_path / "b")
+    dsq_ckpt.save(moved(state, 1), tmp_path / "b", config={"refinement": {"keep_last": 1}})
     assert dsq_ckpt.describe(tmp_path / "a")["bytes_written"] == pytest.approx(on_disk, rel=0.01)
     assert dsq_ckpt.describe(tmp_path / "a")["bytes_kept"] < on_disk
 
