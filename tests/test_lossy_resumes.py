@@ -211,7 +211,7 @@ def test_a_compressor_stops_searching(tmp_path):
     for name, background in (("1", False), ("2", True)):
         with pytest.warns(UserWarning, match="restored from lossy state 1 time"):
             future = compressor.save(tmp_path / name, background=background)
-        assert future is None or future.result()
+        assert isinstance(future.result() if background else future, dsq_ckpt.SaveResult)
         assert len(evaluations) == searched and compressor.quality is None
         assert differences(loaded(tmp_path / name, before), before) == []
         assert Manifest.read(tmp_path / name).quality is None

@@ -48,7 +48,7 @@ def test_an_existing_checkpoint_is_noticed_before_the_search(tmp_path, backgroun
     compressor.save(tmp_path / "b")
     assert calls and Manifest.read(tmp_path / "b").previous_name == "a"
     future = compressor.save(tmp_path / "a", overwrite=True, background=background)
-    assert future is None or future.result()
+    assert isinstance(future.result() if background else future, dsq_ckpt.SaveResult)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "file"])
