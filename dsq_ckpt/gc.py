@@ -38,6 +38,15 @@ class Orphan(NamedTuple):
     reason: str
 
 
+class Left(NamedTuple):
+    """A directory with files of ours that are not deleted although no manifest names them; `reason` is for people."""
+
+    path: Path
+    reason: str
+    young: bool
+    """Only because of their age."""
+
+
 def is_ours(name: str) -> bool:
     """Whether a data, index, refinement, hidden or temporary file of ours has such a name."""
     return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _ASIDE_NAME, _TEMPORARY_NAME))
@@ -73,6 +82,33 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
             with contextlib.suppress(OSError):  # not empty: something else lives there
                 directory.rmdir()
     return removed
+
+
+def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Left]:
+    """Return what `garbage` passes over, and why.
+
+    Raises:
+        CheckpointNotFound: there is no such directory.
+    """
+    return [found for directory in _directories(expanded(path)) if (found := _left(directory, min_age_seconds))]
+
+
+def _left(directory: Path, min_age_seconds: float) -> Left | None:
+    if _orphans(directory, 0) and not _orphans(directory, min_age_seconds):
+        return Left(directory, "its files are too young: a save may be under way", True)
+    names = sorted(os.listdir(directory))
+    if not any(map(is_ours, names)):
+        return None
+    if _is_absent(directory / MANIFEST):
+        written = journaled(directory)
+        others = [name for name in names if not is_ours(name) and name not in written]
+        why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
+        return Left(directory, f"{why}: delete it by hand if nothing in it is needed", False) if why else None
+    try:
+        Manifest.read(directory)
+    except DSQError as error:
+        return Left(directory, f"its manifest cannot be read, so any of its files may be needed: {error}", False)
+    return None
 
 
 def _directories(path: Path) -> Iterator[Path]:

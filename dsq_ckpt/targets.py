@@ -78,7 +78,7 @@ def _foreign(path: Path, attached: bool) -> list[str]:
 
 def _not_ours(path: Path, found: list[str]) -> str:
     """Return what a directory holds instead of a checkpoint, and where the checkpoint could go."""
-    below = [name for name in found if is_complete(path / name)]
+    below = [name for name in found if _holds_checkpoint(path / name)]
     if below:
         return (
             f"'{path}' is a run directory, which holds checkpoints such as '{below[-1]}'; save to a directory in it, "
@@ -89,6 +89,13 @@ def _not_ours(path: Path, found: list[str]) -> str:
         f"'{path}' holds other files ({shown}), and a checkpoint needs a directory of its own, new or empty; save to "
         f"'{path / 'run' / 'step-000001'}' for example"
     )
+
+
+def _holds_checkpoint(path: Path) -> bool:
+    try:
+        return is_complete(path)
+    except DSQError:  # somebody else's directory, as in the root of a file system
+        return False
 
 
 @contextmanager

@@ -293,17 +293,38 @@ def test_gc(run, monkeypatch):
     text = printed("gc", run)
     assert "nothing to delete" in text and f"left alone: {run / 'aborted'}" in text
     assert all(orphan.exists() for orphan in orphans)
-    text = printed("gc", run, "--min-age", 0, "--dry-run")
+    text = printed("gc", run, "--older-than", "0s", "--dry-run")
     assert "would delete 2 file(s), 4.00 KiB" in text
     assert f"{NAMES[0]}/{ORPHAN}" in text and "not in the manifest" in text and "save did not complete" in text
     assert all(orphan.exists() for orphan in orphans)
-    found = document("gc", run, "--min-age", 0)
+    found = document("gc", run, "--older-than", "0s")
     assert sorted(entry["path"] for entry in found["files"]) == sorted(map(str, orphans))
     assert found["bytes"] == 4096 and not found["dry_run"]
     assert sorted(os.listdir(run)) == sorted(NAMES)
     assert document("verify", run)["ok"]
     assert "nothing to delete" in printed("gc", run)
     assert "is not a directory" in error("gc", run / "nowhere")
+
+
+def test_gc_says_what_it_leaves_and_why(run):
+    for name in ("young", "mixed"):
+        (run / name).mkdir()
+        (run / name / ORPHAN).write_bytes(b"x")
+    (run / "mixed" / "notes.txt").write_text("mine")
+    (run / NAMES[0] / "manifest.json").write_text("{}")
+    text = printed("gc", run, "--older-than", "2h")
+    assert f"{run / 'young'}: its files are too young: a save may be under way (younger than 120 min" in text
+    assert f"{run / 'mixed'}: without a manifest, but with files that are not ours, such as 'notes.txt'" in text
+    assert f"left alone: {run / NAMES[0]}: its manifest cannot be read" in text
+    found = document("gc", run, "--older-than", "0s")
+    assert [entry["path"] for entry in found["left"]] == [str(run / "mixed"), str(run / NAMES[0])]
+    assert not (run / "young").exists() and (run / "mixed" / ORPHAN).exists()
+    for wrong in ("2x", "-1", "soon"):
+        assert dsq("gc", run, "--older-than", wrong).exit_code == 2
+
+
+def test_log_says_which_columns_are_ratios(trained):
+    assert "weights, moments, all: ratios of uncompressed bytes to those kept" in printed("log", trained[0], columns=80)
 
 
 # bench and the whole

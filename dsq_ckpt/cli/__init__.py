@@ -283,21 +283,25 @@ def merge(
 def gc(
     path: EitherPath,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List, delete nothing.")] = False,
-    min_age: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Leave younger files: a save may be under way.")
-    ] = 3600,
+    older_than: Annotated[
+        float, typer.Option(
+            "--older-than", parser=output.age, metavar="AGE",
+            help="Leave younger files, as of a save under way: 90s, 15m, 2h, 3d.",
+        ),
+    ] = "1h",  # type: ignore[assignment]
     as_json: Json = False,
 ) -> None:
-    """Delete what interrupted saves left behind: files of ours that no manifest names."""
+    """Delete what interrupted saves left behind, files of ours that no manifest names; say what is left, and why."""
     from dsq_ckpt import gc as collecting
 
-    everything = collecting.garbage(path, 0)
-    orphans = collecting.garbage(path, min_age) if dry_run else collecting.collect(path, min_age)
-    young = sorted({orphan.path.parent for orphan in everything} - {orphan.path.parent for orphan in orphans})
+    left = collecting.left(path, older_than)
+    orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
     freed = sum(orphan.bytes for orphan in orphans)
     if as_json:
         output.print_json({
-            "path": str(path), "dry_run": dry_run, "bytes": freed, "too_young": [str(entry) for entry in young],
+            "path": str(path), "dry_run": dry_run, "bytes": freed,
+            "too_young": [str(entry.path) for entry in left if entry.young],
+            "left": [{"path": str(entry.path), "reason": entry.reason} for entry in left],
             "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
         })
         return
@@ -310,10 +314,32 @@ def gc(
         screen.print()
     verb = "would delete" if dry_run else "deleted"
     screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}" if orphans else "nothing to delete")
-    for entry in young:
-        screen.print(
-            f"left alone: {entry}: younger than {output.seconds(min_age)}, a save may be under way", soft_wrap=True
-        )
+    for entry in left:
+        younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
+        screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)
+
+
+@app.command()
+def cp(
+    source: Annotated[Path, _path("SRC", "A checkpoint, or the directory of a run.")],
+    target: Annotated[Path, _path("DST", "The directory to make; it must not exist.")],
+    as_json: Json = False,
+) -> None:
+    """Copy a checkpoint, or a run with its hard links; every checksum is verified, and DST appears complete or not."""
+    from dsq_ckpt import copying
+
+    with output.meter("copying", copying.size_of(source)) as meter:
+        done = copying.copy(source, target, meter.advance)
+    if as_json:
+        output.print_json({**done._asdict(), "path": str(done.path), "left_out": [str(one) for one in done.left_out]})
+        return
+    screen = output.console()
+    screen.print(
+        f"{done.path}: {done.checkpoints} checkpoint(s), {output.size(done.bytes)} in {done.files} file(s), "
+        f"{done.links} hard link(s) to them", soft_wrap=True,
+    )
+    for entry in done.left_out:
+        screen.print(f"left out: {entry}: no complete checkpoint, or no file", soft_wrap=True)
 
 
 @app.command()

@@ -188,6 +188,10 @@ class History:
                 *([entry.notes()] if noted else []),
             )
         screen.print(rows)
+        screen.print(
+            "written, kept: bytes, now without linked ancestors\n"
+            "weights, moments, all: ratios of uncompressed bytes to those kept"
+        )
         screen.print()
         if any(entry.manifest.quality for entry in self.entries):
             screen.print(self._searches())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -118,6 +119,21 @@ def seconds(duration: float) -> str:
     if duration >= 60:
         return f"{int(duration // 60)} min {int(duration % 60):02d} s"
     return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
+
+
+_AGES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def age(text: str) -> float:
+    """Return seconds: 90, 90s, 15m, 2h or 3d.
+
+    Raises:
+        typer.BadParameter: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(text))
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no age: give seconds, or 15m, 2h, 3d")
+    return float(match[1]) * _AGES[match[2]]
 
 
 def percent(share: float) -> str:
