@@ -21,10 +21,11 @@ from dsq_ckpt import kernels
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.codebook import Aside, Codebook, Fitted, Turn, fit_group
 from dsq_ckpt.comm import Communicator, sum_with_status
-from dsq_ckpt.config import AnyCodebook, KMeans, Partition, TensorConfig
+from dsq_ckpt.config import AnyCodebook, KMeans, Octaves, Partition, TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.keys import FULL, KeyWindow
+from dsq_ckpt.moments import WINDOW
 from dsq_ckpt.passes import Sparse, add_by_class, add_joint, add_shifted, importance_of, sparse_of
 from dsq_ckpt.scales import GRADIENT, OCTAVES, Scales, choose_scales, gauges_of, octaves_of
 from dsq_ckpt.workers import Workers
@@ -94,6 +95,10 @@ class Layout:
         """Names of everything whose octaves are counted."""
         averages = [GRADIENT + fqn for fqn, group in self.tensors.items() if group.startswith("weights/")]
         return list(dict.fromkeys([*self.tensors, *self.state, *(averages if self.averaged else ())]))
+
+    def octaves(self) -> set[str]:
+        """Groups that are coded by octave: their chunks have a frame, which octaves are not counted in."""
+        return {group for group, config in self.groups.items() if isinstance(config.codebook, Octaves)}
 
     def weighed(self) -> list[str]:
         """Groups whose elements are pruned and protected by sensitivity too."""
@@ -251,7 +256,7 @@ def measure(
         SaveFailed: on all ranks, when any rank failed.
     """
     parent = parent or ParentModel({}, {})
-    weighed = layout.weighed()
+    weighed, by_octave = layout.weighed(), layout.octaves()
     books = {group: parent.books[group] for group in layout.groups if group in parent.books}
     joint = {
         group: np.zeros((book.symbols + 1, book.window.size), np.int64) for group, book in books.items()
@@ -269,12 +274,12 @@ def measure(
             Chunk(c.key._replace(fqn=GRADIENT + c.key.fqn), c.gradient, MEASURED, 0)
             for c in chunks if c.gradient is not None
         ]
-        sketches = sparse_of(chunks, workers)
+        sketches = sparse_of([replace(c, frame=None) if c.group in by_octave else c for c in chunks], workers)
         for sparse in [*sketches, *sparse_of(gauges, workers)]:
             octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
-        add_joint(sound, joint, books, workers)
+        add_joint(sound, joint, {group: book.window for group, book in books.items()}, workers)
         for group, counts in by_importance.items():
             for chunk in sound:
                 if chunk.group == group and chunk.gradient is not None:
@@ -291,7 +296,10 @@ def measure(
         gauges_of(weights, layout.state, layout.averaged), books, parent.exponents, outlier_octaves,
     )
     books = {group: book for group, book in books.items() if group not in scales.anew}
-    windows = {group: books[group].window if group in books else FULL for group in layout.groups}
+    windows = {
+        group: books[group].window if group in books else WINDOW if group in by_octave else FULL
+        for group in layout.groups
+    }
     importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
     kept = [
         replace(c, exponent=scales.exponents[c.key.fqn], parent=None if c.group in scales.anew else c.parent)
@@ -301,11 +309,11 @@ def measure(
              if group in scales.anew or group in scales.moved or group in weighed}
 
     def second_pass() -> None:
-        add_joint([c for c in kept if c.group in again and c.group in books and c.group not in weighed], again, books,
-               workers)
+        whole = {group for group in again if (group in books or group in by_octave) and group not in weighed}
+        add_joint([chunk for chunk in kept if chunk.group in whole], again, windows, workers)
         for sparse in sketches:
             group, fqn = sparse.chunk.group, sparse.chunk.key.fqn
-            if group in again and group not in books and group not in weighed and fqn not in bad:
+            if group in again and group not in whole and group not in weighed and fqn not in bad:
                 add_shifted(sparse, scales.exponents[fqn], again[group], workers)
         for chunk in kept:
             if chunk.group in weighed:

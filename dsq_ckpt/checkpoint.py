@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsq_ckpt import kernels
 from dsq_ckpt.analysis import ParentModel
 from dsq_ckpt.chunk import Codes, Dequantizer, Floats32, add
 from dsq_ckpt.codebook import Codebook
-from dsq_ckpt.coding import coder_class, shuffle_decompress
+from dsq_ckpt.coding import coder_class, layered
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.container import Block, ContainerReader
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.files import CheckpointFiles, names_file
 from dsq_ckpt.groups import QUANTIZABLE
+from dsq_ckpt.moments import from_units
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.superstep import SuperStep
 from dsq_ckpt.workers import Workers
@@ -104,10 +104,31 @@ class Checkpoint(CheckpointFiles):
         direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
         if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
             self._sum(ref, codes, refined, workers, into.view(-1).numpy())
+            self._from_units(record, into.view(-1).numpy(), workers)
             return into
         values = np.empty(len(codes), np.float32)
         self._sum(ref, codes, refined, workers, values)
+        self._from_units(record, values, workers)
         return within(torch.from_numpy(values), dtype).view(shape)
+
+    def _from_units(self, record: dict[str, Any], values: Floats32, workers: Workers) -> None:
+        """Multiply first moments by the units of their second moments, if they were measured in these."""
+        if "unit" not in record:
+            return
+        ref = self.find(str(record["unit"]), tuple(record["offsets"]))
+        other = self.record(ref)
+        if other["shape"] != record["shape"] or "unit" in other:
+            raise CorruptCheckpoint(
+                f"'{ref.file}' record {ref.record} does not fit {record['fqn']}, which is measured by it: "
+                f"{other['fqn']} of shape {other['shape']}, expected {record['shape']}"
+            )
+        if other["type"] == "plain":
+            squares = self._plain_values(ref, workers)
+        else:
+            squares = np.empty(len(values), np.float32)
+            self._sum(ref, self.codes(ref, workers), False, workers, squares)
+        for _ in workers.map(lambda where: from_units(values[where], squares[where]), workers.blocks(len(values))):
+            pass
 
     def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: Floats32) -> None:
         """Values of a record with codes into `out`, float32 flat: those it is added to, oldest first, and its own."""
@@ -193,11 +214,7 @@ class Checkpoint(CheckpointFiles):
             try:
                 if entry is not None:
                     symbols = np.empty(len(codes[where]), np.uint8)
-                    packed = source.read(Block(*entry["blocks"][place]))
-                    whole = -(-len(symbols) * bits // 8)
-                    if len(packed) != whole:
-                        packed = shuffle_decompress(packed, 1, whole)
-                    kernels.unpack(np.frombuffer(packed, np.uint8), bits, symbols)
+                    layered.decode(source.read(Block(*entry["blocks"][place])), codes[where], bits, symbols)
                 piece = np.empty_like(out[where]) if onto else out[where]
                 dequantizer.block(codes[where], protected[before[place] : before[place + 1]], symbols, piece)
                 if onto:

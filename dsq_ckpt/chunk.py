@@ -16,6 +16,7 @@ from dsq_ckpt.codebook.base import Codebook
 from dsq_ckpt.codebook.fit import Fitted
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.keys import KeyWindow
+from dsq_ckpt.moments import Frame
 from dsq_ckpt.workers import Workers
 
 _BLOCK = 1 << 18  # elements looked at together
@@ -42,7 +43,7 @@ class ChunkKey(NamedTuple):
 class Chunk:
     """A lossy chunk before coding: local `tensor` (any device, any layout) of `group`, scaled by 2**`exponent`.
 
-    Where `onto` is given, what is coded is the difference of the tensor to it.
+    Where `onto` is given, what is coded is the difference of the tensor to it; with a `frame`, the values in that.
     """
 
     key: ChunkKey
@@ -59,10 +60,17 @@ class Chunk:
     """The previous codes in device memory, where the last save left them there."""
     on_device: bool = True
     """Whether it may be worked on in device memory, if that is where it lies."""
+    frame: Frame | None = None
+    """The coordinates in which values are sketched and quantized; None: their own."""
 
     def flat(self) -> torch.Tensor:
         """The tensor in one dimension, row-major; a view where its layout allows."""
         return self.tensor.detach().contiguous().view(-1)
+
+    def coded_flat(self) -> torch.Tensor:
+        """All that is coded, in one dimension, on the tensor's device; for chunks without `onto`."""
+        flat = self.flat()
+        return flat if self.frame is None else self.frame.coded(flat, slice(0, len(flat)))
 
 
 def scale_of(exponent: float) -> float:
@@ -86,6 +94,7 @@ class CodeSource(Protocol):
         parent: the previous codes they are coded against, or None.
         exponent: log2 of the factor that was taken out of the values.
         values: of a residual, what the base layers of the chain decode to, flat; valid block by block, as codes are.
+        second_moment: name of the tensor by whose octaves the values were divided, or None.
     """
 
     key: ChunkKey
@@ -95,6 +104,7 @@ class CodeSource(Protocol):
     parent: Codes | None
     refinement_bits: int
     values: Floats32 | None
+    second_moment: str | None
 
     def block(self, where: slice) -> BlockData:
         """Make `codes[where]` valid and return what lies beside them."""
@@ -116,14 +126,15 @@ class QuantizingChunk:
         self._fitted = fitted
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
-        self._onto = chunk.onto
+        self._onto, self._frame = chunk.onto, chunk.frame
+        self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
         self.values: Floats32 | None = None
         if chunk.onto is not None:
             self.values = np.empty_like(chunk.onto)
             self._dequantizer = Dequantizer(fitted.codebook, self.exponent, 0)
 
     def block(self, where: slice) -> BlockData:
-        values = coded_values(self._flat, self._onto, where)
+        values = coded_values(self._flat, self._onto, where, self._frame)
         codes = self.codes[where]
         parent = None if self.parent is None else self.parent[where]
         fitted, book = self._fitted, self._fitted.codebook
@@ -173,6 +184,7 @@ class CodedChunk:
     parent: Codes | None
     refinement_bits: int
     data: dict[int, BlockData]
+    second_moment: str | None = None
     values: Floats32 | None = None
     """Not carried: the next save asks the process that made them."""
 
@@ -182,7 +194,8 @@ class CodedChunk:
         blocks = list(workers.blocks(len(source.codes)))
         data = {where.start: beside for where, beside in zip(blocks, workers.map(source.block, blocks), strict=True)}
         return cls(
-            source.key, source.group, source.exponent, source.codes, source.parent, source.refinement_bits, data
+            source.key, source.group, source.exponent, source.codes, source.parent, source.refinement_bits, data,
+            source.second_moment,
         )
 
     def block(self, where: slice) -> BlockData:
@@ -213,15 +226,15 @@ def all_finite(chunk: Chunk) -> bool:
     """Whether what is coded of a chunk has neither NaN nor infinities."""
     flat = chunk.flat()
     blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
-    return all(bool(np.isfinite(coded_values(flat, chunk.onto, where)).all()) for where in blocks)
+    return all(bool(np.isfinite(coded_values(flat, chunk.onto, where, chunk.frame)).all()) for where in blocks)
 
 
-def coded_values(flat: torch.Tensor, onto: Floats32 | None, where: slice) -> Floats32:
+def coded_values(flat: torch.Tensor, onto: Floats32 | None, where: slice, frame: Frame | None) -> Floats32:
     """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `onto`.
 
     Differences of infinities, and those past the largest number, are not finite.
     """
-    values = block_values(flat[where])
+    values = block_values(flat[where] if frame is None else frame.coded(flat[where], where))
     if onto is None:
         return values
     with np.errstate(over="ignore", invalid="ignore"):

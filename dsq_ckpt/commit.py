@@ -76,6 +76,12 @@ def commit(
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
     if not {*tensors, *objects} <= set(planner["planner"] or ()):
         planner = {**planner, "planner": None}  # paths to a part of it would lose the rest
+    apart = sorted({key for result in results for key in result.units} - set(written))
+    if apart:
+        raise SaveFailed(
+            f"'{apart[0].fqn}' has no chunk at {apart[0].offsets} of shape {apart[0].shape}, which measures a first "
+            "moment that was saved; save both in the same layout, or store quantize.exp_avg exactly"
+        )
     own = [file for result in results for file in result.files]
     files = [ManifestFile.of(file, "own") for file in own]
     files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]

@@ -140,10 +140,31 @@ class Partition(_Strict):
     rate_distortion: ClassVar[float] = 0.0
 
 
+class Octaves(_Strict):
+    """Second moments by their power of two: one level per octave in use, given the parent's. Needs no refinement."""
+
+    fit: Literal["octaves"] = "octaves"
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Update(_Strict):
+    """First moments in units of the update: cells of m / sqrt(v), with sqrt(v) of the same element by its octave."""
+
+    fit: Literal["update"] = "update"
+    step: float = Field(1.0, gt=0, le=4, description="cell width; the refinement layer divides cells evenly")
+    rate_distortion: float = Field(
+        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+    )
+
+
 AnyCodebook = Annotated[
-    Lattice | KMeans | Uniform | Adaptive | Gobo | Exponent | Largest | Partition, Field(discriminator="fit")
+    Lattice | KMeans | Uniform | Adaptive | Gobo | Exponent | Largest | Partition | Octaves | Update,
+    Field(discriminator="fit"),
 ]
-_FITS = ("lattice", "kmeans", "lloyd", "uniform", "adaptive", "gobo", "exponent", "largest", "partition")
+_FITS = (
+    "lattice", "kmeans", "lloyd", "uniform", "adaptive", "gobo", "exponent", "largest", "partition", "octaves",
+    "update",
+)
 
 
 class TensorConfig(_Strict):
@@ -184,12 +205,8 @@ class QuantizeConfig(_Strict):
     """What is lossy, and how."""
 
     weights: TensorConfig = TensorConfig()
-    exp_avg: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=2
-    )
-    exp_avg_sq: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=1
-    )
+    exp_avg: TensorConfig = TensorConfig(codebook=Update(), refinement_bits=3)
+    exp_avg_sq: TensorConfig = TensorConfig(codebook=Octaves(), refinement_bits=0)
     momentum: TensorConfig = TensorConfig(
         codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
     )

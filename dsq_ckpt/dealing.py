@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.groups import second_moment_of
 from dsq_ckpt.sources import Source, Stored
 
 _CUTS = 4  # a part is at most a quarter of what a rank gets, so that none gets much more than another
@@ -17,7 +18,7 @@ _SMALLEST = 1 << 20  # bytes of a part that is worth a record of its own
 
 
 class _Block(NamedTuple):
-    """A part of a tensor, and the same part of those tied to it: `session.untied` stores it once, on one rank."""
+    """A part of a tensor, and the same part of those tied to it, which one rank must have together."""
 
     names: list[str]
     offsets: tuple[int, ...]
@@ -55,7 +56,10 @@ def _blocks(source: Source, most: int) -> Iterator[_Block]:
     """All of a source: chunks as they are stored, cut in rows where they are larger than `most` bytes."""
     tied: dict[object, list[str]] = {}
     for name, stored in source.tensors.items():
-        tied.setdefault(name if stored.memory is None else stored.memory, []).append(name)
+        second = second_moment_of(name)  # it measures the first moment: a rank has both, or none
+        leader = second if second in source.tensors and _alike(stored, source.tensors[second]) else name
+        memory = source.tensors[leader].memory
+        tied.setdefault(leader if memory is None else memory, []).append(name)
     for names in tied.values():
         stored = source.tensors[names[0]]
         for offsets, shape in stored.chunks:
@@ -67,6 +71,10 @@ def _blocks(source: Source, most: int) -> Iterator[_Block]:
             for start, stop in pairwise(edges):
                 rows = (stop - start, *shape[1:])
                 yield _Block(names, (offsets[0] + start, *offsets[1:]), rows, _bytes(stored, rows))
+
+
+def _alike(one: Stored, other: Stored) -> bool:
+    return (one.shape, list(one.chunks)) == (other.shape, list(other.chunks))
 
 
 def _bytes(stored: Stored, shape: tuple[int, ...]) -> int:

@@ -9,14 +9,14 @@ moment we know. All other float tensors of two or more dimensions count as weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from dsq_ckpt.config import DSQConfig, QuantizeConfig, Rule, TensorConfig
+from dsq_ckpt.config import DSQConfig, KMeans, Octaves, QuantizeConfig, Rule, TensorConfig, Update
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
@@ -28,6 +28,9 @@ _MOMENTS = {
     "max_exp_avg_sq": "exp_avg_sq",
     "momentum_buffer": "momentum",
 }
+_SECOND = {"exp_avg": "exp_avg_sq"}
+"""The second moment whose root Adam divides a first moment by, by the names of both."""
+_WITHOUT_SECOND = KMeans(bins=2, protect=0.0005, rate_distortion=0.05)
 _OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
@@ -35,12 +38,21 @@ _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 @dataclass(frozen=True)
 class Assignment:
-    """How one tensor is stored: `config` is None where it is exact; `settings`: the entry of `groups` it looked at."""
+    """How one tensor is stored.
+
+    Attributes:
+        kind: weights, exp_avg, exp_avg_sq, momentum or exact.
+        group: tensors of one group share a codebook.
+        config: None where it is exact.
+        settings: the entry of `groups` it looked at.
+        second_moment: name of the tensor that its values are measured by, or None.
+    """
 
     kind: str
     group: str
     config: TensorConfig | None
     settings: str | None = None
+    second_moment: str | None = None
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
@@ -68,11 +80,13 @@ def assign(
     dtype: torch.dtype,
     config: QuantizeConfig,
     types: Mapping[str, str] | None = None,
+    state: Collection[str] = (),
 ) -> Assignment:
     """Kind, group and storage of the tensor `fqn` of global `shape`.
 
     `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
-    ends with it (state dicts put prefixes such as `model.` before it).
+    ends with it (state dicts put prefixes such as `model.` before it). `state` are the names of the second moments in
+    the same save: a first moment without one of these has no unit, and is stored by its size alone.
     """
     kind, parameter = _kind(fqn)
     if dtype not in QUANTIZABLE or kind == EXACT:
@@ -96,7 +110,33 @@ def assign(
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
     own = f"/{fqn}" if config.share == "tensor" else ""
-    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings)
+    second = None
+    if isinstance(chosen.codebook, Update):
+        second = _second_moment(fqn, shape, dtype, config, types, state)
+        if second is None:
+            chosen = chosen.model_copy(update={"codebook": _WITHOUT_SECOND})
+    if isinstance(chosen.codebook, Update | Octaves):
+        own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
+    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
+
+
+def _second_moment(
+    fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None,
+    state: Collection[str],
+) -> str | None:
+    """The second moment of a first one, if it is saved too, in a way that keeps its octaves."""
+    name = second_moment_of(fqn)
+    if name is None or name not in state:
+        return None
+    kept = assign(name, shape, dtype, config, types).config
+    octaves = kept is None or (kept.method == "quantize" and isinstance(kept.codebook, Octaves))
+    return name if octaves else None
+
+
+def second_moment_of(fqn: str) -> str | None:
+    """The name that the second moment of a first one has; None of other tensors."""
+    parent, _, leaf = fqn.rpartition(".")
+    return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
 
 
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,8 +11,9 @@ import torch
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import assign, kind_of
-from dsq_ckpt.session import Item
+from dsq_ckpt.session import Item, SecondMoment
 from dsq_ckpt.subclasses import checked
 
 
@@ -25,17 +26,19 @@ class Part:
         size: shape of the whole tensor.
         dtype: of the tensor.
         load: gives the chunk, on any device.
+        beside: gives the same chunk of the tensor of another name, where that lies on this rank too.
     """
 
     key: ChunkKey
     size: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
+    beside: Callable[[str], torch.Tensor] | None = None
 
 
 def layout_of(
-    parts: Iterable[Part], config: DSQConfig, types: Mapping[str, str] | None, averaged: bool = False,
-    fractions: Fractions | None = None,
+    parts: Sequence[Part], config: DSQConfig, types: Mapping[str, str] | None, averaged: bool = False,
+    fractions: Fractions | None = None, names: Collection[str] = (),
 ) -> Layout:
     """What is lossy among a rank's parts, and how.
 
@@ -45,15 +48,17 @@ def layout_of(
         types: see `assign`.
         averaged: weights come with averaged gradients.
         fractions: what the chooser may prune and protect by sensitivity.
+        names: of tensors of the save that are not among the parts.
     """
     tensors, groups, state = {}, {}, {}
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     residual = config.delta.against == "values"
+    names = _measures(parts, config, names)
     for part in parts:
         fqn = part.key.fqn
         shapes[fqn] = tuple(part.size)
-        chosen = assign(fqn, part.size, part.dtype, config.quantize, types)
+        chosen = assign(fqn, part.size, part.dtype, config.quantize, types, names)
         if chosen.settings is not None:
             settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
@@ -70,13 +75,42 @@ def _loaded(part: Part) -> torch.Tensor:
     return checked(part.key.fqn, part.load())
 
 
-def items_of(parts: Iterable[Part], config: DSQConfig, types: Mapping[str, str] | None) -> list[Item]:
-    """The parts with how each of them is stored."""
+def items_of(
+    parts: Sequence[Part], config: DSQConfig, types: Mapping[str, str] | None, layout: Layout | None = None
+) -> list[Item]:
+    """The parts with how each of them is stored.
+
+    Args:
+        parts: that this rank writes.
+        config: of the save.
+        types: see `assign`.
+        layout: that ranks agreed on, once they did; None: the parts are all there is.
+    """
+    known = {part.key: part for part in parts}
+    names = _measures(parts, config, () if layout is None else layout.state)
     items = []
     for part in parts:
-        chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types)
+        chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types, names)
+        if layout is not None and layout.tensors.get(part.key.fqn, chosen.group) != chosen.group:
+            chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types)  # nothing measures it
+        second = None
+        if chosen.second_moment is not None:
+            other = known.get(part.key._replace(fqn=chosen.second_moment))
+            load = partial(_beside, part, chosen.second_moment) if other is None else other.load
+            second = SecondMoment(chosen.second_moment, load)
         items.append(Item(
             part.key, part.dtype, chosen.kind, chosen.group, chosen.config, partial(_loaded, part),
-            config.storage.on_device,
+            config.storage.on_device, second,
         ))
     return items
+
+
+def _measures(parts: Sequence[Part], config: DSQConfig, names: Collection[str]) -> set[str]:
+    """Names of what may measure first moments: nothing may where differences are added, since units change."""
+    return set() if config.delta.against == "values" else {*names, *(part.key.fqn for part in parts)}
+
+
+def _beside(part: Part, name: str) -> torch.Tensor:
+    if part.beside is None:
+        raise SaveFailed(f"'{part.key.fqn}' is measured by '{name}', of which this rank has no chunk like {part.key}")
+    return part.beside(name)

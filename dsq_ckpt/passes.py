@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,6 @@ import torch
 
 from dsq_ckpt import device, kernels
 from dsq_ckpt.chunk import Chunk, block_values, coded_values, settle_streams, sketch_block
-from dsq_ckpt.codebook import Codebook
 from dsq_ckpt.device.passes import add_joint as add_joint_on_device
 from dsq_ckpt.device.passes import full_sketches
 from dsq_ckpt.keys import FULL, KEYS_PER_OCTAVE, KeyWindow
@@ -60,13 +59,15 @@ def _occupied(counts: Counts) -> tuple[Counts, Counts]:
     return bins, counts[bins]
 
 
-def add_joint(chunks: Sequence[Chunk], joint: dict[str, Counts], books: dict[str, Codebook], workers: Workers) -> None:
-    """Add the chunks of the groups of `joint` that have a parent to its joint sketches."""
+def add_joint(
+    chunks: Sequence[Chunk], joint: dict[str, Counts], windows: Mapping[str, KeyWindow], workers: Workers
+) -> None:
+    """Add the chunks of the groups of `joint` to its joint sketches."""
     for group, array in joint.items():
         mine = [chunk for chunk in chunks if chunk.group == group]
         if not mine:
             continue
-        window = books[group].window
+        window = windows[group]
         near, far = _by_place(mine)
         try:
             add_joint_on_device(near, window, array)
@@ -89,7 +90,7 @@ def importance_of(chunk: Chunk, where: slice) -> npt.NDArray[np.float32]:
     """Sensitivity of a block of a chunk with gradients: of its values, or of what a residual adds to the parent's."""
     assert chunk.gradient is not None
     return kernels.importance(
-        coded_values(chunk.flat(), chunk.onto, where), block_values(chunk.gradient.reshape(-1)[where])
+        coded_values(chunk.flat(), chunk.onto, where, chunk.frame), block_values(chunk.gradient.reshape(-1)[where])
     )
 
 
@@ -108,7 +109,7 @@ def add_by_class(
     """
     flat = chunk.flat()
     for where in workers.blocks(flat.numel()):
-        values = coded_values(flat, chunk.onto, where)
+        values = coded_values(flat, chunk.onto, where, chunk.frame)
         parent = None if chunk.parent is None else chunk.parent[where]
         if chunk.gradient is None:
             kind = np.full(len(values), neutral, np.int64)
@@ -138,7 +139,7 @@ def _sketch_chunk(chunk: Chunk, window: KeyWindow, counts: Counts, workers: Work
     flat = chunk.flat()
     for where in workers.blocks(flat.numel()):
         parent = None if chunk.parent is None else chunk.parent[where]
-        sketch_block(coded_values(flat, chunk.onto, where), parent, window, chunk.exponent, counts)
+        sketch_block(coded_values(flat, chunk.onto, where, chunk.frame), parent, window, chunk.exponent, counts)
 
 
 def _shifted(bins: Counts, exponent: int) -> Counts:
@@ -166,7 +167,8 @@ def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
             parent = None if chunk.parent is None else chunk.parent[start:stop]
             key = chunk.key._replace(shape=(stop - start,))
             onto = None if chunk.onto is None else chunk.onto[start:stop]
-            pieces.append(replace(chunk, key=key, tensor=flat[start:stop], parent=parent, onto=onto))
+            frame = None if chunk.frame is None else chunk.frame.part(slice(start, stop))
+            pieces.append(replace(chunk, key=key, tensor=flat[start:stop], parent=parent, onto=onto, frame=frame))
     shares: list[list[Chunk]] = [[] for _ in range(max(1, min(workers.threads, len(pieces))))]
     loads = [0] * len(shares)
     for piece in sorted(pieces, key=lambda piece: -piece.key.elements):

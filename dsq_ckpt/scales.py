@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.codebook import Codebook
-from dsq_ckpt.config import Lattice, TensorConfig
+from dsq_ckpt.config import Lattice, Octaves, TensorConfig, Update
 from dsq_ckpt.groups import parameter_of
 from dsq_ckpt.keys import FULL, KEYS_PER_OCTAVE
 
@@ -83,7 +83,7 @@ def choose_scales(
             moved |= {group} if max(drift, default=0.0) >= _DRIFT else set()
             continue
         distances = _distances(octaves, names)
-        if not outlier_octaves:
+        if not outlier_octaves or isinstance(groups[group].codebook, Octaves | Update):  # these have units of their own
             distances = {}
         outliers = {fqn: d for fqn, d in distances.items() if abs(d) >= outlier_octaves}
         wanted |= {fqn: float(np.clip(round(d), -100, 100)) for fqn, d in outliers.items()}

@@ -24,13 +24,14 @@ from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import Chunk, ChunkKey, CodeSource, Floats32, QuantizingChunk, all_finite, flat_values
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator
-from dsq_ckpt.config import DSQConfig, Lattice, TensorConfig
+from dsq_ckpt.config import DSQConfig, Lattice, Octaves, TensorConfig
 from dsq_ckpt.container import FileInfo, sync_directory
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
-from dsq_ckpt.errors import DSQError, NonFiniteTensor
+from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.manifest import Sizes
+from dsq_ckpt.moments import Frame, OctaveFrame, UpdateFrame
 from dsq_ckpt.notices import warn
 from dsq_ckpt.remembered import Memory, ParentRef
 from dsq_ckpt.shard import Piece, ShardWriter, Written
@@ -71,6 +72,14 @@ class Agreement:
         )
 
 
+@dataclass(frozen=True)
+class SecondMoment:
+    """The same chunk of the second moments: what a first moment is measured by."""
+
+    fqn: str
+    load: Callable[[], torch.Tensor]
+
+
 @dataclass
 class Item:
     """One tensor chunk of this rank: `load` gives its local tensor; `config` None means exact."""
@@ -82,6 +91,7 @@ class Item:
     config: TensorConfig | None
     load: Callable[[], torch.Tensor]
     on_device: bool = True
+    second_moment: SecondMoment | None = None
 
 
 @dataclass
@@ -104,6 +114,8 @@ class RankResult:
     written: dict[ChunkKey | str, Written] = field(default_factory=dict)
     kinds: dict[str, Sizes] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    units: list[ChunkKey] = field(default_factory=list)
+    """Chunks that a reader of this rank's records needs beside them."""
 
 
 def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]:
@@ -243,9 +255,10 @@ def load_chunk(
     What it is coded against goes to `bases`. None: there is nothing to take a difference to, so it is stored exactly.
     """
     assert item.config is not None
+    tensor = item.load()
     chunk = Chunk(
-        item.key, item.load(), item.group, item.config.refinement_bits, gradient=gradients.get(item.key),
-        on_device=item.on_device,
+        item.key, tensor, item.group, item.config.refinement_bits, gradient=gradients.get(item.key),
+        on_device=item.on_device, frame=_frame(item, tensor),
     )
     if not residual:
         previous = view.codes(item.key, item.group) if view else None
@@ -264,6 +277,25 @@ def load_chunk(
             bases[item.key] = known[0]
             return difference
     return None if all_finite(chunk) else chunk  # NaN and Inf are for `measure` to find
+
+
+def _frame(item: Item, tensor: torch.Tensor) -> Frame | None:
+    """The coordinates that an item is quantized in.
+
+    Raises:
+        SaveFailed: the chunk of its second moments is of another shape.
+    """
+    if item.config is not None and isinstance(item.config.codebook, Octaves):
+        return OctaveFrame()
+    if item.second_moment is None:
+        return None
+    squares = item.second_moment.load().detach()
+    if squares.shape != tensor.shape:
+        raise SaveFailed(
+            f"'{item.key.fqn}' has a chunk of shape {tuple(tensor.shape)}, and '{item.second_moment.fqn}', which "
+            f"measures it, one of {tuple(squares.shape)}; save both in the same layout, or store exp_avg exactly"
+        )
+    return UpdateFrame(item.second_moment.fqn, squares.to(tensor.device).contiguous().view(-1))
 
 
 def exact_values(plain: Iterable[Item], layout: Layout) -> dict[ChunkKey, Floats32]:
@@ -316,6 +348,8 @@ def write_rank(
         def pieces() -> Iterator[Piece]:
             for chunk, base in ((piece.chunk, piece.base) for piece in coded):
                 keys.append(chunk.key)
+                if chunk.second_moment is not None:
+                    result.units.append(chunk.key._replace(fqn=chunk.second_moment))
                 remember(memory, chunk, config)
                 if base is None:
                     yield Piece(chunk, dtypes[chunk.key], None, frozenset())

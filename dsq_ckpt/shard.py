@@ -13,15 +13,13 @@ import torch
 
 from dsq_ckpt.chunk import Bits, BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.codebook import Fitted
-from dsq_ckpt.coding import HuffmanCoder, coder_class, shuffle_compress
+from dsq_ckpt.coding import HuffmanCoder, coder_class, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config import DeltaConfig, DSQConfig
 from dsq_ckpt.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.workers import Workers
 
 _PACKED = 1 << 16  # smaller exact items share a compressed block
-_FAST = 1  # zstd level
-_PAYS = 0.97
 _PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
 
 
@@ -76,8 +74,10 @@ class _Task:
             return self, b"", BlockData(np.empty(0, np.uint32), b"")
         beside = source.block(self.where)
         parent = None if source.parent is None else source.parent[self.where]
-        beside = beside._replace(refinement=_squeezed(beside.refinement))
         codes = source.codes[self.where]
+        bits = source.refinement_bits
+        shorter = layered.encode(beside.refinement, codes, bits) if bits else b""
+        beside = beside._replace(refinement=shorter)
         if parent is not None and np.array_equal(codes, parent):  # a frozen layer
             return self, None, beside
         return self, self.coder.encode(codes, parent), beside
@@ -162,6 +162,8 @@ class ShardWriter:
         }
         if source.exponent:
             record["exponent"] = source.exponent
+        if source.second_moment is not None:
+            record["unit"] = source.second_moment
         if parent is not None:
             record["parent"] = list(parent)
         if piece.residual is not None:
@@ -269,12 +271,6 @@ class ShardWriter:
             record["packs"] = [len(self._packs)]
             written.base = -(-len(data) * record["size"] // max(len(raw), 1))  # its share, rounded up
         self._packs.append((self._base.add(data), itemsize, len(raw)))
-
-
-def _squeezed(packed: bytes) -> bytes:
-    """A block of refinement as one zstd frame where that is smaller: most symbols of a first moment are zero."""
-    frame = shuffle_compress(packed, 1, _FAST)
-    return frame if len(frame) < _PAYS * len(packed) else packed
 
 
 def _fitted_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:

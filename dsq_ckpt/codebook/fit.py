@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.codebook.base import Aside, Codebook, Floats, Turn
+from dsq_ckpt.codebook.octaves import octave_book
 from dsq_ckpt.codebook.propose import propose, propose_weighed
 from dsq_ckpt.codebook.table import (
     Codes,
@@ -17,8 +18,9 @@ from dsq_ckpt.codebook.table import (
     nearest,
     rate_distortion_table,
 )
-from dsq_ckpt.config import AnyCodebook, KMeans
+from dsq_ckpt.config import AnyCodebook, KMeans, Octaves
 from dsq_ckpt.keys import KeyWindow
+from dsq_ckpt.moments import ERROR as OCTAVE_ERROR
 
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
@@ -92,6 +94,8 @@ def _fit(
     joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int,
     unit: float, aside: Aside | None,
 ) -> Fitted:
+    if isinstance(config, Octaves):
+        return _fit_octaves(joint, window)
     total = joint.sum(0)
     if aside is not None:  # fractions are of all elements
         total = total + aside.pruned.sum(0) + aside.protected.sum(0)
@@ -140,6 +144,17 @@ def _fit(
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
         _error(joint, table, window, real_levels, protected, aside, ~forced), None if aside is None else aside.limits,
+    )
+
+
+def _fit_octaves(joint: Counts, window: KeyWindow) -> Fitted:
+    """Fit a group whose codes are octaves: nothing to choose, since all that are in use get a level."""
+    book, base, mean_square = octave_book(joint.sum(0))
+    table = np.broadcast_to(base, (joint.shape[0], len(base))).copy()
+    counts = code_counts(joint, table, book.symbols)
+    return Fitted(
+        book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
+        mean_square * OCTAVE_ERROR**2,
     )
 
 

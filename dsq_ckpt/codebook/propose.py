@@ -16,11 +16,12 @@ from dsq_ckpt.codebook.kmeans import exact_kmeans
 from dsq_ckpt.codebook.lloyd import lloyd_kmeans, sample_weights
 from dsq_ckpt.codebook.table import Counts
 from dsq_ckpt.codebook.uniform import entropy_bins, uniform_levels
-from dsq_ckpt.config import Adaptive, AnyCodebook, Exponent, Gobo, KMeans, Largest, Lattice, Partition, Uniform
+from dsq_ckpt.config import Adaptive, AnyCodebook, Exponent, Gobo, KMeans, Largest, Lattice, Partition, Uniform, Update
 from dsq_ckpt.keys import KeyWindow
 
 Mask = npt.NDArray[np.bool_]
 
+_UPDATE_LEVELS = 31  # on each side; Adam's update is seldom above one and hardly ever above ten
 _KEEP_STEP = 2**0.25  # a lattice keeps its parent's step while the fresh one is this near; a search moves it by more
 
 
@@ -82,14 +83,25 @@ def _propose(
 def _lattice(
     config: Lattice, held: Counts, window: KeyWindow, over: Mask, parent: Codebook | None, unit: float
 ) -> Proposal:
-    values = window.values()
-    fresh = config.step * (unit or _body(held, values)) or 1.0
+    fresh = config.step * (unit or _body(held, window.values())) or 1.0
     step = fresh
     if parent is not None and parent.step and 1 / _KEEP_STEP < fresh / parent.step < _KEEP_STEP:
         step = parent.step
-    half = config.bins // 2
+    return _multiples(step, config.bins // 2, window, over)
+
+
+def _multiples(step: float, half: int, window: KeyWindow, over: Mask) -> Proposal:
+    """Levels at so many multiples of a step on each side of zero; what is beyond them is protected."""
     levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
-    return Proposal(levels, over | (np.abs(values) > (half + 0.5) * step), np.zeros(window.size, bool), step)
+    beyond = over | (np.abs(window.values()) > (half + 0.5) * step)
+    return Proposal(levels, beyond, np.zeros(window.size, bool), step)
+
+
+@_propose.register
+def _update(
+    config: Update, held: Counts, window: KeyWindow, over: Mask, parent: Codebook | None, unit: float
+) -> Proposal:
+    return _multiples(config.step, _UPDATE_LEVELS, window, over)
 
 
 def _body(held: Counts, values: Floats) -> float:

@@ -60,16 +60,17 @@ def stage_codes(
     mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
 
     def agreed() -> Agreement | None:
-        return None if comm.rank else decide([recipe.layout(plan.items) for plan in plans])
+        names = {item.index.fqn for plan in plans for item in plan.items}
+        return None if comm.rank else decide([recipe.layout(plan.items, names) for plan in plans])
 
     agreement = comm.broadcast(together(comm, agreed))
 
     def quantized() -> tuple[dict[str, Any], StagedCodes, Memory]:
         storage = recipe.config.storage
         with Workers(storage.thread_count(), storage.block_elements) as workers:
-            items = [item for item in recipe.items(mine, planner)[0] if item.key not in tied]
+            items = [item for item in recipe.items(mine, planner, agreement.layout)[0] if item.key not in tied]
             own = {item.key for item in items}
-            replicas = [item for item in recipe.items(local, planner)[0] if item.key not in own]
+            replicas = [item for item in recipe.items(local, planner, agreement.layout)[0] if item.key not in own]
             found = recipe.quantized(items, replicas, agreement, comm, workers)
             payloads: dict[ChunkKey, Payload] = {}
             memory = Memory()

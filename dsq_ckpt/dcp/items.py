@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ def parts_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = Non
     return [
         Part(
             key_of(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
-            partial(_resolved, planner, item),
+            partial(_resolved, planner, item), partial(_beside, planner, item),
         )
         for item in write_items if item.tensor_data is not None
     ]
@@ -59,6 +60,19 @@ def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
                 "create_local_plan, in the items' tensor_data"
             )
     return found
+
+
+def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
+    """The same chunk of another tensor: planners deal the replicas of two tensors to ranks as they like."""
+    assert planner is not None, "parts that are only planned hold no data"
+    try:
+        return planner.resolve_data(replace(item, index=replace(item.index, fqn=fqn)))
+    except Exception as error:
+        raise SaveFailed(
+            f"'{item.index.fqn}' is measured by '{fqn}', which this rank does not write, and which "
+            f"{type(planner).__name__} does not give it ({described(error)}); set quantize.exp_avg.method to exact, or "
+            "quantize.exp_avg.codebook.fit to kmeans"
+        ) from error
 
 
 def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,15 +45,23 @@ class Recipe:
         """Return the recipe with gradients that training does not go on to change."""
         return replace(self, gradients={name: average.clone() for name, average in self.gradients.items()})
 
-    def layout(self, write_items: list[WriteItem]) -> Layout:
-        """Return what is lossy among items, and how."""
-        return layout_of(parts_of(write_items), self.config, self.types, bool(self.gradients), self.fractions)
+    def layout(self, write_items: list[WriteItem], names: Collection[str] = ()) -> Layout:
+        """Return what is lossy among items, and how; `names` are of other tensors of the save."""
+        parts = parts_of(write_items)
+        return layout_of(parts, self.config, self.types, bool(self.gradients), self.fractions, names)
 
     def items(
-        self, write_items: list[WriteItem], planner: SavePlanner
+        self, write_items: list[WriteItem], planner: SavePlanner, layout: Layout | None = None
     ) -> tuple[list[Item], Iterator[tuple[str, bytes]]]:
-        """Return the tensors among DCP's items, and names and bytes of the objects."""
-        return items_of(parts_of(write_items, planner), self.config, self.types), objects_of(write_items, planner)
+        """Return the tensors among DCP's items, and names and bytes of the objects.
+
+        Args:
+            write_items: DCP's items.
+            planner: gives their data.
+            layout: that ranks agreed on, once they did.
+        """
+        items = items_of(parts_of(write_items, planner), self.config, self.types, layout)
+        return items, objects_of(write_items, planner)
 
     def quantized(
         self, items: list[Item], replicas: list[Item], agreement: Agreement, comm: Communicator, workers: Workers

@@ -177,7 +177,8 @@ class DSQStorageWriter(StorageWriter):
                 raise SaveFailed(_PLAN_CACHING)
             # A planner may give other names in its global plan, and other ranks may have other tensors.
             named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
-            layouts.append(self._recipe.layout([item for name, item in named.items() if name not in self._names]))
+            others = [item for name, item in named.items() if name not in self._names]
+            layouts.append(self._recipe.layout(others, named))
             agreement = agree(self._target(), self._parent, self.config, len(plans), layouts)
             if self._staged is not None:
                 agreement = replace(agreement, save_id=self._staged.save_id)
@@ -194,7 +195,7 @@ class DSQStorageWriter(StorageWriter):
         path = self._target()
         storage = self.config.storage
         with Workers(storage.thread_count(), storage.block_elements) as workers:
-            items, objects = self._recipe.items(plan.items, planner)
+            items, objects = self._recipe.items(plan.items, planner, agreement.layout)
             staged = self._staged
             if isinstance(staged, StagedCodes):
                 self._choice, self._staged = staged.choice, None  # in this order: `quality` looks at both

@@ -120,9 +120,10 @@ class DeviceChunk:
         self.refinement_bits = chunk.refinement_bits
         self.parent: Codes | None = chunk.parent if fitted.uses_parent else None
         self.values: Floats32 | None = None
+        self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
         self._width, self._protected = tables.width, fitted.codebook.protected
-        device, x = chunk.tensor.device, chunk.flat()
+        device, x = chunk.tensor.device, chunk.coded_flat()
         backend, transfer, n = backend_for(device), transfer_from(device), chunk.key.elements
         known = None if self.parent is None else parent_on_device(chunk)
         kept, changes = tables.room_for_protected(n), 0 if known is None else tables.room_for_changes(n)
@@ -217,7 +218,7 @@ class DeviceChunk:
 
 def decode(chunk: Chunk, tables: Tables, bits: int) -> torch.Tensor:
     """What a reader would make of a chunk, on its device, float32[n]; `bits` 0: of the base layer."""
-    backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.flat()
+    backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None
     codes, symbols, tally = tables.quantize(backend, x, parent, chunk.exponent, bits)
     kept, _ = backend.gather_protected(x, codes, book.protected, tally, bf16=not bits)

@@ -35,7 +35,7 @@ def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
         backends = {device: backend_for(device) for device in rows}
         for place, chunk in enumerate(some):
             device = chunk.tensor.device
-            backends[device].sketch(chunk.flat(), FULL.lo, FULL.hi, 1.0, rows[device][place])
+            backends[device].sketch(chunk.coded_flat(), FULL.lo, FULL.hi, 1.0, rows[device][place])
         found = {device: counts.cpu().numpy() for device, counts in rows.items()}  # all are queued by now
         yield from (found[chunk.tensor.device][place] for place, chunk in enumerate(some))
 
@@ -53,8 +53,8 @@ def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> Non
             if chunk.tensor.device == device:
                 parent = None if chunk.parent is None else parent_on_device(chunk)
                 backend.joint_sketch(
-                    chunk.flat(), parent, counts.shape[0] - 1, window.lo, window.hi, 1.0 / scale_of(chunk.exponent),
-                    mine,
+                    chunk.coded_flat(), parent, counts.shape[0] - 1, window.lo, window.hi,
+                    1.0 / scale_of(chunk.exponent), mine,
                 )
         backend.check()
         found += mine.cpu().numpy()

@@ -42,7 +42,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 2:
+    if version > 3:
         raise Unsupported(f"version {version}")
 
 
@@ -133,6 +133,14 @@ def value(book: Tree, code: int, scale: float, symbol: int | None, bits: int) ->
             magnitude = np.uint32(min(max(round(u * 2.0**23), 0), (1 << 31) - 1)).view(np.float32)
             v = np.float32((-magnitude if level < 0 else magnitude) * np.float32(scale))
     return np.float32(np.copysign(np.finfo(np.float32).max, v)) if np.isinf(v) else v
+
+
+def refined_by_rans(data: bytes, codes: list[int], bits: int) -> list[int]:  # section 6
+    (size,) = struct.unpack("<I", data[1:5])
+    require(size <= len(data) - 5, "a model in its block")
+    coder = Rans(data[5 : 5 + size])
+    require(coder.symbols == 1 << bits and max(codes, default=0) < coder.contexts, "a model of these codes")
+    return coder.decode(data[5 + size :], len(codes), codes)
 
 
 def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -288,6 +296,9 @@ class Reader:  # a checkpoint directory
             for where, data in other.steps(entry["blocks"], n) if bits else ():
                 assert data is not None
                 whole = -(-(where.stop - where.start) * bits // 8)
+                if len(data) != whole and data[:1] == b"\1":
+                    symbols += refined_by_rans(data, codes[where], bits)
+                    continue
                 data = data if len(data) == whole else unshuffle(data, 1, whole)
                 stream = Bits(data)
                 symbols += [stream.field(bits) for _ in range(where.stop - where.start)]
@@ -301,7 +312,23 @@ class Reader:  # a checkpoint directory
         pairs: list[tuple[int, int | None]] = list(zip(codes, symbols if bits else [None] * n, strict=True))
         known = {pair: value(book, pair[0], scale, pair[1], bits) for pair in set(pairs) if pair[0] < last}
         rest = iter(protected)
-        return np.array([known[p] if p in known else next(rest) for p in pairs], np.float32)
+        values = np.array([known[p] if p in known else next(rest) for p in pairs], np.float32)
+        return values if "unit" not in record else self._in_units(values, record)
+
+    def _in_units(self, values: npt.NDArray[np.float32], record: Tree) -> npt.NDArray[np.float32]:
+        fqn, found = record["unit"], None
+        for offsets, shape, number, place in self.index["tensors"][fqn]["chunks"]:
+            if [offsets, shape] == [record["offsets"], record["shape"]]:
+                found = self.index["files"][number], place
+        require(found is not None, "a chunk that measures this one")
+        assert found is not None
+        other = self._record(*found)
+        require("unit" not in other and "residual" not in record, "units are not measured")
+        exponents = self._sum(*found, record["shape"], False).view(np.uint32) >> 23 & 0xFF
+        units = [1.0] + [2.0 ** ((e - 126.5) / 2) for e in range(1, 256)]
+        with np.errstate(over="ignore"):
+            product = values * np.array(units, np.float32)[exponents]
+        return np.where(np.isinf(product), np.copysign(np.finfo(np.float32).max, product), product)
 
     def _codes(self, name: str, place: int, shape: list[int], seen: tuple[tuple[str, int], ...]) -> list[int]:
         require((name, place) not in seen, "a chain ends")

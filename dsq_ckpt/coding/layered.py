@@ -1,0 +1,82 @@
+"""Blocks of a refinement layer: packed bits, or the same symbols coded given the codes that they refine.
+
+Weights fill their cells evenly, and packed bits are as small as anything. A first moment is nearly always in the middle
+of its cell; its symbols take a fraction of their bits when a static table for each code tells how often each occurs.
+
+Block, with n elements of `bits` bits: ceil(n * bits / 8) bytes are packed symbols. Any other number begins with a byte:
+
+* 0x28, the first of a zstd frame: the packed symbols, compressed (format version 2).
+* 0x01: uint32 size of a model of rANS, the model, and rANS given the codes (version 3).
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt import kernels
+from dsq_ckpt.coding.lossless import shuffle_decompress
+from dsq_ckpt.coding.rans import RansCoder
+from dsq_ckpt.errors import CodingError
+
+Codes = npt.NDArray[np.uint8]
+
+_RANS = 1
+_HEADER = struct.Struct("<BI")
+_TRIED = 3  # bits: more of them are spread evenly within a cell, and coding them costs more time than it saves bytes
+_PAYS = 0.97
+
+
+def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
+    """Return a block of refinement in the smaller of its forms.
+
+    Args:
+        packed: The symbols, packed.
+        codes: uint8[n], the codes that they refine.
+        bits: Of a symbol.
+    """
+    if bits > _TRIED or not len(codes):
+        return packed
+    symbols = np.empty(len(codes), np.uint8)
+    kernels.unpack(np.frombuffer(packed, np.uint8), bits, symbols)
+    contexts = int(codes.max()) + 1
+    counts = np.bincount(codes.astype(np.int64) << bits | symbols, minlength=contexts << bits)
+    rows = np.zeros((contexts + 1, 1 << bits), np.int64)
+    rows[:contexts] = counts.reshape(contexts, 1 << bits)
+    coder = RansCoder.fit(rows)
+    model = coder.to_bytes()
+    block = _HEADER.pack(_RANS, len(model)) + model + coder.encode(symbols, codes)
+    return block if len(block) < _PAYS * len(packed) else packed
+
+
+def decode(block: bytes, codes: Codes, bits: int, out: Codes) -> None:
+    """Recover the symbols of a block.
+
+    Args:
+        block: As `encode` made it, or as format version 2 has it.
+        codes: uint8[n], the codes that are refined.
+        bits: Of a symbol.
+        out: uint8[n], takes the symbols.
+
+    Raises:
+        CodingError: The block is not of these codes, or damaged.
+    """
+    whole = -(-len(out) * bits // 8)
+    if len(block) != whole and block[:1] == bytes([_RANS]):
+        if len(block) < _HEADER.size:
+            raise CodingError(f"a block of refinement has {len(block)} bytes, expected at least {_HEADER.size}")
+        _, size = _HEADER.unpack_from(block)
+        if size > len(block) - _HEADER.size:
+            raise CodingError(f"a block of refinement claims a model of {size} bytes and has {len(block)} in all")
+        coder = RansCoder.from_bytes(block[_HEADER.size : _HEADER.size + size])
+        if coder.symbols != 1 << bits or coder.contexts <= int(codes.max(initial=0)):
+            raise CodingError(
+                f"a block of refinement has a model of {coder.contexts} codes and {coder.symbols} symbols, expected "
+                f"{int(codes.max(initial=0)) + 1} or more and {1 << bits}"
+            )
+        coder.decode(block[_HEADER.size + size :], codes, out)
+        return
+    packed = block if len(block) == whole else shuffle_decompress(block, 1, whole)
+    kernels.unpack(np.frombuffer(packed, np.uint8), bits, out)

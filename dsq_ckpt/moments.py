@@ -1,0 +1,120 @@
+"""Adam's moments on the scales that its update is sensitive to.
+
+Adam moves a parameter by u = m / (sqrt(v) + eps). What counts about v is its ratio to the true value, and about m its
+error in units of sqrt(v) of the *same element*: a cell of fixed width is too coarse for one element and wasted on the
+next. So v is coded as its octave, and m is divided by the root of its element's octave before it is quantized.
+
+Both maps are functions of the exponent bits of v alone. A reader that has decoded v, which keeps its octave, can
+therefore undo the division, and a rank that writes m needs nothing of v but its values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt.keys import FIRST_NORMAL, SHIFT, KeyWindow
+
+WINDOW = KeyWindow(FIRST_NORMAL, FIRST_NORMAL + 256)
+"""Window of the keys that octaves become: one key for each biased exponent."""
+CENTRE = 2.0**0.5
+"""An octave's values are between 1 and 2 times a power of two, and decode to this many times it."""
+ERROR = float((1.5 - 2 * CENTRE + CENTRE**2 * np.log(2)) / 1.5) ** 0.5
+"""Relative error of that for values spread evenly over the logarithm: root of mean (x - CENTRE)^2 over mean x^2."""
+_NOT_FINITE = 255
+_LARGEST = np.finfo(np.float32).max
+_SIGN = -(1 << 31)
+
+Floats32 = npt.NDArray[np.float32]
+
+
+def _units() -> Floats32:
+    exponent = np.arange(256, dtype=np.float64)
+    units = np.exp2((exponent - 127 + 0.5) / 2)
+    units[0] = 1.0  # zero and subnormal numbers: there is no update to measure
+    return units.astype(np.float32)
+
+
+UNITS = _units()
+"""float32[256]: what a first moment is measured in, by the biased exponent of its second moment: sqrt(v) of the middle
+of the octave, in float32."""
+
+
+class Frame(Protocol):
+    """The coordinates that a chunk's values are sketched and quantized in, instead of their own."""
+
+    @property
+    def second_moment(self) -> str | None:
+        """Name of the tensor that a reader needs for the way back; None if codes alone lead back."""
+
+    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        """Return values in these coordinates, float32.
+
+        Args:
+            flat: The values, in any floating dtype and on any device; elements `where` of the chunk.
+            where: See above.
+        """
+
+    def part(self, where: slice) -> Frame:
+        """Return the frame of some elements of the chunk, as a chunk of their own."""
+
+
+@dataclass(frozen=True)
+class OctaveFrame:
+    """A value becomes the number whose key is its octave: second moments."""
+
+    second_moment: str | None = None
+
+    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        """Return the numbers; zero for zero and subnormal numbers, infinities and NaN as they are."""
+        values = flat.to(torch.float32)
+        bits = values.view(torch.int32)
+        exponent = (bits >> 23) & 0xFF
+        key = ((exponent + FIRST_NORMAL) << SHIFT) | (bits & _SIGN)
+        key = torch.where(exponent == 0, 0, key)
+        return torch.where(exponent == _NOT_FINITE, values, key.view(torch.float32))
+
+    def part(self, where: slice) -> OctaveFrame:
+        """Return this: every element is its own."""
+        return self
+
+
+@dataclass(frozen=True)
+class UpdateFrame:
+    """A value is divided by the unit of its second moment: first moments.
+
+    Attributes:
+        second_moment: Name of the tensor of second moments.
+        squares: Its chunk, flat, on the device of the values.
+    """
+
+    second_moment: str
+    squares: torch.Tensor
+
+    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        """Return m / sqrt(v), with v at the middle of its octave."""
+        exponent = (self.squares[where].to(torch.float32).view(torch.int32) >> 23) & 0xFF
+        return flat.to(torch.float32) / units_on(flat.device)[exponent]
+
+    def part(self, where: slice) -> UpdateFrame:
+        """Return the frame of the same elements of the second moments."""
+        return UpdateFrame(self.second_moment, self.squares[where])
+
+
+def units_on(device: torch.device) -> torch.Tensor:
+    """Return `UNITS` on a device."""
+    return torch.from_numpy(UNITS).to(device)
+
+
+def from_units(values: Floats32, squares: Floats32) -> None:
+    """Multiply decoded first moments by the units of their second moments, in place; both float32, flat.
+
+    What is past the largest number becomes that.
+    """
+    with np.errstate(over="ignore"):
+        values *= UNITS[(squares.view(np.uint32) >> 23) & 0xFF]
+    np.clip(values, -_LARGEST, _LARGEST, out=values)

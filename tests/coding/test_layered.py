@@ -1,0 +1,69 @@
+"""Blocks of a refinement layer: the smaller of packed bits and rANS, and nothing else passes."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+
+from dsq_ckpt import kernels
+from dsq_ckpt.coding import layered, shuffle_compress
+from dsq_ckpt.errors import CodingError
+
+
+def sample(n: int, bits: int, skew: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and symbols that are nearly always the same given their code, the more so the higher `skew`."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 5, n).astype(np.uint8)
+    usual = (codes.astype(np.int64) * 3) % (1 << bits)
+    other = rng.integers(0, 1 << bits, n)
+    return codes, np.where(rng.random(n) < skew, usual, other).astype(np.uint8)
+
+
+@pytest.mark.parametrize("n", [1, 7, 4096, 70_001])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("skew", [0.0, 0.9, 1.0])
+def test_round_trip_and_never_larger(n: int, bits: int, skew: float) -> None:
+    codes, symbols = sample(n, bits, skew)
+    packed = kernels.pack(symbols, bits).tobytes()
+    block = layered.encode(packed, codes, bits)
+    assert len(block) <= len(packed)
+    out = np.empty(n, np.uint8)
+    layered.decode(block, codes, bits, out)
+    assert np.array_equal(out, symbols)
+    if n > 4096 and bits <= 3 and skew == 0.9:
+        assert len(block) < 0.7 * len(packed)
+
+
+def test_blocks_of_version_2_are_read() -> None:
+    codes, symbols = sample(5000, 2, 0.9)
+    block = shuffle_compress(kernels.pack(symbols, 2).tobytes(), 1, 1)
+    out = np.empty(5000, np.uint8)
+    layered.decode(block, codes, 2, out)
+    assert np.array_equal(out, symbols)
+
+
+def test_no_elements() -> None:
+    empty = np.empty(0, np.uint8)
+    assert layered.encode(b"", empty, 2) == b""
+    layered.decode(b"", empty, 2, empty)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda block: block[:3], lambda block: block[:-1], lambda block: b"\x01" + struct.pack("<I", 1 << 31) + block[5:],
+    lambda block: b"\x02" + block[1:], lambda block: block + b"\0\0", lambda block: block[:20] + b"\xff" + block[21:],
+])
+def test_damaged_blocks_are_refused(damage) -> None:
+    codes, symbols = sample(20_000, 2, 0.9)
+    block = layered.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
+    out = np.empty(len(codes), np.uint8)
+    with pytest.raises(CodingError):
+        layered.decode(damage(block), codes, 2, out)
+
+
+def test_other_codes_than_it_was_coded_with_are_refused() -> None:
+    codes, symbols = sample(20_000, 2, 0.9)
+    block = layered.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
+    with pytest.raises(CodingError, match="a model of 5 codes"):
+        layered.decode(block, codes + 3, 2, np.empty(len(codes), np.uint8))

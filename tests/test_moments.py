@@ -1,0 +1,226 @@
+"""Moments in units of Adam's update: what a restore gives back, whoever wrote which of the two, and at the edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dsq_ckpt
+from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.codebook.octaves import octave_book
+from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.groups import assign
+from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.moments import ERROR, UNITS, WINDOW, OctaveFrame, UpdateFrame, from_units
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def moments(rows: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
+    """First and second moments of elements whose gradients differ by many orders of magnitude, a tenth of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp2(torch.randint(-40, 0, (rows, 96), generator=generator).float())
+    m = torch.zeros(rows, 96)
+    v = torch.zeros(rows, 96)
+    for _ in range(30):
+        gradient = torch.randn(rows, 96, generator=generator) * scale
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.98 * v + 0.02 * gradient**2
+    never = torch.rand(rows, 96, generator=generator) < 0.1
+    return {"exp_avg": m.masked_fill(never, 0), "exp_avg_sq": v.masked_fill(never, 0)}
+
+
+def state(seed: int = 0) -> dict:
+    return {"state": {"w": moments(seed=seed)}}
+
+
+def restored(path, like: dict, **options) -> dict[str, torch.Tensor]:
+    empty = {"state": {"w": {name: torch.full_like(value, torch.nan) for name, value in like["state"]["w"].items()}}}
+    dsq_ckpt.load(empty, path, **options)
+    return empty["state"]["w"]
+
+
+def update(part: dict[str, torch.Tensor]) -> torch.Tensor:
+    return part["exp_avg"] / (part["exp_avg_sq"].sqrt() + 1e-15)
+
+
+def error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def test_second_moments_keep_their_octave_and_zeros(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    v, got = saved["state"]["w"]["exp_avg_sq"], restored(tmp_path / "run" / "0", saved)["exp_avg_sq"]
+    assert torch.equal(torch.frexp(got).exponent, torch.frexp(v).exponent)
+    assert torch.equal(got == 0, v == 0)
+
+
+def test_the_update_is_restored_within_a_part_of_a_cell(tmp_path) -> None:
+    """Every element to the same error, whatever its size: by tensor, what Adam does next differs by a quarter."""
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    exact, got = saved["state"]["w"], restored(tmp_path / "run" / "0", saved)
+    assert error(update(exact), update(got)) < 0.25
+    octave = exact["exp_avg_sq"].log2().floor()
+    for some in (octave < -60, (octave >= -60) & (octave < -30), octave >= -30):
+        assert some.sum() > 500
+        assert error(update(exact)[some], update(got)[some]) < 0.3
+    assert (got["exp_avg"][exact["exp_avg"] == 0] == 0).all()
+
+
+def test_what_quantization_by_size_alone_does_to_such_moments(tmp_path) -> None:
+    """The reason for it all: a cell of one width for the whole tensor loses most elements' updates."""
+    saved = state()
+    by_size = {"quantize": {
+        "exp_avg": {"codebook": {"fit": "kmeans", "bins": 2}, "refinement_bits": 3},
+        "exp_avg_sq": {"codebook": {"fit": "kmeans", "bins": 4, "domain": "log"}, "refinement_bits": 1},
+    }}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config=by_size)
+    assert error(update(saved["state"]["w"]), update(restored(tmp_path / "run" / "0", saved))) > 0.5
+
+
+def test_second_moments_cost_little_given_their_parents(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    saved["state"]["w"]["exp_avg_sq"] *= 1.05
+    dsq_ckpt.save(saved, tmp_path / "run" / "1")
+    keyframe, delta = (Manifest.read(tmp_path / "run" / name).kinds["exp_avg_sq"].base for name in "01")
+    assert delta < keyframe / 4
+    v, got = saved["state"]["w"]["exp_avg_sq"], restored(tmp_path / "run" / "1", saved)["exp_avg_sq"]
+    assert torch.equal(torch.frexp(got).exponent, torch.frexp(v).exponent)
+
+
+def test_octaves_that_the_parent_did_not_have_are_coded(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    v = saved["state"]["w"]["exp_avg_sq"]
+    v[0] = 2.0**100
+    v[1] = 2.0**-120
+    v[2] = 1e-40  # subnormal: no octave, and a unit of one
+    dsq_ckpt.save(saved, tmp_path / "run" / "1")
+    got = restored(tmp_path / "run" / "1", saved)
+    for row, exponent in ((0, 101), (1, -119)):
+        assert (torch.frexp(got["exp_avg_sq"][row]).exponent == exponent).all()
+    assert (got["exp_avg_sq"][2] == 0).all()
+    assert error(saved["state"]["w"]["exp_avg"][2], got["exp_avg"][2]) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(tmp_path, dtype) -> None:
+    saved = {"state": {"w": {k: (v * 2.0**12).to(dtype) for k, v in moments().items()}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = restored(tmp_path / "run" / "0", saved)
+    exact = saved["state"]["w"]
+    assert got["exp_avg"].dtype == dtype
+    fine = exact["exp_avg_sq"].double() > 2.0**-14  # float16 has no exponent below
+    one, other = (update({k: v.double() for k, v in part.items()})[fine] for part in (exact, got))
+    assert error(one, other) < 0.25
+
+
+def test_a_first_moment_alone_is_stored_by_its_size(tmp_path) -> None:
+    """Lion has no second moment; nothing could measure the first."""
+    m = moments()["exp_avg"]
+    saved = {"state": {"w": {"exp_avg": m}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    with Checkpoint(tmp_path / "run" / "0") as checkpoint:
+        assert "unit" not in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+    empty = {"state": {"w": {"exp_avg": torch.zeros_like(m)}}}
+    dsq_ckpt.load(empty, tmp_path / "run" / "0")
+    assert error(m, empty["state"]["w"]["exp_avg"]) < 0.5
+
+
+@pytest.mark.parametrize("how", ["exact", "bf16"])
+def test_second_moments_that_are_not_coded_by_octave(tmp_path, how) -> None:
+    """Exact ones measure as well; of bf16 ones rounding may change the octave, and so they measure nothing."""
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg_sq": {"method": how}}})
+    with Checkpoint(tmp_path / "run" / "0") as checkpoint:
+        assert ("unit" in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))) == (how == "exact")
+    got = restored(tmp_path / "run" / "0", saved)
+    if how == "exact":
+        assert torch.equal(got["exp_avg_sq"], saved["state"]["w"]["exp_avg_sq"])
+        assert error(update(saved["state"]["w"]), update(got)) < 0.15
+
+
+@pytest.mark.parametrize("bad", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_with_nan_is_exact_and_the_other_one_as_ever(tmp_path, bad) -> None:
+    saved = state()
+    saved["state"]["w"][bad][3, 5] = torch.nan
+    with pytest.warns(UserWarning, match="NaN or Inf"):
+        dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
+    assert torch.equal(got[bad].nan_to_num(7), exact[bad].nan_to_num(7))
+    sound = exact["exp_avg_sq"] > 0
+    assert error(update(exact)[sound].nan_to_num(0), update(got)[sound].nan_to_num(0)) < 0.25
+
+
+def test_history_without_refinement_keeps_octaves_and_signs_of_large_updates(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 0}}})
+    got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
+    large = update(exact).abs() > 1
+    assert large.any()
+    assert torch.equal(got["exp_avg"][large].sign(), exact["exp_avg"][large].sign())
+
+
+def test_differences_of_first_moments_are_not_measured(tmp_path) -> None:
+    """The unit of an element changes from checkpoint to checkpoint: what is added up has none."""
+    saved = state()
+    config = {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}
+    for name in "012":
+        dsq_ckpt.save(saved, tmp_path / "run" / name, config=config)
+        saved["state"]["w"]["exp_avg"] *= 0.9
+    with Checkpoint(tmp_path / "run" / "2") as checkpoint:
+        record = checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+    assert "residual" in record and "unit" not in record
+
+
+def test_groups_of_codes_in_other_units_have_other_names() -> None:
+    config = DSQConfig().quantize
+    alone = assign("state.w.exp_avg", (64, 96), torch.float32, config)
+    measured = assign("state.w.exp_avg", (64, 96), torch.float32, config, None, {"state.w.exp_avg_sq"})
+    assert alone.group != measured.group
+    assert (alone.second_moment, measured.second_moment) == (None, "state.w.exp_avg_sq")
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=50))
+def test_octave_frame_is_the_exponent(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    keyed = OctaveFrame().coded(torch.from_numpy(x), slice(None)).numpy()
+    exponent = (x.view(np.uint32) >> 23) & 0xFF
+    assert (WINDOW.bin_of(keyed) % WINDOW.n == np.where(exponent == 0, 0, exponent + 1)).all()
+    assert (np.signbit(keyed) == np.signbit(x))[exponent > 0].all()
+
+
+@given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=50))
+def test_units_there_and_back(pairs: list[tuple[float, float]]) -> None:
+    m, v = (np.array(part, np.float32) for part in zip(*pairs, strict=True))
+    coded = UpdateFrame("v", torch.from_numpy(v)).coded(torch.from_numpy(m), slice(None)).numpy().copy()
+    finite = np.isfinite(coded)
+    from_units(coded, v)
+    assert np.isfinite(coded).all()
+    normal = finite & (np.abs(m) > 1e-30) & (np.abs(coded) > 1e-30)
+    np.testing.assert_allclose(coded[normal], m[normal], rtol=3e-7)
+
+
+def test_units_are_roots_of_octaves() -> None:
+    exponents = np.arange(1, 255)
+    np.testing.assert_allclose(UNITS[1:255].astype(np.float64) ** 2, 2.0 ** (exponents - 126.5), rtol=2e-7)
+    assert UNITS[0] == 1
+
+
+def test_error_of_an_octave_is_the_measured_one() -> None:
+    values = np.exp2(np.random.default_rng(0).random(100_000))
+    assert pytest.approx((((values - 2**0.5) ** 2).mean() / (values**2).mean()) ** 0.5, rel=0.01) == ERROR
+
+
+def test_octave_book_protects_negative_values_and_has_a_level_for_each_octave_in_use() -> None:
+    held = np.zeros(WINDOW.size, np.int64)
+    held[[0, 1 + 100, 1 + 120, WINDOW.n + 1 + 50]] = 5, 3, 2, 1
+    book, codes, _ = octave_book(held)
+    assert book.levels.tolist() == [0.0, 2**0.5 * 2.0**-27, 2**0.5 * 2.0**-7]
+    assert codes[[0, 101, 121, WINDOW.n, WINDOW.n + 51]].tolist() == [0, 1, 2, 0, book.protected]
