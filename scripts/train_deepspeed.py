@@ -253,8 +253,9 @@ def main() -> None:
         torch.set_num_threads(1)
     training = Training(arguments)
     training.run()
-    shutil.rmtree(training.probe, ignore_errors=True)
-    dist.barrier()
+    dist.barrier()  # the first rank may still measure what the others are done with
+    if training.rank == 0:
+        shutil.rmtree(training.probe, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # DeepSpeed's hooks of ZeRO-3 abort the interpreter now and then when it ends

@@ -34,7 +34,19 @@ def block(name: str) -> dict[str, Any]:
 
 def test_which_there_are():
     stages = {"zero0", "zero1", "zero2", "zero3", "zero3_offload"}
-    assert {path.stem for path in FILES} == stages | {"all_keys", "hf_trainer"}
+    trainer = {"hf_trainer", "hf_trainer_zero1", "hf_trainer_zero3", "hf_trainer_zero3_offload"}
+    assert {path.stem for path in FILES} == stages | trainer | {"all_keys"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem.startswith("hf")], ids=lambda path: path.stem)
+def test_the_trainers_files_leave_to_it_what_its_arguments_say(path):
+    """It refuses numbers that differ from its own."""
+    def left(node: Any) -> set[str]:
+        if not isinstance(node, dict):
+            return set()
+        return {key for key, value in node.items() if value == "auto"} | set().union(*map(left, node.values()))
+
+    assert left(json.loads(path.read_text())) == set(AUTO)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -43,7 +55,7 @@ def test_both_accept_it(path):
     tree = filled(json.loads(path.read_text()))
     config = deepspeed_config.DeepSpeedConfig(tree)
     assert config.bfloat16_config.enabled
-    assert config.zero_config.stage == (int(path.stem[4]) if path.stem.startswith("zero") else 2)
+    assert config.zero_config.stage == int(path.stem.partition("zero")[2][:1] or 2)
     settings = dict(tree["dsq_checkpoint"])
     assert settings.pop("enabled") is True
     DSQConfig.create(settings)
