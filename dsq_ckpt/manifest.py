@@ -95,6 +95,8 @@ class GroupReport(BaseModel):
     delta: bool
     bits_per_element: float
     relative_error: float
+    refined_error: float | None = None
+    """The same with the refinement layer; None where there is none, or where an older version wrote this."""
     step: float
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import dsq_ckpt
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import scale_of
+from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.workers import Workers
 from tests.states import loaded
 
@@ -171,3 +172,18 @@ def test_zeros_stay_zeros_at_every_quarter_of_an_octave(tmp_path, bits):
             records = [checkpoint.record(ref) for key, ref in checkpoint.chunks() if key.fqn in weights]
         assert {record.get("exponent", 0) % 1 for record in records} == {0, 0.25, 0.5, 0.75}
         assert not any(back[name][::3].any() for name in weights)
+
+
+@pytest.mark.parametrize("codebook", [{"fit": "lattice"}, {"fit": "kmeans"}, {"fit": "kmeans", "domain": "log"}])
+def test_the_errors_that_a_manifest_tells_are_those_of_what_is_loaded(tmp_path, codebook):
+    """Of the base layer and with refinement: what `dsq inspect` shows is measured by nobody else."""
+    value = torch.randn(256, 128, generator=torch.Generator().manual_seed(5))
+    if codebook.get("domain") == "log":
+        value = value.exp()
+    config = {"quantize": {"weights": {"codebook": codebook, "refinement_bits": 4}}}
+    dsq_ckpt.save({"w": value}, tmp_path / "run" / "0", config=config)
+    [group] = Manifest.read(tmp_path / "run" / "0").groups.values()
+    for refinement, told in ((False, group.relative_error), ("auto", group.refined_error)):
+        got = {"w": torch.zeros_like(value)}
+        dsq_ckpt.load(got, tmp_path / "run" / "0", refinement=refinement)
+        assert told == pytest.approx(float((got["w"] - value).norm() / value.norm()), rel=0.3)

@@ -55,6 +55,21 @@ class Fitted:
     turn: Turn | None = None
     """Elements that are protected because of their place."""
 
+    def refined_error(self, bits: int) -> float:
+        """Return the mean squared error with a refinement layer, in the units of `mean_square`.
+
+        Values are taken as spread evenly over the parts of their cells; protected ones have no error.
+
+        Args:
+            bits: Of the refinement layer: cells are divided into 2**bits parts.
+        """
+        book = self.codebook
+        part = (book.cell_high - book.cell_low) / 2.0**bits
+        if book.domain == "log":  # cells are in log2 there
+            part = part * np.log(2) * book.levels
+        held = self.counts.sum(0)[: len(part)]
+        return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
+
 
 def fit_group(
     joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int = 0,
