@@ -107,6 +107,8 @@ def _settled(parent: Path, name: str, problem: str) -> str:
             path: file for path, manifest in holders.items() for file in manifest.files if file.name == name
         }
         bad, good = _sorted_by_soundness(files)
+        if not bad:
+            return f"{text}, and is sound when it is read again: the disk may be failing"
         if not good:
             return f"{text}: {_listed(bad)} cannot be read any more, and there is no intact copy"
         _restore(good[0] / name, [path / name for path in bad], files[good[0]])

@@ -173,7 +173,7 @@ def retire(directory: Path, config: DSQConfig) -> None:
     """After the commit: drop the refinement of what came before, as far as `config.refinement` asks for it."""
     try:
         chain.drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
-    except OSError as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
+    except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
         warn_safely(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
 
 

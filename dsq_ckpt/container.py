@@ -107,6 +107,9 @@ class ContainerWriter:
         self._offset += len(data)
 
 
+NOT_ALL = "not all of which was written"
+
+
 @contextlib.contextmanager
 def naming(path: Path, when: str) -> Iterator[None]:
     """Let errors of the operating system, such as a full disk, name the file that was written, and how far it was."""
@@ -206,7 +209,7 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
     name = f"{save_id}.index"
     temporary = directory / f".{name}.tmp"
     try:
-        with open(temporary, "xb") as file:
+        with naming(directory / name, NOT_ALL), open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             if fsync:
@@ -301,6 +304,7 @@ def sync_directory(directory: Path) -> None:
     """Flush a directory, so that names given in it survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(directory, "while names in it were flushed to the device"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

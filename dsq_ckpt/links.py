@@ -9,7 +9,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from dsq_ckpt.container import file_checksum
+from dsq_ckpt.container import NOT_ALL, file_checksum, naming
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
 from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.manifest import Manifest, ManifestFile, is_plain
@@ -126,7 +126,7 @@ def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | 
     """
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open(source, "rb") as origin, open(temporary, "xb") as copy:
+        with naming(target, NOT_ALL), open(source, "rb") as origin, open(temporary, "xb") as copy:
             shutil.copyfileobj(origin, copy, 1 << 22)
             copy.flush()
             if fsync:

@@ -17,7 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dsq_ckpt.arguments import expect_path
-from dsq_ckpt.container import FORMAT_VERSION, FileInfo, strict_json, sync_directory
+from dsq_ckpt.container import FORMAT_VERSION, NOT_ALL, FileInfo, naming, strict_json, sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
 from dsq_ckpt.regular import read_regular, unreadable
 
@@ -191,7 +191,7 @@ class Manifest(BaseModel):
         """
         temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            with open(temporary, "xb") as file:
+            with naming(directory / MANIFEST, NOT_ALL), open(temporary, "xb") as file:
                 unsealed = self.model_copy(update={"checksum": _NO_CHECKSUM})
                 file.write(_sealed(unsealed.model_dump_json(indent=1).encode()))
                 file.flush()

@@ -12,7 +12,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt import remembered
-from dsq_ckpt.ancestry import CHECKED_EVERY, _is_due
+from dsq_ckpt.ancestry import CHECKED_EVERY, _is_due, _settled
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.config import DSQConfig
@@ -213,3 +213,13 @@ def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
     flip(data_file(tmp_path / "01"))  # it is no longer needed
     assert saves(tmp_path, CHECKED_EVERY, first=3) == []
     assert readable(tmp_path)[-1] == f"{2 + CHECKED_EVERY:02d}"
+
+
+def test_a_file_that_is_sound_when_it_is_read_again_is_left_alone(tmp_path):
+    """An error of a disk may be gone at the second look."""
+    path = tmp_path / "run" / "0"
+    dsq_ckpt.save(weights(), path)
+    before = data_file(path).stat()
+    told = _settled(path, data_file(path).name, "cannot be read: Input/output error")
+    assert "cannot be read: Input/output error" in told and "sound when it is read again" in told
+    assert data_file(path).stat() == before

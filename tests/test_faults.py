@@ -1,17 +1,19 @@
-"""Disks that fill up, directories that cannot be written, processes that are killed."""
+"""Disks that fill up, and directories that cannot be written."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
+from pathlib import Path
 
 import pytest
 
 import dsq_ckpt
+from dsq_ckpt import chain
 from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.container import ContainerWriter, sync_directory, write_index
+from dsq_ckpt.links import copy_file
 from dsq_ckpt.manifest import Manifest
 from tests import processes
 from tests.states import Kept, loaded, mixed_state, moved, relative_error
@@ -122,14 +124,29 @@ def check_whole(path):
         assert [problem for _, _, problem in checkpoint.verify() if problem] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async", "overwrite"])
-def test_killed_at_any_moment(tmp_path, mode):
-    """A process that saves in a loop dies by SIGKILL, again and again, and each time the run goes on."""
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    status, output = processes.run(
-        [str(processes.WORKERS / "killed.py"), str(tmp_path / "run"), mode, "15", str(seed)], 200
-    )
-    assert status == 0, output[-6000:]
-    print(output)
+def test_errors_of_flushes_name_the_file(tmp_path, monkeypatch):
+    """The system does not say which file an fsync was for."""
+    def fails(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = mixed_state()
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(dsq_ckpt.DSQError, match=f"No space left.*{tmp_path}"):
+        dsq_ckpt.save(state, tmp_path / "run" / "0")
+    for write in (
+        lambda: sync_directory(tmp_path), lambda: write_index(tmp_path, "0" * 16, {}, True),
+        lambda: copy_file(Path(__file__), tmp_path / "copy", True),
+    ):
+        with pytest.raises(OSError, match=f"No space left.*{tmp_path}"):
+            write()
+
+
+def test_a_save_that_was_committed_has_not_failed(tmp_path, monkeypatch):
+    """Retention, which comes after the commit, warns where it cannot read a checkpoint."""
+    def fails(newest, keep_last, fsync):
+        raise dsq_ckpt.LoadFailed(f"'{newest}' cannot be read: Input/output error")
+
+    monkeypatch.setattr(chain, "drop_refinements", fails)
+    with pytest.warns(UserWarning, match="old refinement layers .* were not dropped: .*Input/output error"):
+        dsq_ckpt.save(mixed_state(), tmp_path / "0")
+    check_whole(tmp_path / "0")

@@ -28,6 +28,7 @@ LOG = "log"
 _VERSION = 1
 _NOTE = 1 << 16
 _NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
+_MOST_STEPS = 1 << 20  # of one segment: who reads makes tables of them, and a name is not checksummed
 _TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}\.tmp")
 
 
@@ -59,7 +60,10 @@ class Name(NamedTuple):
         match = _NAME.fullmatch(path.name)
         if match is None:
             return None
-        return cls(match["session"], int(match["first"]), int(match["last"]), int(match["rank"]))
+        first, last = int(match["first"]), int(match["last"])
+        if not 0 <= last - first < _MOST_STEPS:
+            return None
+        return cls(match["session"], first, last, int(match["rank"]))
 
     def __str__(self) -> str:
         return f"{self.session}-{self.first:09d}-{self.last:09d}-{self.rank:05d}.grads"

@@ -225,3 +225,12 @@ def test_blocks_are_read_once_more_after_damage(tmp_path):
         segment.gradients(2)
     segment.gradients(3)
     segment.close()
+
+
+def test_a_name_claims_no_more_steps_than_there_can_be(tmp_path):
+    """A name is not covered by any checksum, and who lists segments makes tables of the steps they claim."""
+    path = written(tmp_path, 3, 4)
+    (path.parent / path.name.replace("000000004", "9" * 40)).write_bytes(path.read_bytes())
+    assert [name.last for name, _ in segments.names(tmp_path)] == [4]
+    found = segments.course(tmp_path, SESSION, 2)
+    assert (len(found.segments), found.ended) == (2, None)
