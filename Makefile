@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo demo-deepspeed test lint bench clean
+.PHONY: venv demo demo-deepspeed test lint campaign bench clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,9 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+campaign: $(STAMP)
+	$(BIN)/python scripts/campaign.py all --json benchmarks/results
 
 bench: $(STAMP)
 	$(BIN)/dsq bench --json bench.json

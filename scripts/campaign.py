@@ -1,0 +1,113 @@
+"""Try what may go wrong with checkpoints, thousands of times: altered files, kills, failing system calls, power cuts.
+
+    python scripts/campaign.py all --json benchmarks/results    # all campaigns in full, some hours on two cores
+    python scripts/campaign.py accidents --trials 200           # a part of one
+    python scripts/campaign.py accidents --seed 3 --only 17     # one trial again
+
+Each prints a table of what was tried and what came of it; exit status 1 unless wrong, crashed and hung are zero.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import typer
+from campaigns import calls, harness
+from campaigns.accidents import Accidents
+from campaigns.crowds import Crowds
+from campaigns.faults import Faults
+from campaigns.forged import Forged
+from campaigns.harness import Campaign
+from campaigns.kills import Kills
+from campaigns.logs import Logs
+from campaigns.long import Long
+from campaigns.power import Power
+from campaigns.tags import Tags
+
+CAMPAIGNS: dict[str, type[Campaign]] = {
+    campaign.name: campaign for campaign in (Accidents, Forged, Logs, Tags, Faults, Power, Kills, Crowds, Long)
+}
+
+
+def main(
+    names: Annotated[list[str], typer.Argument(help=f"Of {', '.join(CAMPAIGNS)}, or all.")],
+    trials: Annotated[int | None, typer.Option(help="How many; by default those of a full run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="A random one by default.")] = None,
+    only: Annotated[list[int] | None, typer.Option(help="This trial alone; several times for several.")] = None,
+    lanes: Annotated[int, typer.Option(help="Processes at once.")] = os.cpu_count() or 1,
+    json_directory: Annotated[Path | None, typer.Option("--json", help="Directory for the results.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Work in this directory, and leave it.")] = None,
+    short: Annotated[bool, typer.Option("--short", help="Each trial as small as it can be, as in tests.")] = False,
+) -> None:
+    """Try what may go wrong with checkpoints."""
+    chosen = list(CAMPAIGNS) if names == ["all"] else names
+    if unknown := set(chosen) - set(CAMPAIGNS):
+        raise typer.BadParameter(f"{sorted(unknown)}: not among {', '.join(CAMPAIGNS)}")
+    seed = random.randrange(1 << 30) if seed is None else seed
+    good = True
+    for name in chosen:
+        good &= one(CAMPAIGNS[name], seed, trials, only, lanes, json_directory, keep, short)
+    raise typer.Exit(0 if good else 1)
+
+
+def one(
+    kind: type[Campaign], seed: int, trials: int | None, only: list[int] | None, lanes: int, results: Path | None,
+    keep: Path | None, short: bool,
+) -> bool:
+    """Run a campaign; whether nothing went wrong."""
+    started = time.monotonic()
+    if kind.preload and not calls.loaded():
+        with tempfile.TemporaryDirectory() as temporary:
+            words = [kind.name, "--seed", str(seed), "--lanes", str(lanes)]
+            words += ["--short"] if short else []
+            words += ["--trials", str(trials)] if trials is not None else []
+            words += [word for number in only or () for word in ("--only", str(number))]
+            words += [word for name, value in (("--json", results), ("--keep", keep)) if value
+                      for word in (name, str(value))]
+            return calls.run_under_shim([__file__, *words], Path(temporary)) == 0
+    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None  # thousands of copies of small files
+    with tempfile.TemporaryDirectory(dir=memory) as temporary:
+        campaign = kind(seed, keep or Path(temporary), short)
+        numbers = only or range(campaign.full if trials is None else trials)
+        tally = harness.run(campaign, numbers, lanes)
+    print(tally.table(campaign.name), f"seed {seed}, {time.monotonic() - started:.0f} s", sep="\n", flush=True)
+    if results is not None:
+        command = f"python scripts/campaign.py {campaign.name} --trials {len(numbers)} --seed {seed}"
+        tree = {
+            "campaign": campaign.name, "command": command,
+            **tally.as_json(), "seconds": round(time.monotonic() - started),
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        }
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"campaign-{campaign.name}.json").write_text(compact(tree) + "\n")
+    return tally.good
+
+
+def compact(tree: dict[str, object]) -> str:
+    """JSON with a line for each key of the first two levels."""
+    lines = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
+            parts = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(part)}" for name, part in value.items())
+            lines.append(f"{json.dumps(key)}: {{\n  {parts}\n }}")
+        elif isinstance(value, list) and value:
+            parts = ",\n  ".join(map(json.dumps, value))
+            lines.append(f"{json.dumps(key)}: [\n  {parts}\n ]")
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return "{\n " + ",\n ".join(lines) + "\n}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

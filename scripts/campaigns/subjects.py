@@ -1,0 +1,201 @@
+"""Checkpoints that are altered, what they hold, and how what is read from an altered one is judged."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from typer.testing import CliRunner
+
+import dsq_ckpt
+from campaigns.harness import Found, told
+from dsq_ckpt.cli import app
+from tests.states import blank, differences, flat, relative_error
+from tests.states import same as equal
+
+State = dict[str, Any]
+SUBJECTS = ("deltas", "differences", "exact")
+_SMALL: State = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024, "fsync": False}}
+_CONFIGS: dict[str, State] = {
+    "deltas": _SMALL, "differences": {"system": "lc", **_SMALL}, "exact": {"system": "exact", **_SMALL},
+}
+_PERTURB = -6  # of mallopt: memory that is allocated is filled with a byte
+
+
+def state_at(step: int, seed: int = 0) -> State:
+    """Every kind of value, in few elements; a function of the step."""
+    start, drift = (torch.Generator().manual_seed(seed * 1000 + n) for n in (1, 2))
+
+    def moving(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        base, change = (torch.randn(*shape, generator=generator) for generator in (start, drift))
+        return scale * (base + 0.05 * step * change)
+
+    weights = {"linear.weight": moving(48, 40), "embed.weight": moving(64, 16), "bias": moving(40)}
+    weights["embed.weight"][3, 3] = 40.0 + step
+    weights["tied.weight"] = weights["embed.weight"]
+    weights["half.weight"] = moving(24, 32).bfloat16()
+    moments = {
+        name: {"exp_avg": moving(*weights[name].shape), "exp_avg_sq": moving(*weights[name].shape).square(),
+               "step": torch.tensor(float(step))}
+        for name in ("linear.weight", "embed.weight")
+    }
+    meta = {
+        "step": step, "name": "run ü", "blob": bytes(range(64)), "none": None, "history": [1, 2.5, torch.arange(3), {}],
+        "counts": torch.arange(50), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 3),
+    }
+    return {"model": weights, "optimizer": {"state": moments}, "meta": meta}
+
+
+def make(directory: Path) -> None:
+    """A run of each subject, another save of the same state each, and what they hold."""
+    expected: dict[str, Any] = {}
+    for name, config in _CONFIGS.items():
+        for run, seed in ((name, 0), (f"{name}-victim", 0), (f"{name}-other", 5)):
+            dsq_ckpt.forget()
+            for step in range(1, 4):
+                path = directory / run / f"step-{step}"
+                dsq_ckpt.save(state_at(step, seed), path, config=config, pinned=step == 1, no_dist=True)
+        expected[name] = {
+            kind: read(directory / name / "step-3") for kind, read in (("like", read_like), ("all", read_all))
+        }
+        if name == "differences":
+            dsq_ckpt.merge(directory / name / "step-3", directory / "merged")
+            shutil.rmtree(directory / name / "step-3")
+            (directory / "merged").rename(directory / name / "step-3")
+            assert differences(read_all(directory / name / "step-3"), expected[name]["all"]) == []
+    torch.save(expected, directory / "expected.pt")
+
+
+def poisoned(byte: int) -> None:
+    """Let memory that is not written to hold this byte."""
+    ctypes.CDLL(None).mallopt(_PERTURB, byte)
+
+
+def read_like(path: Path, poison: int = 85) -> State:
+    """The tensors, loaded into tensors of the right shapes."""
+    poisoned(poison)
+    state = blank({name: part for name, part in state_at(3).items() if name != "meta"})
+    dsq_ckpt.load(state, path, no_dist=True)
+    return state
+
+
+def read_all(path: Path, poison: int = 85, refinement: bool | Literal["auto"] = "auto") -> State:
+    """All of it, loaded into an empty dict."""
+    poisoned(poison)
+    state: State = {}
+    dsq_ckpt.load(state, path, no_dist=True, refinement=refinement)
+    return state
+
+
+def read_base(path: Path) -> State:
+    """All of it, without refinement."""
+    return read_all(path, refinement=False)
+
+
+def config_of(name: str) -> State:
+    """The configuration that a subject is saved with."""
+    return _CONFIGS[name]
+
+
+def far(state: State, truth: State, refined: bool = True) -> str | None:
+    """The name of a value that is not near to what was saved, or not equal where it must be; None: all are right."""
+    near = 0.2 if refined else 0.9
+    found, wanted = flat(state), flat(truth)
+    if found.keys() != wanted.keys():
+        return f"names {sorted(found.keys() ^ wanted.keys())}"
+    for name, value in wanted.items():
+        other = found[name]
+        if not isinstance(value, torch.Tensor):
+            if type(other) is not type(value) or other != value:
+                return name
+        elif not value.is_floating_point() or value.ndim < 2:
+            if not equal(other, value):
+                return name
+        elif value.numel() and not relative_error(value, other) < (0.9 if "exp_avg" in name else near):
+            return f"{name}: relative error {relative_error(value, other):.3f}"
+    return None
+
+
+def same(one: State, other: State) -> bool:
+    """Whether two states are the same, bit for bit."""
+    return differences(one, other) == []
+
+
+def refuses(work: Callable[[], Any], path: Path) -> Found | None:
+    """None if something worked, else that it was refused; an error that names no file, tensor or object is not clear.
+
+    Raises:
+        Exception: it failed otherwise.
+    """
+    try:
+        work()
+    except dsq_ckpt.DSQError as error:
+        known = [str(path), *(file.name for file in path.iterdir()), *flat(state_at(3))]
+        if any(name in str(error) for name in known):
+            return Found("detected")
+        return Found("wrong", f"the error names nothing: {told(error)}")
+    return None
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """Status and output of `dsq`.
+
+    Raises:
+        Exception: it ended in a traceback.
+    """
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if "\x1b" in result.output:
+        raise AssertionError(f"dsq {' '.join(arguments)} sends escape sequences of names to the terminal")
+    return result.exit_code, result.output
+
+
+_CHANGES = {
+    "open": slice(1), "os.rename": slice(2), "os.link": slice(1, 2), "os.symlink": slice(1, 2), "os.mkdir": slice(1),
+    "os.remove": slice(1), "os.rmdir": slice(1), "os.truncate": slice(1),
+}
+"""Audit events of what changes files, and which of their arguments are paths that change."""
+_watched: dict[str, Any] = {}
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _watched:
+        return
+    if event == "pickle.find_class" and arguments[0] in ("os", "posix", "subprocess", "builtins", "pathlib"):
+        _watched["seen"].append(f"unpickled {arguments[0]}.{arguments[1]}")
+    if event not in _CHANGES or (event == "open" and not _writes(arguments)):
+        return
+    if event in ("os.remove", "os.rmdir") and arguments[1] != -1:  # `shutil.rmtree`, which walks by descriptors
+        return
+    paths = arguments[_CHANGES[event]]
+    for path in paths:
+        if isinstance(path, (str, Path)) and not os.path.abspath(path).startswith(_watched["allowed"]):
+            _watched["seen"].append(f"{event} {path}")
+
+
+def _writes(arguments: tuple[Any, ...]) -> bool:
+    """Whether the arguments of the event `open` ask for more than reading."""
+    mode, flags = arguments[1:3]
+    return (isinstance(mode, str) and set(mode) & set("wax+") != set()) or (isinstance(flags, int) and flags & 3 != 0)
+
+
+@contextmanager
+def watched(*allowed: Path) -> Iterator[list[str]]:
+    """What is written outside of some directories, or unpickled beyond plain data, while this lasts."""
+    if "hook" not in sys.modules[__name__].__dict__:
+        sys.addaudithook(_audit)
+        sys.modules[__name__].__dict__["hook"] = True
+    seen: list[str] = []
+    _watched.update(seen=seen, allowed=(*map(str, allowed), "/dev/null", "/proc"))
+    try:
+        yield seen
+    finally:
+        _watched.clear()

@@ -1,0 +1,77 @@
+"""A few trials of each campaign of `scripts/campaigns`, with a fixed seed; `make campaign` does them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from campaigns import harness
+from campaigns.harness import Campaign, Found
+
+from tests import processes
+
+SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "campaign.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "trials"), [
+    ("accidents", 40), ("forged", 60), ("logs", 16), ("tags", 12), ("faults", 50), ("power", 50), ("kills", 7),
+    ("crowds", 4), ("long", 4),
+])
+def test_campaign(name: str, trials: int) -> None:
+    """Nothing is wrong, crashes or hangs."""
+    lanes = "2" if name in ("kills", "crowds", "long") else "1"  # of the others a lane is long in beginning
+    words = [name, "--trials", str(trials), "--seed", "7", "--short", "--lanes", lanes]
+    status, output = processes.run([SCRIPT, *words], 290)
+    print(output)
+    assert status == 0, output[-8000:]
+
+
+class Mixed(Campaign):
+    """Trials of every outcome."""
+
+    name = "mixed"
+    full = 14
+    seconds = 1.5
+    memory = 1 << 28
+
+    def prepare(self) -> None:
+        (self.directory / "ready").touch()
+
+    def begin(self) -> None:
+        assert (self.directory / "ready").exists()
+
+    def kind(self, number: int) -> str:
+        return ("fine", "found", "wrong", "raises", "dies", "hangs", "large")[number % 7]
+
+    def trial(self, number: int) -> Found:
+        kind = self.kind(number)
+        if kind == "raises":
+            raise ValueError("no error of ours")
+        if kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "hangs":
+            time.sleep(1000)
+        if kind == "large":
+            assert len(bytearray(1 << 29))
+        return Found({"fine": "unchanged", "found": "detected", "wrong": "wrong"}[kind], str(self.rng(number).random()))
+
+
+def test_every_outcome_is_counted(tmp_path: Path) -> None:
+    """Crashes and hangs of a trial are counted, and those after it still run; a trial is the same when it is alone."""
+    said: list[str] = []
+    tally = harness.run(Mixed(3, tmp_path), range(14), 2, said.append)
+    assert dict(tally.total) == {"unchanged": 2, "detected": 2, "wrong": 2, "crashed": 6, "hung": 2}
+    assert {kind: dict(row) for kind, row in tally.rows.items()} == {
+        "fine": {"unchanged": 2}, "found": {"detected": 2}, "wrong": {"wrong": 2}, "raises": {"crashed": 2},
+        "dies": {"crashed": 2}, "hangs": {"hung": 2}, "large": {"crashed": 2},
+    }
+    assert not tally.good and len(said) == len(tally.failures) == 10
+    assert any("ValueError: no error of ours" in line for line in said)
+    assert any("MemoryError" in line for line in said)
+    assert tally.as_json()["rows"]["hangs"]["hung"] == 2 and "wrong" in tally.table("mixed")
+    alone = harness.run(Mixed(3, tmp_path), [9], 1, said.append)
+    assert alone.failures == [failure for failure in tally.failures if failure["number"] == 9]
