@@ -101,11 +101,15 @@ def run_of(path: Path) -> Path:
 def continues(newer: Shapes, older: Shapes) -> bool:
     """Return whether a state is a later one of the training that an older checkpoint is of.
 
-    It is if at least half of the older one's elements are there, by the same names and in the same shapes: layers may
-    come, go and change, but neither the discriminator in place of the generator, nor a part of a state in place of the
-    whole, makes what was saved before superfluous.
+    It is if at least half of the older one's elements, or most of its tensors, are there, by the same names and in the
+    same shapes: layers may come, go and change, but neither the discriminator in place of the generator, nor a part of
+    a state in place of the whole, makes what was saved before superfluous. Tensors count too, since one whose shape
+    changes at every save, such as an encoded text, may have more elements than a small model.
     """
-    return 2 * shared(newer, older) >= shared(older, older) if older else not newer
+    if not older:
+        return not newer
+    same = [name for name, shape in older.items() if newer.get(name) == shape]
+    return 2 * shared(newer, older) >= shared(older, older) or 2 * len(same) > len(older)
 
 
 def shared(one: Shapes, other: Shapes) -> int:

@@ -132,3 +132,11 @@ def test_runs_side_by_side_keep_their_codes(tmp_path):
     assert lineage(tmp_path / "a", "2") == [("1", 2, "kept")]
     back = [loaded(tmp_path / run / "2", state_of("model", 2)) for run in "ab"]
     assert differences(*back) == []
+
+
+def test_a_text_of_changing_length_makes_no_other_state(tmp_path):
+    """A small model beside a large encoded text, which has another shape at every save."""
+    for step in range(3):
+        state = {"a": torch.ones(8), "b": torch.ones(9), "text": torch.zeros(500 + step, dtype=torch.uint8)}
+        dsq_ckpt.save(state, tmp_path / "run" / str(step))
+    assert Manifest.read(tmp_path / "run" / "2").previous == Manifest.read(tmp_path / "run" / "1").save_id
