@@ -201,6 +201,23 @@ class Rule(_Strict):
         return self
 
 
+BY_SIZE = {
+    "exp_avg": KMeans(bins=2, protect=0.0005, rate_distortion=0.05),
+    "exp_avg_sq": KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05),
+}
+"""Codebooks of moments by their size alone: once the defaults, which keys without `fit` may be meant for."""
+
+
+def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a kind that a block goes over."""
+    codebook = given.get("codebook")
+    if kind not in BY_SIZE or not isinstance(codebook, dict) or "fit" in codebook:
+        return default.model_dump()
+    if set(codebook) <= set(type(default.codebook).model_fields):
+        return default.model_dump()
+    return default.model_copy(update={"codebook": BY_SIZE[kind]}).model_dump()
+
+
 class QuantizeConfig(_Strict):
     """What is lossy, and how."""
 
@@ -234,7 +251,7 @@ class QuantizeConfig(_Strict):
         tree = dict(tree)
         for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum"):
             if isinstance(tree.get(kind), dict):
-                tree[kind] = merged(cls.model_fields[kind].default.model_dump(), tree[kind])
+                tree[kind] = merged(_defaults_for(kind, cls.model_fields[kind].default, tree[kind]), tree[kind])
         if isinstance(tree.get("groups"), dict):
             weights = tree.get("weights", cls.model_fields["weights"].default)
             base = weights.model_dump() if isinstance(weights, TensorConfig) else weights

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from dsq_ckpt.config import DSQConfig, KMeans, Octaves, QuantizeConfig, Rule, TensorConfig, Update
+from dsq_ckpt.config import BY_SIZE, DSQConfig, Octaves, QuantizeConfig, Rule, TensorConfig, Update
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
@@ -30,7 +30,6 @@ _MOMENTS = {
 }
 _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
-_WITHOUT_SECOND = KMeans(bins=2, protect=0.0005, rate_distortion=0.05)
 _OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
@@ -114,7 +113,7 @@ def assign(
     if isinstance(chosen.codebook, Update):
         second = _second_moment(fqn, shape, dtype, config, types, state)
         if second is None:
-            chosen = chosen.model_copy(update={"codebook": _WITHOUT_SECOND})
+            chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"]})
     if isinstance(chosen.codebook, Update | Octaves):
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)

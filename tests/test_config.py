@@ -12,7 +12,7 @@ import yaml
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
 from dsq_ckpt.api import as_config
-from dsq_ckpt.config import AnyCodebook
+from dsq_ckpt.config import AnyCodebook, KMeans
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.oneshot import _said
 from dsq_ckpt.trees import preset_tree
@@ -197,3 +197,14 @@ def test_a_group_that_is_nearly_another(name, says):
 @pytest.mark.parametrize("name", ["linear", "linear2", "conv1", "other", "norms", "router", "late", "gates.all"])
 def test_groups_of_other_names_are_free(name):
     assert DSQConfig.create(rule(group=name)).quantize.rules[0].group == name
+
+
+def test_keys_of_the_codebooks_that_moments_had_by_default_are_read():
+    """Configurations of earlier versions named no fit where they changed one of its numbers."""
+    quantize = DSQConfig.create({"quantize": {
+        "exp_avg": {"codebook": {"bins": 4}}, "exp_avg_sq": {"refinement_bits": 3, "codebook": {"bins": 6}},
+    }}).quantize
+    assert quantize.exp_avg.codebook == KMeans(bins=4, protect=0.0005, rate_distortion=0.05)
+    assert quantize.exp_avg_sq.codebook == KMeans(bins=6, protect=0.0005, domain="log", rate_distortion=0.05)
+    stepped = DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"step": 0.5}}}})
+    assert stepped.quantize.exp_avg.codebook.fit == "update"
