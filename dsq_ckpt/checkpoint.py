@@ -39,8 +39,9 @@ class Checkpoint(CheckpointFiles):
 
     def model(self) -> ParentModel:
         """What a child needs of this checkpoint as its parent."""
-        books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
-        return ParentModel(books, dict(self.index["exponents"]))
+        with self.naming(self.manifest.index.name):
+            books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
+            return ParentModel(books, dict(self.index["exponents"]))
 
     @names_file
     def codebook(self, ref: RecordRef) -> Codebook:

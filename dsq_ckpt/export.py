@@ -304,6 +304,12 @@ class Opened:
                 f"object '{fqn}' needs code that is not here: {error}; export where the training code is installed, "
                 "or export to DCP, which unpickles nothing"
             ) from error
+        except DSQError:
+            raise
+        except Exception as error:  # unpicklers raise anything
+            raise CorruptCheckpoint(
+                f"object '{fqn}' of '{self.checkpoint.directory}' cannot be unpickled: {error!r}"
+            ) from error
 
     def result(self, path: Path) -> Exported:
         return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined)

@@ -299,8 +299,8 @@ class CheckpointFiles:
             if (held := sum(known[place][2] for place in packs)) != size:
                 raise CorruptCheckpoint(f"'{record['fqn']}': {held} bytes stored, {size} promised")
             return b"".join(self._pack(file, place, keep=False) for place in packs)
-        start = int(record["at"])
-        if len(packs) != 1 or start < 0 or size < 0:
+        start = record["at"]
+        if type(start) is not int or len(packs) != 1 or start < 0 or size < 0:
             raise CorruptCheckpoint(f"'{record['fqn']}': {size} bytes at {start} of {len(packs)} packs")
         piece = self._pack(file, packs[0], keep=True)[start : start + size]
         if len(piece) != size:

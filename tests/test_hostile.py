@@ -10,11 +10,14 @@ import shutil
 
 import pytest
 import torch
+import xxhash
+import zstandard
 
 import dsq_ckpt
 from dsq_ckpt import regular
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.container import ContainerReader, ContainerWriter
+from dsq_ckpt.export import export_torch
 from dsq_ckpt.index import uncovered
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.workers import Workers
@@ -316,3 +319,42 @@ def test_copies_and_fixtures_stay_readable(saved, tmp_path):
     assert differences(loaded(tmp_path / "copy", state()), values) == []
     assert all(entry["contents"] for entry in json.loads((saved / "manifest.json").read_text())["files"]
                if entry["role"] in ("own", "refinement"))
+
+
+def test_a_parent_that_cannot_be_coded_against_is_named(saved):
+    def change(index):
+        next(iter(index["codebooks"].values()))["levels"].pop()
+
+    edit_index(saved, change)
+    dsq_ckpt.forget()
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"{saved}.*index.*codebook"):
+        dsq_ckpt.save(state(), saved.parent / "b", config=CONFIG, parent=saved)
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4x", b"\x80\x04.", b"."])
+def test_an_object_that_does_not_unpickle_is_named(saved, data):
+    """Unpicklers raise IndexError, RuntimeError, EOFError and others."""
+    def change(contents):
+        (record,) = (record for record in contents["records"] if record["fqn"] == "n")
+        record.pop("at", None)
+        record.update(size=len(data), packs=[len(contents["packs"])])
+        contents["packs"].append([contents.pop("place"), 1, len(data)])
+
+    with_object(saved, data, change)
+    dsq_ckpt.forget()
+    with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
+        export_torch(saved, saved.parent / "out.pt")
+    with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
+        dsq_ckpt.load({}, saved)
+
+
+def with_object(path, data, change):
+    """Append a block with one zstd frame to the base file, whose place `change` finds in its contents."""
+    (file,) = path.glob("*.dsq")
+    frame = zstandard.ZstdCompressor().compress(data)
+    raw = file.read_bytes()
+    start = int.from_bytes(raw[-32:-24], "little")
+    place = [start, len(frame), xxhash.xxh3_64_hexdigest(frame)]
+    grown = raw[:start] + frame + raw[start:-32] + (start + len(frame)).to_bytes(8, "little") + raw[-24:]
+    file.write_bytes(grown)
+    edit_contents(path, lambda contents: (contents.update(place=place), change(contents)))
