@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from typer.testing import CliRunner
@@ -54,7 +57,13 @@ def state_at(step: int, seed: int = 0) -> State:
 
 
 def make(directory: Path) -> None:
-    """A run of each subject, another save of the same state each, and what they hold."""
+    """A run of each subject, another save of the same state each, and what they hold; with the same names each time."""
+    rng = random.Random(0)
+    with mock.patch("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128))):
+        _make(directory)
+
+
+def _make(directory: Path) -> None:
     expected: dict[str, Any] = {}
     for name, config in _CONFIGS.items():
         for run, seed in ((name, 0), (f"{name}-victim", 0), (f"{name}-other", 5)):
