@@ -202,20 +202,22 @@ class Rule(_Strict):
 
 
 BY_SIZE = {
-    "exp_avg": KMeans(bins=2, protect=0.0005, rate_distortion=0.05),
-    "exp_avg_sq": KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05),
+    "exp_avg": TensorConfig(codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=2),
+    "exp_avg_sq": TensorConfig(
+        codebook=KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=1
+    ),
 }
-"""Codebooks of moments by their size alone: once the defaults, which keys without `fit` may be meant for."""
+"""Moments by their size alone: once the defaults, which blocks that give another codebook, or its numbers, go over."""
 
 
 def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a kind that a block goes over."""
     codebook = given.get("codebook")
-    if kind not in BY_SIZE or not isinstance(codebook, dict) or "fit" in codebook:
-        return default.model_dump()
-    if set(codebook) <= set(type(default.codebook).model_fields):
-        return default.model_dump()
-    return default.model_copy(update={"codebook": BY_SIZE[kind]}).model_dump()
+    if kind in BY_SIZE and isinstance(codebook, dict):
+        usual = default.codebook
+        if codebook.get("fit", usual.fit) != usual.fit or not set(codebook) <= set(type(usual).model_fields):
+            return BY_SIZE[kind].model_dump()
+    return default.model_dump()
 
 
 class QuantizeConfig(_Strict):

@@ -113,7 +113,7 @@ def assign(
     if isinstance(chosen.codebook, Update):
         second = _second_moment(fqn, shape, dtype, config, types, state)
         if second is None:
-            chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"]})
+            chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"].codebook})
     if isinstance(chosen.codebook, Update | Octaves):
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)

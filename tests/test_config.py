@@ -206,5 +206,7 @@ def test_keys_of_the_codebooks_that_moments_had_by_default_are_read():
     }}).quantize
     assert quantize.exp_avg.codebook == KMeans(bins=4, protect=0.0005, rate_distortion=0.05)
     assert quantize.exp_avg_sq.codebook == KMeans(bins=6, protect=0.0005, domain="log", rate_distortion=0.05)
+    fitted = DSQConfig.create({"quantize": {"exp_avg_sq": {"codebook": {"fit": "kmeans", "domain": "log"}}}}).quantize
+    assert (quantize.exp_avg.refinement_bits, fitted.exp_avg_sq.refinement_bits) == (2, 1), "those of that time"
     stepped = DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"step": 0.5}}}})
     assert stepped.quantize.exp_avg.codebook.fit == "update"
