@@ -6,6 +6,7 @@ in it depends on no other segment.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -196,7 +197,9 @@ class Segment:
                 raise
             kind = CorruptCheckpoint if isinstance(error, CodingError) else type(error)
             raise kind(f"'{self.path}', step {step}: {error}") from error
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+        except (
+            KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, AssertionError,
+        ) as error:  # of the optimizer too, which asserts what hyperparameters are
             raise CorruptCheckpoint(f"'{self.path}', step {step}: {error!r}") from error
 
     def buffers(self, step: int) -> dict[str, torch.Tensor]:
@@ -332,8 +335,9 @@ def course(run: Path, session: str, after: int, last: int | None = None) -> Cour
             ranks = segment.ranks
             found.append(segment)
         if problem is None and len(found) != ranks:
-            missing = sorted(set(range(ranks or 0)) - set(by_step[step]))
-            problem = f"step {step} is not complete: the share of rank(s) {', '.join(map(str, missing))} is missing"
+            missing = list(itertools.islice((rank for rank in range(ranks or 0) if rank not in by_step[step]), 9))
+            shown = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
+            problem = f"step {step} is not complete: the share of rank(s) {shown} is missing"
         if problem is None:
             steps.append(found)
             step += 1

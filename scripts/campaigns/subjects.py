@@ -172,6 +172,8 @@ _CHANGES = {
     "os.remove": slice(1), "os.rmdir": slice(1), "os.truncate": slice(1),
 }
 """Audit events of what changes files, and which of their arguments are paths that change."""
+_OURS = ("/dev/null", "/proc", os.path.dirname(dsq_ckpt.__file__))
+"""Places that are written to anyway; the package's directory has compiled kernels."""
 _watched: dict[str, Any] = {}
 
 
@@ -203,7 +205,7 @@ def watched(*allowed: Path) -> Iterator[list[str]]:
         sys.addaudithook(_audit)
         sys.modules[__name__].__dict__["hook"] = True
     seen: list[str] = []
-    _watched.update(seen=seen, allowed=(*map(str, allowed), "/dev/null", "/proc"))
+    _watched.update(seen=seen, allowed=(*map(str, allowed), *_OURS))
     try:
         yield seen
     finally:
