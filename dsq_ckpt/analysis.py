@@ -277,6 +277,8 @@ def measure(
         sketches = sparse_of([replace(c, frame=None) if c.group in by_octave else c for c in chunks], workers)
         for sparse in [*sketches, *sparse_of(gauges, workers)]:
             octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
+            if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
+                octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
         add_joint(sound, joint, {group: book.window for group, book in books.items()}, workers)

@@ -35,13 +35,15 @@ def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers
     The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
     """
     parent = agreement.parent
-    if parent is None:
+    if parent is None or not agreement.layout.tensors:  # nothing is coded against it
         return agreement
     found: dict[str, str] = {}
+    known = find(parent.save_id)
+    # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole. Ranks agree
+    # on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to miss.
+    told = comm.gather((known is None or known.suspect, known is not None and bool(known.memory)))
+    everything = any(doubtful for doubtful, _ in told) or not any(held for _, held in told)
     try:
-        known = find(parent.save_id)
-        # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole.
-        everything = known is None or not known.memory or known.suspect
         found = damaged(Path(parent.path), due(parent, everything)[comm.rank :: comm.size], workers)
     except (DSQError, OSError) as error:
         found = {"": str(error)}

@@ -215,6 +215,8 @@ class Parent:
         record = self.checkpoint.record(ref)
         if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
             return None
+        if "unit" in record:  # its codes stand for values in units that change
+            return None
         values = self._memory.values.get(key)
         if values is None:
             values = self.checkpoint.values(ref, self._workers)

@@ -135,6 +135,8 @@ class Checkpoint(CheckpointFiles):
         """Values of a record with codes into `out`, float32 flat: those it is added to, oldest first, and its own."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
+            if "unit" in record and (place or link != ref):
+                raise CorruptCheckpoint(f"'{link.file}' record {link.record} has a unit, and is part of a sum")
             if record["type"] == ("plain" if place else "merged"):
                 raise CorruptCheckpoint(
                     f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"

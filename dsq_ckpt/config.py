@@ -264,6 +264,16 @@ class QuantizeConfig(_Strict):
         return tree
 
     @model_validator(mode="after")
+    def _moments_alone(self) -> QuantizeConfig:
+        blocks = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq,
+                  "momentum": self.momentum, **{f"groups.{name}": group for name, group in self.groups.items()}}
+        for name, block in blocks.items():
+            for kind, fit in (("exp_avg", Update), ("exp_avg_sq", Octaves)):
+                if isinstance(block.codebook, fit) and name != kind:
+                    raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
+        return self
+
+    @model_validator(mode="after")
     def _groups_exist(self) -> QuantizeConfig:
         known = {*LAYERS, *(rule.group for rule in self.rules if rule.group is not None)}
         unknown = sorted(set(self.groups) - known)

@@ -9,7 +9,7 @@ moment we know. All other float tensors of two or more dimensions count as weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -79,13 +79,13 @@ def assign(
     dtype: torch.dtype,
     config: QuantizeConfig,
     types: Mapping[str, str] | None = None,
-    state: Collection[str] = (),
+    measured: bool = False,
 ) -> Assignment:
     """Kind, group and storage of the tensor `fqn` of global `shape`.
 
     `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
-    ends with it (state dicts put prefixes such as `model.` before it). `state` are the names of the second moments in
-    the same save: a first moment without one of these has no unit, and is stored by its size alone.
+    ends with it (state dicts put prefixes such as `model.` before it). `measured`: the tensor is a first moment,
+    and its second moment is in the same save, in the same chunks; one without it is stored by its size alone.
     """
     kind, parameter = _kind(fqn)
     if dtype not in QUANTIZABLE or kind == EXACT:
@@ -111,7 +111,7 @@ def assign(
     own = f"/{fqn}" if config.share == "tensor" else ""
     second = None
     if isinstance(chosen.codebook, Update):
-        second = _second_moment(fqn, shape, dtype, config, types, state)
+        second = _second_moment(fqn, shape, dtype, config, types) if measured else None
         if second is None:
             chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"].codebook})
     if isinstance(chosen.codebook, Update | Octaves):
@@ -120,12 +120,11 @@ def assign(
 
 
 def _second_moment(
-    fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None,
-    state: Collection[str],
+    fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None
 ) -> str | None:
-    """The second moment of a first one, if it is saved too, in a way that keeps its octaves."""
+    """The second moment of a first one, if it is stored in a way that keeps its octaves."""
     name = second_moment_of(fqn)
-    if name is None or name not in state:
+    if name is None:
         return None
     kept = assign(name, shape, dtype, config, types).config
     octaves = kept is None or (kept.method == "quantize" and isinstance(kept.codebook, Octaves))

@@ -11,12 +11,13 @@ therefore undo the division, and a rank that writes m needs nothing of v but its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dsq_ckpt.jit import jit
 from dsq_ckpt.keys import FIRST_NORMAL, SHIFT, KeyWindow
 
 WINDOW = KeyWindow(FIRST_NORMAL, FIRST_NORMAL + 256)
@@ -26,7 +27,7 @@ CENTRE = 2.0**0.5
 ERROR = float((1.5 - 2 * CENTRE + CENTRE**2 * np.log(2)) / 1.5) ** 0.5
 """Relative error of that for values spread evenly over the logarithm: root of mean (x - CENTRE)^2 over mean x^2."""
 _NOT_FINITE = 255
-_LARGEST = np.finfo(np.float32).max
+_LARGEST = np.float32(np.finfo(np.float32).max)
 _SIGN = -(1 << 31)
 
 Floats32 = npt.NDArray[np.float32]
@@ -72,6 +73,10 @@ class OctaveFrame:
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return the numbers; zero for zero and subnormal numbers, infinities and NaN as they are."""
         values = flat.to(torch.float32)
+        if values.device.type == "cpu":
+            out = np.empty(len(values), np.float32)
+            _octave_keys(values.numpy().view(np.uint32), out.view(np.uint32))
+            return torch.from_numpy(out)
         bits = values.view(torch.int32)
         exponent = (bits >> 23) & 0xFF
         key = ((exponent + FIRST_NORMAL) << SHIFT) | (bits & _SIGN)
@@ -97,8 +102,12 @@ class UpdateFrame:
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return m / sqrt(v), with v at the middle of its octave."""
-        exponent = (self.squares[where].to(torch.float32).view(torch.int32) >> 23) & 0xFF
-        return flat.to(torch.float32) / units_on(flat.device)[exponent]
+        squares = self.squares[where].to(torch.float32)
+        if flat.device.type == "cpu":
+            out = np.empty(len(flat), np.float32)
+            _divide(flat.to(torch.float32).numpy(), squares.numpy().view(np.uint32), UNITS, out)
+            return torch.from_numpy(out)
+        return flat.to(torch.float32) / units_on(flat.device)[(squares.view(torch.int32) >> 23) & 0xFF]
 
     def part(self, where: slice) -> UpdateFrame:
         """Return the frame of the same elements of the second moments."""
@@ -115,6 +124,29 @@ def from_units(values: Floats32, squares: Floats32) -> None:
 
     What is past the largest number becomes that.
     """
-    with np.errstate(over="ignore"):
-        values *= UNITS[(squares.view(np.uint32) >> 23) & 0xFF]
-    np.clip(values, -_LARGEST, _LARGEST, out=values)
+    _multiply(values, squares.view(np.uint32), UNITS)
+
+
+@jit
+def _octave_keys(bits: Any, out: Any) -> None:
+    for i in range(len(bits)):
+        exponent = (bits[i] >> np.uint32(23)) & np.uint32(0xFF)
+        if exponent == 0:
+            out[i] = 0
+        elif exponent == 255:
+            out[i] = bits[i]
+        else:
+            out[i] = ((exponent + np.uint32(FIRST_NORMAL)) << np.uint32(SHIFT)) | (bits[i] & np.uint32(1 << 31))
+
+
+@jit(error_model="numpy")
+def _divide(values: Any, squares: Any, units: Any, out: Any) -> None:
+    for i in range(len(values)):
+        out[i] = values[i] / units[(squares[i] >> np.uint32(23)) & np.uint32(0xFF)]
+
+
+@jit(error_model="numpy")
+def _multiply(values: Any, squares: Any, units: Any) -> None:
+    for i in range(len(values)):
+        product = values[i] * units[(squares[i] >> np.uint32(23)) & np.uint32(0xFF)]
+        values[i] = min(max(product, -_LARGEST), _LARGEST)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.groups import assign, kind_of
+from dsq_ckpt.groups import QUANTIZABLE, assign, kind_of, second_moment_of
 from dsq_ckpt.session import Item, SecondMoment
 from dsq_ckpt.subclasses import checked
 
@@ -38,7 +38,7 @@ class Part:
 
 def layout_of(
     parts: Sequence[Part], config: DSQConfig, types: Mapping[str, str] | None, averaged: bool = False,
-    fractions: Fractions | None = None, names: Collection[str] = (),
+    fractions: Fractions | None = None, others: Mapping[ChunkKey, torch.dtype] | None = None,
 ) -> Layout:
     """What is lossy among a rank's parts, and how.
 
@@ -48,17 +48,17 @@ def layout_of(
         types: see `assign`.
         averaged: weights come with averaged gradients.
         fractions: what the chooser may prune and protect by sensitivity.
-        names: of tensors of the save that are not among the parts.
+        others: chunks of the save that are not among the parts, by dtype.
     """
     tensors, groups, state = {}, {}, {}
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     residual = config.delta.against == "values"
-    names = _measures(parts, config, names)
+    chunks = {**(others or {}), **{part.key: part.dtype for part in parts}}
     for part in parts:
         fqn = part.key.fqn
         shapes[fqn] = tuple(part.size)
-        chosen = assign(fqn, part.size, part.dtype, config.quantize, types, names)
+        chosen = assign(fqn, part.size, part.dtype, config.quantize, types, not residual and _measured(part, chunks))
         if chosen.settings is not None:
             settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
@@ -87,12 +87,13 @@ def items_of(
         layout: that ranks agreed on, once they did; None: the parts are all there is.
     """
     known = {part.key: part for part in parts}
-    names = _measures(parts, config, () if layout is None else layout.state)
+    chunks = {part.key: part.dtype for part in parts}
     items = []
     for part in parts:
-        chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types, names)
-        if layout is not None and layout.tensors.get(part.key.fqn, chosen.group) != chosen.group:
-            chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types)  # nothing measures it
+        measured = config.delta.against == "codes" and _measured(part, chunks)
+        if layout is not None:
+            measured = layout.tensors.get(part.key.fqn, "").endswith("/update")
+        chosen = assign(part.key.fqn, part.size, part.dtype, config.quantize, types, measured)
         second = None
         if chosen.second_moment is not None:
             other = known.get(part.key._replace(fqn=chosen.second_moment))
@@ -105,9 +106,10 @@ def items_of(
     return items
 
 
-def _measures(parts: Sequence[Part], config: DSQConfig, names: Collection[str]) -> set[str]:
-    """Names of what may measure first moments: nothing may where differences are added, since units change."""
-    return set() if config.delta.against == "values" else {*names, *(part.key.fqn for part in parts)}
+def _measured(part: Part, chunks: Mapping[ChunkKey, torch.dtype]) -> bool:
+    """Whether a part is of first moments, and the same chunk of the second ones is there and holds numbers."""
+    second = second_moment_of(part.key.fqn)
+    return second is not None and chunks.get(part.key._replace(fqn=second)) in QUANTIZABLE
 
 
 def _beside(part: Part, name: str) -> torch.Tensor:

@@ -136,7 +136,9 @@ def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]
         if not item.key.elements or local.layout is not torch.strided:
             groups[item.key] = [item]
             continue
-        memory = (local.device, local.data_ptr(), local.stride(), local.dtype, item.key.offsets, item.key.shape)
+        # Moments keep records of their own: what is coded of them is not what is coded of other tensors.
+        moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
+        memory = (local.device, local.data_ptr(), local.stride(), local.dtype, item.key.offsets, item.key.shape, moment)
         groups.setdefault(memory, []).append(item)
     first = {item.key: min(group, key=lambda one: one.config is not None).key
              for group in groups.values() for item in group}
@@ -154,7 +156,7 @@ def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
         return None
     names = sorted(analysis.nonfinite)
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    message = f"{len(names)} tensor(s) hold NaN or Inf: {shown}"
+    message = f"{len(names)} tensor(s) hold NaN or Inf, or negative second moments: {shown}"
     if config.quantize.nonfinite == "error":
         raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
     return message + "; stored exactly in this checkpoint"

@@ -188,6 +188,11 @@ def wait(group: Group) -> None:
     """Wait until kernels are compiled; says so on rank 0 where it takes longer than a moment."""
     if group in _background.done:
         return
+    with suppress(Exception):  # what is not compiled here is compiled when it is called
+        _wait(group)
+
+
+def _wait(group: Group) -> None:
     _background.ask((group,))
     began = time.monotonic()
     told = False

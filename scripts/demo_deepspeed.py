@@ -161,7 +161,7 @@ def run_demo(directory: Path, steps: int, save_every: int, console: Console) -> 
     resumed = must_succeed(directory, "resumed", 2, *schedule, target=OURS)
     announce("zero_to_fp32.py, dsq gc, dsq verify, dsq log")
     converted = converted_loss(run, directory)
-    dsq("gc", str(run), "--min-age", "0")  # what the killed save left in the tag that was saved again
+    dsq("gc", str(run), "--older-than", "0")  # what the killed save left in the tag that was saved again
     verified, said = dsq("verify", str(run))
     _, log = dsq("log", str(run))
     announce("2 ranks save and load a larger GPT, by turns compressed and as DeepSpeed does")

@@ -138,7 +138,7 @@ def test_a_failure_leaves_no_checkpoint(run, tmp_path, monkeypatch):
             dsq_ckpt.merge(source, tmp_path / "run" / "x")
     with pytest.raises(dsq_ckpt.CheckpointNotFound):
         loaded(tmp_path / "run" / "x", expected[0])
-    assert document("gc", tmp_path / "run", "--min-age", "0")["bytes"] > 0
+    assert document("gc", tmp_path / "run", "--older-than", "0")["bytes"] > 0
     assert not (tmp_path / "run" / "x").exists()
     dsq_ckpt.merge(source, tmp_path / "run" / "x")
     check(tmp_path / "run" / "x", expected)

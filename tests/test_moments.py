@@ -182,7 +182,7 @@ def test_differences_of_first_moments_are_not_measured(tmp_path) -> None:
 def test_groups_of_codes_in_other_units_have_other_names() -> None:
     config = DSQConfig().quantize
     alone = assign("state.w.exp_avg", (64, 96), torch.float32, config)
-    measured = assign("state.w.exp_avg", (64, 96), torch.float32, config, None, {"state.w.exp_avg_sq"})
+    measured = assign("state.w.exp_avg", (64, 96), torch.float32, config, None, True)
     assert alone.group != measured.group
     assert (alone.second_moment, measured.second_moment) == (None, "state.w.exp_avg_sq")
 
@@ -224,3 +224,62 @@ def test_octave_book_protects_negative_values_and_has_a_level_for_each_octave_in
     book, codes, _ = octave_book(held)
     assert book.levels.tolist() == [0.0, 2**0.5 * 2.0**-27, 2**0.5 * 2.0**-7]
     assert codes[[0, 101, 121, WINDOW.n, WINDOW.n + 51]].tolist() == [0, 1, 2, 0, book.protected]
+
+
+def test_differences_are_not_taken_to_values_in_units(tmp_path) -> None:
+    """A run whose configuration goes over to differences: what a unit was taken out of is no base for them."""
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    for name in "12":
+        config = {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}
+        dsq_ckpt.save(saved, tmp_path / "run" / name, config=config)
+        got = restored(tmp_path / "run" / name, saved)
+        assert error(saved["state"]["w"]["exp_avg"], got["exp_avg"]) < 0.3
+
+
+@pytest.mark.parametrize("square", [
+    torch.ones(64, 1), torch.tensor(1.0), torch.ones(96, 64), torch.ones(64, 96, dtype=torch.uint8),
+    torch.ones(64, 96).to(torch.float8_e4m3fn),
+])
+def test_what_is_of_another_shape_or_no_numbers_measures_nothing(tmp_path, square) -> None:
+    """NovoGrad keeps one second moment for a layer, factored optimizers one for a row."""
+    saved = {"state": {"w": {"exp_avg": moments()["exp_avg"], "exp_avg_sq": square}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = {"state": {"w": {name: torch.zeros_like(value) for name, value in saved["state"]["w"].items()}}}
+    dsq_ckpt.load(got, tmp_path / "run" / "0")
+    assert error(saved["state"]["w"]["exp_avg"], got["state"]["w"]["exp_avg"]) < 0.5
+
+
+def test_negative_second_moments_are_kept(tmp_path) -> None:
+    saved = state()
+    saved["state"]["w"]["exp_avg_sq"][0] = -1.9 * 2.0**-10
+    with pytest.warns(UserWarning, match="negative second moments: state.w.exp_avg_sq"):
+        dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
+    assert torch.equal(got["exp_avg_sq"], exact["exp_avg_sq"])
+    assert error(exact["exp_avg"][0], got["exp_avg"][0]) < 0.5 or not exact["exp_avg"][0].any()
+
+
+def test_moments_that_share_memory_with_others(tmp_path) -> None:
+    """What is coded of a second moment is not what is coded of a weight of the same memory."""
+    part = moments()
+    shared = torch.zeros(64, 96)
+    saved = {
+        "model": {"squares": part["exp_avg_sq"]}, "state": {"w": part, "z": {"exp_avg": shared, "exp_avg_sq": shared}},
+    }
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = {
+        "state": {name: {key: torch.full_like(value, torch.nan) for key, value in of.items()}
+                  for name, of in saved["state"].items()},
+    }
+    dsq_ckpt.load(got, tmp_path / "run" / "0")
+    assert error(update(part), update(got["state"]["w"])) < 0.25
+    assert not got["state"]["z"]["exp_avg"].any() and not got["state"]["z"]["exp_avg_sq"].any()
+
+
+@pytest.mark.parametrize("name, fit", [
+    ("weights", "octaves"), ("momentum", "update"), ("exp_avg", "octaves"), ("exp_avg_sq", "update"),
+])
+def test_codebooks_of_moments_are_for_these_alone(name, fit) -> None:
+    with pytest.raises(dsq_ckpt.ConfigError, match=f"{name}: fit '{fit}' is for exp_avg"):
+        DSQConfig.create({"quantize": {name: {"codebook": {"fit": fit}}}})

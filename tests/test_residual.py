@@ -338,7 +338,7 @@ def test_tools(run, tmp_path):
     shutil.copytree(paths[0].parent, root)
     (root / "step-4" / ("f" * 16 + "-00000.dsq")).write_bytes(b"left over")
     assert document("verify", root)["ok"]
-    assert document("gc", root, "--min-age", "0")["bytes"] == 9
+    assert document("gc", root, "--older-than", "0")["bytes"] == 9
     shutil.rmtree(root / "step-0")
     assert document("verify", root)["ok"]
     shown = document("inspect", root / "step-4", "--tensors")

@@ -53,7 +53,8 @@ def test_tied_weights_are_stored_once(tmp_path, how):
     assert torch.equal(got["model"]["head.weight"], got["model"]["embed.weight"])
     assert float((got["model"]["head.weight"] - model.head.weight).norm() / model.head.weight.norm()) < 0.2
     dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "b", model=model)
-    assert Manifest.read(tmp_path / "b").depth == 1
+    # After the compressor's, weights alone are less than half of what was saved, and so a state of their own.
+    assert Manifest.read(tmp_path / "b").depth == (how != "compressor")
 
 
 def test_two_tensors_of_equal_values_are_not_tied(tmp_path):

@@ -60,8 +60,8 @@ def stage_codes(
     mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
 
     def agreed() -> Agreement | None:
-        names = {item.index.fqn for plan in plans for item in plan.items}
-        return None if comm.rank else decide([recipe.layout(plan.items, names) for plan in plans])
+        whole = [item for plan in plans for item in plan.items]
+        return None if comm.rank else decide([recipe.layout(plan.items, whole) for plan in plans])
 
     agreement = comm.broadcast(together(comm, agreed))
 

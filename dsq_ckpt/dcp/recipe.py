@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,10 +45,11 @@ class Recipe:
         """Return the recipe with gradients that training does not go on to change."""
         return replace(self, gradients={name: average.clone() for name, average in self.gradients.items()})
 
-    def layout(self, write_items: list[WriteItem], names: Collection[str] = ()) -> Layout:
-        """Return what is lossy among items, and how; `names` are of other tensors of the save."""
+    def layout(self, write_items: list[WriteItem], others: Iterable[WriteItem] = ()) -> Layout:
+        """Return what is lossy among items, and how; `others` are in the same save."""
+        chunks = {part.key: part.dtype for part in parts_of(others)}
         parts = parts_of(write_items)
-        return layout_of(parts, self.config, self.types, bool(self.gradients), self.fractions, names)
+        return layout_of(parts, self.config, self.types, bool(self.gradients), self.fractions, chunks)
 
     def items(
         self, write_items: list[WriteItem], planner: SavePlanner, layout: Layout | None = None

@@ -178,7 +178,7 @@ class DSQStorageWriter(StorageWriter):
             # A planner may give other names in its global plan, and other ranks may have other tensors.
             named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
             others = [item for name, item in named.items() if name not in self._names]
-            layouts.append(self._recipe.layout(others, named))
+            layouts.append(self._recipe.layout(others, [item for plan in plans for item in plan.items]))
             agreement = agree(self._target(), self._parent, self.config, len(plans), layouts)
             if self._staged is not None:
                 agreement = replace(agreement, save_id=self._staged.save_id)
