@@ -90,7 +90,7 @@ class ContainerWriter:
 
     def finish(self, contents: dict[str, Any]) -> FileInfo:
         """Write contents and trailer, flush to the device, and give the file its name."""
-        block = self.add(pack_json(contents))
+        block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
         with naming(self.path, f"of whose {self._offset} bytes not all were written"):
             self._file.flush()
@@ -187,6 +187,10 @@ class ContainerReader:
         contents = unpack_json(self.read(block), f"'{self.path}'")
         if not isinstance(contents, dict):
             raise CorruptCheckpoint(f"'{self.path}': contents are a {type(contents).__name__}, expected an object")
+        if contents.get("version", min(version, 2)) != version:  # the first two versions did not repeat it
+            raise CorruptCheckpoint(
+                f"'{self.path}' begins with format version {version}, and its contents are of {contents.get('version')}"
+            )
         return block.checksum, contents
 
     def _read_at(self, offset: int, size: int) -> bytes:

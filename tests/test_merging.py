@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import dsq_ckpt
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import add
+from dsq_ckpt.container import FORMAT_VERSION
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.superstep import MOST_CODES, SuperStep
 from dsq_ckpt.workers import Workers
@@ -76,7 +77,7 @@ def test_values_are_the_same(run, tmp_path):
     assert all(reader.tensor(fqn) == bits(value) for fqn, value in
                (("a.weight", expected[0]["a.weight"]), ("half.b.weight", expected[0]["half"]["b.weight"])))
     old, new = Manifest.read(source), Manifest.read(moved)
-    assert (new.refinement, new.previous, new.version) == (old.refinement, old.previous, 2)
+    assert (new.refinement, new.previous, new.version) == (old.refinement, old.previous, FORMAT_VERSION)
     assert new.parent == Manifest.read(source.parent / "0").save_id and new.save_id != old.save_id
     assert sum(file.role == "ancestor" for file in new.files) == 1
     assert sum(sizes.base for sizes in new.kinds.values()) < new.bytes_in("own")

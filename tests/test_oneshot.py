@@ -57,7 +57,8 @@ def check(path: Path, expected: dict[str, object], result: dict[str, object]) ->
     for group, report in manifest.groups.items():
         both = [(flat(expected)[name], flat(base)[name]) for name in names if stored[name] == group]
         a, b = (torch.cat([pair[side].double().flatten() for pair in both]) for side in (0, 1))
-        assert relative_error(a, b) == pytest.approx(report.relative_error, rel=0.02)
+        estimated = group.endswith(("/update", "/octaves"))  # from octaves; the first, in units of the second moments
+        assert relative_error(a, b) == pytest.approx(report.relative_error, rel=0.5 if estimated else 0.02)
     assert manifest.depth == 0 and manifest.previous is None and manifest.parent is None
     assert result == {**dsq_ckpt.describe(path), "quality": manifest.quality}
 

@@ -110,8 +110,8 @@ def tensor_list(path: Path) -> list[dict[str, Any]]:
         stored: dict[str, str] = {}
         for key, ref in checkpoint.chunks():
             record = checkpoint.record(ref)
-            how = {"coded": record.get("group"), "merged": "merged"}.get(record["type"])
-            how = how or record.get("stored", "exact")
+            how = {"coded": str(record.get("group")), "merged": "merged"}.get(record["type"])
+            how = how or str(record.get("stored", "exact"))
             # NaN in one rank's part makes that part exact; the tensor is still lossy.
             if stored.get(key.fqn, "exact") == "exact":
                 stored[key.fqn] = how

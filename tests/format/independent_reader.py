@@ -88,6 +88,7 @@ class Container:  # section 4
         self.checksum = f"{checksum:016x}"
         require(end == b"\0DSQEND\0" and start + size + 32 == len(self.raw), "trailer")
         self.contents = parse(unzstd(self.block([start, size, f"{checksum:016x}"])))
+        require(self.contents.get("version", min(version, 2)) == version, "version of the contents")
 
     def block(self, place: Sequence[Any]) -> bytes:
         offset, size, checksum = place

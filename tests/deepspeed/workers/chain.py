@@ -56,7 +56,7 @@ def saves_and_deltas(run: Path, stage: int) -> None:
     check(depths == [0, 1, 2], f"deltas along tags: {depths}")
     check([Manifest.read(tag).refinement for tag in tags] == ["dropped", "dropped", "kept"], "one refinement is kept")
     groups = set(Manifest.read(tags[2]).groups)
-    check({"weights/embedding", "weights/linear", "exp_avg/linear"} <= groups, "groups by layer")
+    check({"weights/embedding", "weights/linear", "exp_avg/linear/update"} <= groups, "groups by layer")
     with Checkpoint(tags[2]) as checkpoint:
         lossy = {fqn for fqn, tensor in checkpoint.index["tensors"].items() if any(
             checkpoint.record(checkpoint.find(fqn, tuple(chunk[0])))["type"] == "coded" for chunk in tensor["chunks"]
