@@ -29,6 +29,7 @@ from dsq_ckpt.container import FileInfo, sync_directory
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
 from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
+from dsq_ckpt.groups import kind_of
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.manifest import Sizes
 from dsq_ckpt.moments import Frame, OctaveFrame, UpdateFrame
@@ -156,7 +157,9 @@ def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
         return None
     names = sorted(analysis.nonfinite)
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    message = f"{len(names)} tensor(s) hold NaN or Inf, or negative second moments: {shown}"
+    message = f"{len(names)} tensor(s) hold NaN or Inf: {shown}"
+    if any(kind_of(name) == "exp_avg_sq" for name in names):
+        message += " (of exp_avg_sq, negative values count as such)"
     if config.quantize.nonfinite == "error":
         raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
     return message + "; stored exactly in this checkpoint"
