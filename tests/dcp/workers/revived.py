@@ -46,7 +46,8 @@ def killed(root: Path, rank: int) -> None:
     dist.barrier()
     if rank == 1:
         kill()
-    fails_everywhere(lambda: future.result(timeout=HANG), "was killed by signal 9; the next save starts another")
+    # Its own end may be noticed first, or that of its connection to the other ranks.
+    fails_everywhere(lambda: future.result(timeout=HANG), "background process")
     assert isinstance(future.exception(), dsq_ckpt.SaveFailed), future.exception()
     assert not is_complete(root / "2")
     dist.barrier()
