@@ -5,15 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 import dsq_ckpt
 from tests.small_run import small_run
 
 if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_stale_locks():
+    """PyTorch waits without end for the lock of an extension whose build was killed; remove those nobody has open."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    locks = set(Path(root).resolve().glob("**/lock"))
+    if locks:
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                locks.discard(descriptor.readlink())
+            except OSError:  # closed meanwhile
+                continue
+    for lock in locks:
+        lock.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)
