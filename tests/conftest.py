@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 
 import dsq_ckpt
 from tests.small_run import small_run
@@ -18,11 +17,16 @@ if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Trit
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let every checkout build DeepSpeed's extensions for itself: in a common directory they rebuild each other's."""
+    assert config.cache is not None
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(config.cache.mkdir("torch_extensions")))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_stale_locks():
     """PyTorch waits without end for the lock of an extension whose build was killed; remove those nobody has open."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    locks = set(Path(root).resolve().glob("**/lock"))
+    locks = set(Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve().glob("**/lock"))
     if locks:
         for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
             try:
