@@ -229,6 +229,21 @@ def all_finite(chunk: Chunk) -> bool:
     return all(bool(np.isfinite(coded_values(flat, chunk.onto, where, chunk.frame)).all()) for where in blocks)
 
 
+def brings_nearer(chunk: Chunk) -> bool:
+    """Whether the differences of a chunk are finite, and of no more than twice the root mean square of its values.
+
+    The error of a difference is a fraction of the difference. Against a parent that is far off, as one saved in a spike
+    of the loss may be, it would exceed the values themselves.
+    """
+    flat, sums = chunk.flat(), np.zeros(2)
+    for start in range(0, flat.numel(), _BLOCK):
+        where = slice(start, start + _BLOCK)
+        for place, onto in enumerate((None, chunk.onto)):
+            values = coded_values(flat, onto, where, chunk.frame).astype(np.float64)
+            sums[place] += np.dot(values, values)  # infinite or NaN where a value is
+    return bool(sums[1] <= 4 * sums[0] and np.isfinite(sums[1]))
+
+
 def coded_values(flat: torch.Tensor, onto: Floats32 | None, where: slice, frame: Frame | None) -> Floats32:
     """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `onto`.
 

@@ -103,6 +103,14 @@ def test_the_error_stays_bounded(tmp_path):
     assert max(errors) < 2 * moved_by and max(errors[15:]) < 1.2 * max(errors[5:15]), errors
 
 
+def test_a_parent_that_is_far_off(tmp_path):
+    """One value of it is in a spike of the loss: the error of a difference to that would be larger than all values."""
+    first, second = walk(70, 80, steps=2)
+    first[3, 4] = 1e20
+    _, path = chain_of(tmp_path, [state_of(first, bias=first[:, 0]), state_of(second, bias=second[:, 0])])
+    assert same(loaded(path, state_of(second))["layer0.weight"], second) and not records(path)
+
+
 def test_directories_are_self_contained(run, tmp_path):
     paths, states, truth = run
     for number in (3, 4):

@@ -164,7 +164,7 @@ def recover_subject(
         last, ended = None, None
 
     def load() -> Recovered:
-        with Snapshot(path) as snapshot:
+        with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(subject, snapshot, comm, partial)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         return recovered
@@ -192,18 +192,17 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
     problems = []
     for path, _ in newest_first(run) if run.is_dir() else ():
         try:
-            with Snapshot(path) as snapshot:
+            with Snapshot(path) as snapshot, snapshot.naming():
                 damaged = [f"'{path / name}' {problem}" for name, problem in snapshot.damaged()]
                 if damaged:
                     raise CorruptCheckpoint("; ".join(damaged[:3]))
-                meta = snapshot.meta
+                step, session = int(snapshot.meta["step"]), str(snapshot.meta["session"])
         except DSQError as error:
             problems.append(str(error))
             continue
         if problems:
             warn(f"an older snapshot is used, '{path}': {problems[0]}")
-        step = int(meta["step"])
-        course = segments.course(run, meta["session"], step)
+        course = segments.course(run, session, step)
         return path, step + len(course.segments), course.ended
     if problems:
         raise CorruptCheckpoint(f"no snapshot of '{run}' can be read: {'; '.join(problems[:3])}")
@@ -337,9 +336,9 @@ def _replayed(
 
     def finish() -> None:
         if done.steps:
-            subject.set_hyper(done.hyper)
-            subject.set_states(done.states)
-            with torch.no_grad():
+            with torch.no_grad(), course[done.steps - 1][0].readable(recovered.step):
+                subject.set_hyper(done.hyper)
+                subject.set_states(done.states)
                 for name, buffer in subject.buffers():
                     if name in done.buffers:
                         buffer.copy_(done.buffers[name])

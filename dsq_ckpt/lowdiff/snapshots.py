@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +142,10 @@ class Snapshot:
         """Close its files."""
         self._checkpoint.close()
         self._workers.__exit__()
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of what it holds are of ours, and name it; see `CheckpointFiles.naming`."""
+        return self._checkpoint.naming()
 
     @property
     def lossy(self) -> bool:

@@ -13,8 +13,10 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import zstandard
 from torch.optim import lr_scheduler
 
 import dsq_ckpt
@@ -80,12 +82,43 @@ def renamed(run: Path, rng: random.Random) -> str:
     return f"{path.name} -> {target.name}"
 
 
+def snapshot(run: Path, rng: random.Random) -> str:
+    """What a snapshot says of the log, as JSON in a tensor."""
+    path = sorted(run.glob("step-*"))[-1]
+    name, index = forging.index(path)
+    tensor = index["tensors"]["lowdiff.meta"]
+    ((_, shape, number, place),) = tensor["chunks"]
+    file = path / index["files"][number]
+    container = Container(file.read_bytes())
+    record, packs = container.contents["records"][place], container.contents["packs"]
+    start, size = record["at"], record["size"]
+    old = unshuffled(container.head, *packs[record["packs"][0]])
+    tree = json.loads(old[start : start + size])
+    what = forging.alter(tree, rng)
+    data = forging.dumps(tree)
+    record.pop("at")
+    record.update(size=len(data), packs=[len(packs)])
+    tensor["shape"][0] = shape[0] = record["shape"][0] = len(data)
+    packs.append([container.append(forging.zstd(data)), 1, len(data)])
+    forging.replace(path, file.name, container.data())
+    forging.replace(path, name, forging.zstd(forging.dumps(index)))
+    return what
+
+
+def unshuffled(head: bytes | bytearray, place: list[Any], item: int, size: int) -> bytes:
+    """A pack of single bytes, which are not shuffled."""
+    assert item == 1
+    data = zstandard.ZstdDecompressor().decompress(bytes(head[place[0] : place[0] + place[1]]))
+    assert len(data) == size
+    return data
+
+
 def _segment(run: Path, rng: random.Random) -> Path:
     every = sorted((run / "log").glob("*.grads"))
     return rng.choice(every if rng.random() < 0.2 else every[-3:])  # the last ones are those that are replayed
 
 
-FORGERIES: tuple[Callable[[Path, random.Random], str], ...] = (segment, segment, block, renamed)
+FORGERIES: tuple[Callable[[Path, random.Random], str], ...] = (segment, segment, snapshot, block, renamed)
 
 
 class Logs(Campaign):

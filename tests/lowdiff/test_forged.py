@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import struct
 
 import pytest
 import xxhash
 from torch.optim import SGD
 
+from dsq_ckpt.comm import communicator
 from dsq_ckpt.errors import DSQError, SaveFailed
-from dsq_ckpt.lowdiff import recover, segments
+from dsq_ckpt.lowdiff import recover, segments, snapshots
 from tests.format.mutations import frame
 from tests.lowdiff.loops import ADAM, SCHEDULED, Case, Loop, differences, recorded
 
@@ -67,6 +69,38 @@ def test_nothing_is_changed_or_it_ends_before(tmp_path, change, merge):
     assert found.step == 2 and path.name in found.ended
     if not merge:
         assert differences(loop.state(), table[2]) == []
+
+
+@pytest.mark.parametrize("change", ["states of others", "a state that its owner does not take"])
+def test_what_the_last_step_left(tmp_path, change):
+    """It is looked at when the replay is done."""
+    recorded(SCHEDULED, tmp_path, 2, compressor="none")
+    path = forge(tmp_path, 2, FORGERIES[change])
+    loop = Loop(SCHEDULED, seed=5)
+    before = copy.deepcopy(loop.state())
+    with pytest.raises(DSQError, match=re.escape(f"'{path}', step 2: ")):
+        loop.recover(tmp_path)
+    assert differences(loop.state(), before) == []
+
+
+@pytest.mark.parametrize("change", [
+    {"state_keys": {"0.weight": ["step", "nothing"]}}, {"entries": [["0.weight"]]}, {"step": [0]},
+    {"states": {"scheduler": 3}}, {"hyper": [[]]}, {"plain": {"0.weight": 3}},
+], ids=str)
+def test_a_snapshot_names_itself(tmp_path, change):
+    """What it says of the log is not what a log says."""
+    recorded(SCHEDULED, tmp_path, 2, compressor="none", snapshot_every=2, keep=1)
+    (path,) = tmp_path.glob("step-*")
+    with snapshots.Snapshot(path) as snapshot:
+        pieces = [snapshots.Piece(tuple(keys), snapshot.tensor(name))
+                  for name, keys in snapshot._checkpoint.index["planner"].items() if tuple(keys) != snapshots.META]
+        meta = {**snapshot.meta, **change}
+    snapshots.save(tmp_path, 2, pieces, meta, snapshots.config_of("exact"), communicator(None))
+    loop = Loop(SCHEDULED, seed=5)
+    before = copy.deepcopy(loop.state())
+    with pytest.raises(DSQError, match=re.escape(f"'{path}")):
+        loop.recover(tmp_path)
+    assert differences(loop.state(), before) == []
 
 
 def test_the_last_segment_of_a_closed_log(tmp_path):
