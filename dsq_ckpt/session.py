@@ -21,7 +21,16 @@ from dsq_ckpt import chain, device, links
 from dsq_ckpt.analysis import MEASURED, Analysis, Layout, ParentModel, Sketches, measure
 from dsq_ckpt.chain import Base, Descent, Parent
 from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.chunk import Chunk, ChunkKey, CodeSource, Floats32, QuantizingChunk, all_finite, brings_nearer, flat_values
+from dsq_ckpt.chunk import (
+    Chunk,
+    ChunkKey,
+    CodeSource,
+    Floats32,
+    QuantizingChunk,
+    all_finite,
+    brings_nearer,
+    flat_values,
+)
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig, Lattice, Octaves, TensorConfig
@@ -257,8 +266,8 @@ def load_chunk(
 ) -> Chunk | None:
     """A lossy item's tensor, with previous codes or, if `residual`, with the values that its difference is taken to.
 
-    What it is coded against goes to `bases`. None: there is nothing to take a difference to, or only values from which it
-    is farther than from zero, so it is stored exactly.
+    What it is coded against goes to `bases`. None: there is nothing to take a difference to, or it is too far
+    off, so the chunk is stored exactly.
     """
     assert item.config is not None
     tensor = item.load()
