@@ -4,6 +4,9 @@ DeepSpeed's files have names of their own, which a second save of a tag gives to
 before, as links that name the save they belong to, and go when the new manifest is there. If it never comes, because
 the save fails or is killed in between, `restore` brings them back. Such names are not ours alone, so before they are
 given a journal tells which files they are: by it, and by nothing else, `dsq gc` may remove them.
+
+A tag that DeepSpeed wrote itself has no manifest. Its files step aside before anything is written to its directory:
+links with this mark say that without a manifest it is that tag, and all that is ours in it is of a save that failed.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from dsq_ckpt.container import FileInfo, file_checksum, naming, sync_directory
-from dsq_ckpt.errors import DSQError, LoadFailed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed
+from dsq_ckpt.links import link_or_copy, replace_by_link
+from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.regular import read_regular
 
 JOURNAL = ".attachments"
+PLAIN = "plain"
+"""In the names of files that stepped aside, in place of the save id: of no save of ours."""
 _MOST = 1 << 26
 
 
@@ -32,6 +38,8 @@ def journal(directory: Path, save_id: str, files: Sequence[FileInfo], fsync: boo
             stream.flush()
             if fsync:
                 os.fsync(stream.fileno())
+        if fsync:
+            sync_directory(directory)
 
 
 def journaled(directory: Path) -> set[str]:
@@ -82,6 +90,29 @@ def write(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
             os.fsync(stream.fileno())
 
 
+def keep_plain(directory: Path, fsync: bool) -> None:
+    """Let the files of a tag that DeepSpeed wrote itself step aside, before a save writes to its directory.
+
+    Raises:
+        OSError: a file cannot be given another name.
+    """
+    if not directory.is_dir() or is_complete(directory):
+        return
+    restore(directory)
+    of_a_save = journaled(directory)
+    names = [path.name for path in directory.glob("[!.]*.pt") if path.name not in of_a_save]
+    for name in names:
+        link_or_copy(directory / name, _aside(directory, name, PLAIN), fsync)
+    if names and fsync:
+        sync_directory(directory)
+
+
+def plain_aside(directory: Path) -> dict[str, Path]:
+    """Return the files of a tag that DeepSpeed wrote itself, by their names, which a save let step aside."""
+    end = f".{PLAIN}.old"
+    return {path.name[1 : -len(end)]: path for path in sorted(directory.glob(f".*{end}"))}
+
+
 def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
     """Give finished files their names; what had such a name in the checkpoint that is there steps aside first."""
     try:
@@ -92,8 +123,7 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
         save_id = None
     for name in hidden:
         if save_id is not None and (directory / name).exists():
-            with contextlib.suppress(FileExistsError):
-                os.link(directory / name, _aside(directory, name, save_id))
+            link_or_copy(directory / name, _aside(directory, name, save_id), fsync)
     if fsync and save_id is not None:
         sync_directory(directory)
     for name, temporary in hidden.items():
@@ -104,7 +134,7 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
 
 def forget(directory: Path, names: Iterable[str]) -> None:
     """The new manifest is there: what stepped aside goes, and so do journals."""
-    for pattern in (*(f".{name}.*.old" for name in names), f".*{JOURNAL}"):
+    for pattern in (*(f".{name}.*.old" for name in names), f".*.{PLAIN}.old", f".*{JOURNAL}"):
         for old in directory.glob(pattern):
             with contextlib.suppress(OSError):
                 old.unlink()
@@ -118,6 +148,13 @@ def restore(directory: Path) -> None:
     """
     try:
         manifest = Manifest.read(directory)
+    except CheckpointNotFound:
+        for name, aside in plain_aside(directory).items():  # which stays, and says what is here
+            target = directory / name
+            if not target.exists() or not aside.samefile(target):
+                replace_by_link(aside, target)
+                sync_directory(directory)
+        return
     except DSQError:
         return
     for file in manifest.files:

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from dsq_ckpt import attachments, gc
-from dsq_ckpt.analysis import Fractions
+from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import Communicator, RankUnreachable, together
@@ -77,6 +77,7 @@ class _Brought:
     items: list[Item]
     tied: dict[ChunkKey, ChunkKey]
     replicas: list[Item]
+    layout: Layout
 
 
 @dataclass
@@ -131,17 +132,21 @@ def save_parts(
         brought = contribution()
         let_signals_through()
         items, tied = untied(items_of(brought.parts, config, types))
-        return _Brought(brought, items, tied, items_of(brought.replicas, config, types))
+        layout = layout_of(brought.parts, config, types, bool(brought.gradients), fractions)
+        return _Brought(brought, items, tied, items_of(brought.replicas, config, types), layout)
 
     brought = together(comm, prepare)
     own = brought.own
-    layouts = comm.gather(layout_of(own.parts, config, types, bool(own.gradients), fractions))
+    layouts = comm.gather(brought.layout)
 
     def decide() -> Agreement | None:
         if comm.rank:
             return None
         refuse_checkpoint(path, overwrite, attached=bool(own.attachments))
-        return agree(path, parent, config, comm.size, layouts)
+        agreement = agree(path, parent, config, comm.size, layouts)
+        if own.attachments:
+            attachments.keep_plain(path, config.storage.fsync)
+        return agreement
 
     agreement: Agreement = comm.broadcast(together(comm, decide))
     hidden: dict[str, Path] = {}

@@ -3,7 +3,8 @@
 Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not name;
 and all files of a directory that holds only ours but no manifest, which is what a save leaves that did not complete.
 A file is ours only if its whole name has the form that a save gives, or if a journal of the save says that it wrote
-these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Since a save that is under way looks the same,
+these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Where such a tag was being replaced it is put back first
+(see `attachments`). Since a save that is under way looks the same,
 a directory is left alone until its youngest such file is older than `min_age_seconds`.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dsq_ckpt.attachments import journaled
+from dsq_ckpt.attachments import PLAIN, journaled, plain_aside, restore
 from dsq_ckpt.container import file_checksum
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.manifest import MANIFEST, Manifest, expanded, is_complete
@@ -26,7 +27,7 @@ _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
 _ATTACHED = r"[A-Za-z0-9_-]+\.pt"
 _JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}\.attachments")
-_ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}})\.old")
+_ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PLAIN})\.old")
 _TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
 
 
@@ -75,6 +76,8 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     removed, path = [], expanded(path)
     for directory in _directories(path):
         orphans = _orphans(directory, min_age_seconds)
+        if orphans and plain_aside(directory):
+            restore(directory)
         for orphan in orphans:
             orphan.path.unlink(missing_ok=True)
             removed.append(orphan)
@@ -101,7 +104,7 @@ def _left(directory: Path, min_age_seconds: float) -> Left | None:
         return None
     if _is_absent(directory / MANIFEST):
         written = journaled(directory)
-        others = [name for name in names if not is_ours(name) and name not in written]
+        others = [name for name in names if not is_ours(name) and name not in written and not plain_aside(directory)]
         why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
         return Left(directory, f"{why}: delete it by hand if nothing in it is needed", False) if why else None
     try:
@@ -135,8 +138,9 @@ def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
-    written = journaled(directory)
-    data_too = all(is_ours(entry.name) or entry.name in written for entry in entries)
+    aside = plain_aside(directory)  # which is a tag that was being replaced, unless a manifest says that it was
+    written = journaled(directory) - aside.keys()
+    data_too = bool(aside) or all(is_ours(entry.name) or entry.name in written for entry in entries)
     if not _is_absent(directory / MANIFEST):
         reason = "not in the manifest"
         try:

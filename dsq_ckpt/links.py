@@ -26,22 +26,31 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
     for name in sorted(names):
         if not is_plain(name):
             raise CorruptCheckpoint(f"a data file in '{source}' requires {name!r}, which is not a plain file name")
-        destination = target / name
-        if destination.exists():
+        if (target / name).exists():
             continue
         try:
-            os.link(source / name, destination)
-        except FileExistsError:
-            continue  # another rank was faster
+            link_or_copy(source / name, target / name, fsync)
         except FileNotFoundError as error:
             raise CorruptCheckpoint(
                 f"'{source / name}' is missing, but the new checkpoint is coded against it; "
                 "save with parent=None for a keyframe"
             ) from error
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            copy_file(source / name, destination, fsync)
+
+
+def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
+    """Give a file another name, one of a copy where links cannot be made; nothing where there is a file of that name.
+
+    Raises:
+        OSError: it cannot be linked or copied.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return  # another rank was faster
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        copy_file(source, target, fsync)
 
 
 def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool) -> None:

@@ -14,6 +14,7 @@ from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.copying import copy
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.gc import collect, garbage, is_ours
@@ -226,6 +227,77 @@ def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
     attachments.restore(path)
     plant(path, aside, f".mp_rank_00_model_states.pt.{SAVE}.old")
     collect(tmp_path)
+    assert not [name for name in listing(path) if name.startswith(".")]
+    with Checkpoint(path) as checkpoint:
+        assert not [problem for *_, problem in checkpoint.verify() if problem]
+
+
+STATES = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def plain_tag(tmp_path):
+    """A tag that DeepSpeed wrote itself, and a save that is to replace it, with one file more."""
+    path = tmp_path / "tag"
+    path.mkdir()
+    (path / STATES).write_bytes(b"all there is of step 5")
+
+    def write(stream, save_id):
+        stream.write(save_id.encode() * 10)
+
+    weights = torch.randn(64, 96)
+    part = Part(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: weights)
+    contribution = Contribution([part], attachments={STATES: write, "more_states.pt": write})
+    return path, lambda: save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
+
+
+def no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("fails", ["commit", "write_rank", "attachments.publish", "attachments.write"])
+def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fails):
+    path, save = plain_tag
+    with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
+        patched.setattr(f"dsq_ckpt.direct.{fails}", no_space)
+        save()
+    assert {name: (path / name).read_bytes() for name in listing(path)} == {STATES: b"all there is of step 5"}
+    save()
+    assert not [name for name in listing(path) if name.startswith(".")]
+    assert (path / STATES).read_bytes() == Manifest.read(path).save_id.encode() * 10
+
+
+@pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
+@pytest.mark.parametrize("at", ["dsq_ckpt.direct.commit", "dsq_ckpt.direct.attachments.journal"])
+def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_path, at, how):
+    path, save = plain_tag
+    with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
+        patched.setattr(at, no_space)
+        patched.setattr("dsq_ckpt.direct._discard", lambda *args: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        save()
+    assert [name for name in listing(path) if name.endswith(".dsq")]
+    if how == "load":
+        attachments.restore(path)
+    elif how == "copy":
+        copy(path, tmp_path / "copied")
+        assert (tmp_path / "copied" / STATES).read_bytes() == b"all there is of step 5"
+        return
+    elif how == "save":
+        with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
+            patched.setattr("dsq_ckpt.direct.commit", no_space)
+            save()
+        assert listing(path) == [STATES]
+    else:
+        collect(tmp_path)
+        assert STATES in listing(path) and f".{STATES}.plain.old" in listing(path), "a save may be under way"
+        now = time.time()
+        monkeypatch.setattr("dsq_ckpt.gc.time.time", lambda: now + 7200)
+        collect(tmp_path)
+        assert listing(path) == [STATES]
+    assert (path / STATES).read_bytes() == b"all there is of step 5"
+    monkeypatch.undo()
+    save()
     assert not [name for name in listing(path) if name.startswith(".")]
     with Checkpoint(path) as checkpoint:
         assert not [problem for *_, problem in checkpoint.verify() if problem]

@@ -192,8 +192,8 @@ def _check_and_remember_loads(engine: Any) -> None:
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
-        if tag is None and latest.is_file():
-            tag = latest.read_text().strip()
+        if tag is None:
+            tag = engine.checkpoint_engine.latest_tag(latest)
         if tag is None:
             if found := tags_in(load_dir):
                 warn(

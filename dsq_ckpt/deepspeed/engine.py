@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from dsq_ckpt import stored, warmup
-from dsq_ckpt.attachments import restore
+from dsq_ckpt.attachments import plain_aside, restore
 from dsq_ckpt.chain import what_the_base_costs
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.choice import Chooser, as_configured
@@ -25,7 +25,7 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
-from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag
+from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, latest_tag
 from dsq_ckpt.direct import Attachment, Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.groups import is_lossy, layer_types
@@ -148,6 +148,14 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._looked_at = file, manifest.save_id, loaded
         return loaded
 
+    def latest_tag(self, file: Path) -> str | None:
+        """Return the tag that the file `latest` names, None where there is no such file; collective.
+
+        Raises:
+            LoadFailed: on all ranks, if any cannot read it, or only some of them see it.
+        """
+        return latest_tag(self._comm, file)
+
     @contextmanager
     def loading(self, load_dir: str, tag: str) -> Iterator[None]:
         """DeepSpeed loads a tag in here; collective. What it is coded with serves the next save.
@@ -205,8 +213,12 @@ class DSQCheckpointEngine(CheckpointEngine):
         self.inner.cleanup()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
-        found = together(self._comm, lambda: inventory(self._engine))
-        unlike = set().union(*self._comm.gather(together(self._comm, lambda: differing(found))))
+        def surveyed() -> tuple[Inventory, set[str], str]:
+            found = inventory(self._engine)
+            return found, differing(found), self._parent_of(directory)
+
+        found, own, parent = together(self._comm, surveyed)
+        unlike = set().union(*self._comm.gather(own))
 
         def contribution() -> Contribution:
             writes = bool(getattr(self._engine, "save_zero_checkpoint", True))
@@ -219,9 +231,6 @@ class DSQCheckpointEngine(CheckpointEngine):
                 gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
             )
 
-        parent: str | None = "auto"
-        if self._last is not None and is_complete(self._last) and run_of(self._last) != run_of(directory):
-            parent = str(self._last)  # each checkpoint of Hugging Face's trainer has a directory of its own
         try:
             choice = save_parts(
                 directory, contribution, self.config, self._comm, types=layer_types(self._engine.module),
@@ -235,13 +244,22 @@ class DSQCheckpointEngine(CheckpointEngine):
             forget(self._last)  # of every directory that a run uses, its codes would stay in memory
         self.quality, self._last = choice.quality, directory
 
+    def _parent_of(self, directory: Path) -> str:
+        """What a tag is coded against: each checkpoint of Hugging Face's trainer has a directory of its own."""
+        if self._last is None or run_of(self._last) == run_of(directory):
+            return "auto"
+        try:
+            return str(self._last) if is_complete(self._last) else "auto"
+        except LoadFailed as error:
+            raise SaveFailed(f"rank {self._comm.rank}: {error}") from error
+
     def _writer(self, found: Inventory, unlike: set[str], state: Any) -> Attachment:
         return partial(_write_stored, found=found, unlike=unlike, state=state)
 
     def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
         """What is wrong with this rank's share of a tag's files; and its manifest, if it is one of ours."""
         if not is_complete(directory):
-            if any(directory.glob("*.dsq")):
+            if any(directory.glob("*.dsq")) and not plain_aside(directory):
                 raise CheckpointNotFound(
                     f"'{directory}' holds no manifest.json: its save did not complete, or that file was deleted; load "
                     "another tag"

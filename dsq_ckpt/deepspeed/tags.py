@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import is_complete
 from dsq_ckpt.notices import warn
@@ -51,6 +51,30 @@ def agreed_tag(comm: Communicator, save_dir: str, tag: str, refused_later: bool)
     return first
 
 
+def latest_tag(comm: Communicator, file: Path) -> str | None:
+    """Return the tag that the file `latest` names, None where there is no such file; collective.
+
+    Raises:
+        LoadFailed: on all ranks, if any cannot read it, or only some of them see it.
+    """
+    def read() -> str | None:
+        try:
+            return file.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    own = together(comm, read, LoadFailed)
+    seen = comm.gather((own is not None, platform.node()))
+    there = [found for found, _ in seen]
+    if any(there) and not all(there):
+        rank, other = there.index(False), there.index(True)
+        raise LoadFailed(
+            f"rank {rank} on host {seen[rank][1]} does not see '{file}', which rank {other} on host {seen[other][1]} "
+            "sees: all hosts need one shared directory"
+        )
+    return own
+
+
 def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
     """Return the directory of a tag, which all ranks see and load from; collective.
 
@@ -59,7 +83,8 @@ def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
         CheckpointNotFound: on all ranks, if it is not there, or no checkpoint is in it; the text says which tags are.
     """
     directory = Path(load_dir, tag).absolute()
-    told = comm.gather((tag, platform.node(), tag != "" and _holds_checkpoint(directory)))
+    here = together(comm, lambda: tag != "" and _holds_checkpoint(directory), LoadFailed)
+    told = comm.gather((tag, platform.node(), here))
     tags = [one for one, *_ in told]
     if len(set(tags)) > 1:
         raise LoadFailed(

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from common import EXACT, LOSSY, Model, begin, check, end, engine_of, error_of, everywhere, settings, train
 
 import dsq_ckpt.deepspeed
+from dsq_ckpt.deepspeed import engine as of_engine
+from dsq_ckpt.deepspeed import tags as of_tags
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import Manifest
 
@@ -127,6 +129,45 @@ def full_disks(run: Path) -> None:
     check(not (run / "odd").exists() and (run / "latest").read_text() == "broken", "and nothing of it is left")
 
 
+def unreadable(run: Path) -> None:
+    """A rank alone cannot read what all of them look at: all get the error, none waits for another."""
+    engine = engine_of(settings(2), EXACT)
+    train(engine, 0, 1)
+    engine.save_checkpoint(str(run / "one"), tag="a")
+
+    def fails(*arguments: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    places: list[tuple[Any, str, Any, Any]] = [
+        (of_tags.Path, "read_text", LoadFailed, lambda: engine.load_checkpoint(str(run / "one"))),
+        (of_tags, "is_complete", LoadFailed, lambda: engine.load_checkpoint(str(run / "one"))),
+        (of_engine, "is_complete", LoadFailed, lambda: engine.load_checkpoint(str(run / "one"))),
+        (of_engine, "is_complete", SaveFailed, lambda: engine.save_checkpoint(str(run / "two"), tag="b")),
+    ]
+    for place, name, expected, call in places:
+        original = getattr(place, name)
+        if dist.get_rank() == 1:
+            setattr(place, name, fails)
+        error = error_of(call)
+        setattr(place, name, original)
+        texts = everywhere(str(error))
+        told = isinstance(error, expected) and all("rank 1" in text and "Input/output" in text for text in texts)
+        check(told, f"{name}: {expected.__name__} on all ranks: {texts}")
+    dist.barrier()
+    read_text = Path.read_text
+    if dist.get_rank() == 1:
+        of_tags.Path.read_text = absent
+    error = error_of(lambda: engine.load_checkpoint(str(run / "one")))
+    of_tags.Path.read_text = read_text
+    check(isinstance(error, LoadFailed) and "rank 1 on host" in str(error), f"latest is not shared: {error}")
+    engine.save_checkpoint(str(run / "two"), tag="b")
+    check(Manifest.read(run / "two" / "b").ranks == 2, "the next save succeeds")
+
+
+def absent(*arguments: Any) -> str:
+    raise FileNotFoundError
+
+
 def misspelt(run: Path) -> None:
     """`install` and the launcher tell what was meant, and remind at the first save where nothing was."""
     dsq_ckpt.deepspeed.install()
@@ -156,7 +197,9 @@ def misspelt(run: Path) -> None:
 def main() -> None:
     directory = begin()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    for part in [globals()[name] for name in sys.argv[2:]] or (tags_by_rank, missing_tags, full_disks, misspelt):
+    for part in [globals()[name] for name in sys.argv[2:]] or (
+        tags_by_rank, missing_tags, full_disks, unreadable, misspelt
+    ):
         dsq_ckpt.forget()
         part(directory / part.__name__)
     end()
