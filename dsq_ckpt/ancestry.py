@@ -1,13 +1,15 @@
-"""Whether the files that a save is about to be coded against are still what was written, and what to do if not.
+"""Whether the files that a save is coded against are still what was written, and what to do if not.
 
 All checkpoints of a chain share its keyframe, so one flipped bit there makes all of them unreadable, and those that
-would still be coded against it. Before each delta the ranks read a part of the files it builds on, from the device and
+would still be coded against it. With each delta the ranks read a part of the files it builds on, from the device and
 not from memory as far as the system lets them, so that damage is found while there is a run to write a new keyframe.
+They are read by a thread beside the save and the training that follows; the next save of the chain acts upon it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +19,7 @@ import xxhash
 
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.container import file_checksum, sync_directory
-from dsq_ckpt.errors import DSQError
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.links import copy_file, replace_by_link
 from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints
 from dsq_ckpt.notices import warn
@@ -26,30 +28,79 @@ from dsq_ckpt.session import Agreement
 from dsq_ckpt.workers import Workers
 
 CHECKED_EVERY = 4
-"""Of so many deltas of a chain that follow each other, each file is checked before one."""
+"""Of so many deltas of a chain that follow each other, each file is checked with one."""
+_MOST = 64
+_under_way: list[_Check] = []  # or done, and not asked for; oldest first
+
+
+class _Check:
+    """This rank's share of the files that a delta builds on, compared with their checksums in a thread of its own.
+
+    Attributes:
+        saves: ids of the delta and of its parent, one of which the next save of the chain comes after.
+    """
+
+    def __init__(self, agreement: Agreement, parent: ParentRef, rank: int) -> None:
+        self.saves = {agreement.save_id, parent.save_id}
+        self._parent, self._share = parent, slice(rank, None, agreement.ranks)
+        self._found: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="dsq-ancestry", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is exiting
+            self._run()
+
+    def result(self) -> dict[str, str]:
+        """Wait for the end; return what is wrong, by file."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        return self._found
+
+    def _run(self) -> None:
+        directory = Path(self._parent.path)
+        with suppress(FileNotFoundError), Workers(1, 1) as workers:
+            try:
+                found = damaged(directory, due(self._parent)[self._share], workers)
+            except CheckpointNotFound:
+                return
+            except (DSQError, OSError) as error:
+                found = {"": str(error)}
+            # An older checkpoint may be deleted meanwhile: a newer one has links of its own, or could not be made.
+            self._found = {name: problem for name, problem in found.items() if (directory / name).exists()}
 
 
 def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers) -> Agreement:
     """Return what was agreed on, without its parent if a file of that was found to be damaged; collective.
 
     The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
+    What is found here was looked for since the save before; this begins to look for the next one.
     """
     parent = agreement.parent
     if parent is None or not agreement.layout.tensors:  # nothing is coded against it
         return agreement
     found: dict[str, str] = {}
+    for check in [check for check in _under_way if parent.save_id in check.saves]:
+        _under_way.remove(check)
+        found |= check.result()
     known = find(parent.save_id)
-    # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole. Ranks agree
-    # on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to miss.
-    told = comm.gather((known is None or known.suspect, known is not None and bool(known.memory)))
-    everything = any(doubtful for doubtful, _ in told) or not any(held for _, held in told)
-    try:
-        found = damaged(Path(parent.path), due(parent, everything)[comm.rank :: comm.size], workers)
-    except (DSQError, OSError) as error:
-        found = {"": str(error)}
-    everywhere = {name: problem for one in comm.gather(found) for name, problem in one.items()}
+    # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole, and at once.
+    # Ranks agree on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to
+    # miss.
+    told = comm.gather((known is None or known.suspect, known is not None and bool(known.memory), found))
+    if any(doubtful for doubtful, *_ in told) or not any(held for _, held, _ in told):
+        try:
+            found = damaged(Path(parent.path), due(parent, everything=True)[comm.rank :: comm.size], workers)
+        except (DSQError, OSError) as error:
+            found = {"": str(error)}
+        everywhere = _joined(comm.gather(found))
+    else:
+        everywhere = _joined([found for *_, found in told])
     if not everywhere:
+        _under_way.append(_Check(agreement, parent, comm.rank))
+        del _under_way[:-_MOST]
         return agreement
+    if known is not None:
+        known.suspect = True  # should this save fail
     if comm.rank == 0:
         warn(
             f"the parent checkpoint '{parent.path}' is damaged; writing a keyframe, which needs none of its files. "
@@ -58,8 +109,12 @@ def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers
     return replace(agreement, parent=None, model=None)
 
 
+def _joined(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    return {name: problem for one in found for name, problem in one.items()}
+
+
 def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
-    """Return the data files of a checkpoint that are to be checked before a delta against it, largest first."""
+    """Return the data files of a checkpoint that are to be checked with a delta against it, largest first."""
     files = [file for file in Manifest.read(Path(parent.path)).files if file.role in ("own", "ancestor")]
     chosen = [file for file in files if everything or _is_due(file.name, parent.depth)]
     return sorted(chosen, key=lambda file: (-file.size, file.name))

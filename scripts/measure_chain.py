@@ -50,7 +50,7 @@ def on_device(run: Path) -> int:
 
 
 def checks(run: Path) -> tuple[list[float], list[int]]:
-    """Return seconds and bytes of the check that comes before a save after each checkpoint of a run, on one rank."""
+    """Return seconds and bytes of the check that goes with the save after each checkpoint of a run, on one rank."""
     seconds, sizes = [], []
     for path in sorted(run.iterdir()):
         manifest = Manifest.read(path)

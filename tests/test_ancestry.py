@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt import remembered
+from dsq_ckpt import ancestry, remembered
 from dsq_ckpt.ancestry import CHECKED_EVERY, _is_due, _settled
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import SingleProcess
@@ -81,16 +83,58 @@ def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
     assert saves(tmp_path, 3, save) == []
     damaged = data_file(tmp_path / "00")
     flip(damaged)
-    said = saves(tmp_path, CHECKED_EVERY, save, first=3)
+    said = saves(tmp_path, CHECKED_EVERY + 1, save, first=3)
     assert len(said) == 1
     assert damaged.name in said[0] and "writing a keyframe" in said[0] and "no intact copy" in said[0]
-    depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, 3 + CHECKED_EVERY)]
+    last = 3 + CHECKED_EVERY
+    depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, last + 1)]
     found = depths.index(0)
-    assert depths[found:] == list(range(CHECKED_EVERY - found))
+    assert depths[found:] == list(range(len(depths) - found))
     named = [name for name in ("'00'", "'01'", "'02'") if name in said[0]]
     assert named == ["'00'", "'01'", "'02'"]
     dsq_ckpt.forget()
-    assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + found, 3 + CHECKED_EVERY)]
+    assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + found, last + 1)]
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])
+def test_a_save_does_not_wait_for_the_check(tmp_path, monkeypatch, save):
+    """Files are read beside it: one that begins while the device does not answer ends before they are read."""
+    saves(tmp_path, 2, save)
+    answered = threading.Event()
+    problem_of = ancestry.problem_of
+
+    def slow(path, expected):
+        answered.wait()
+        return problem_of(path, expected)
+
+    monkeypatch.setattr(ancestry, "problem_of", slow)
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    flip(data_file(tmp_path / "00"))
+    assert saves(tmp_path, 1, save, first=2) == []
+    answered.set()
+    [said] = saves(tmp_path, 1, save, first=3)
+    assert "'00', '01', '02' cannot be read any more" in said
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(4)] == [0, 1, 2, 0]
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeypatch):
+    """A run that keeps its newest checkpoint alone."""
+    saves(tmp_path, 2)
+    deleted = threading.Event()
+    problem_of = ancestry.problem_of
+
+    def late(path, expected):
+        deleted.wait()
+        return problem_of(path, expected)
+
+    monkeypatch.setattr(ancestry, "problem_of", late)
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 1, first=2)
+    for name in ("00", "01"):
+        shutil.rmtree(tmp_path / name)
+    deleted.set()
+    assert saves(tmp_path, 1, first=3) == []
+    assert Manifest.read(tmp_path / "03").depth == 3
 
 
 def test_every_file_is_due_once_in_so_many_saves():
@@ -180,8 +224,6 @@ def test_a_damaged_copy_is_restored_from_an_intact_one(tmp_path):
 
 def test_copies_outlive_the_checkpoints_they_came_from(tmp_path):
     """A run that keeps its last two checkpoints has two copies at any time."""
-    import shutil
-
     config = {"storage": {"replicate_keyframes": True}}
     saves(tmp_path, 1, config=config)
     keyframe = data_file(tmp_path / "00").name
@@ -211,8 +253,8 @@ def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
     one.suspect = True
     assert len(saves(tmp_path, 1, first=2)) == 1
     flip(data_file(tmp_path / "01"))  # it is no longer needed
-    assert saves(tmp_path, CHECKED_EVERY, first=3) == []
-    assert readable(tmp_path)[-1] == f"{2 + CHECKED_EVERY:02d}"
+    assert saves(tmp_path, CHECKED_EVERY + 1, first=3) == []
+    assert readable(tmp_path)[-1] == f"{3 + CHECKED_EVERY:02d}"
 
 
 def test_a_file_that_is_sound_when_it_is_read_again_is_left_alone(tmp_path):

@@ -23,7 +23,7 @@ from dsq_ckpt.manifest import Manifest
 def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> None:
     mesh = init_device_mesh("cpu", (size,))
     said: list[str] = []
-    for number in range(2 + CHECKED_EVERY):
+    for number in range(3 + CHECKED_EVERY):
         if number == 2 and rank == 0:
             [name] = [f.name for f in Manifest.read(run / "0").files if f.name.endswith(f"-{culprit:05d}.dsq")]
             data = bytearray((run / "0" / name).read_bytes())
@@ -43,10 +43,10 @@ def damaged(run: Path, culprit: int, rank: int, size: int, background: bool) -> 
     dist.all_gather_object(counts, len(said))
     assert counts == [1, *[0] * (size - 1)], counts
     assert rank or (f"-{culprit:05d}.dsq' has checksum" in said[0] and "writing a keyframe" in said[0]), said
-    depths = [depth(run / str(number)) for number in range(2 + CHECKED_EVERY)]
+    depths = [depth(run / str(number)) for number in range(3 + CHECKED_EVERY)]
     found = depths.index(0, 1)
-    assert depths == [*range(found), *range(2 + CHECKED_EVERY - found)] and found >= 2, depths
-    dsq_ckpt.load({"w.weight": distribute_tensor(torch.zeros(200, 64), mesh, [Shard(0)])}, run / str(1 + CHECKED_EVERY))
+    assert depths == [*range(found), *range(3 + CHECKED_EVERY - found)] and found >= 2, depths
+    dsq_ckpt.load({"w.weight": distribute_tensor(torch.zeros(200, 64), mesh, [Shard(0)])}, run / str(2 + CHECKED_EVERY))
 
 
 if __name__ == "__main__":
