@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OUTCOMES = ("detected", "unchanged", "wrong", "crashed", "hung")
+OUTCOMES = ("detected", "unchanged", "accepted", "wrong", "crashed", "hung")
 BAD = frozenset({"wrong", "crashed", "hung"})
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BEGINS = 600.0  # seconds more, in which a lane may compile
@@ -33,9 +33,10 @@ class Found(NamedTuple):
     """What came of a trial.
 
     Attributes:
-        outcome: "detected": a clear error of ours, or a report of the damage; "unchanged": the values that were saved
-            (or that a forged file with right checksums states); "wrong": anything else that ended; "crashed": an
-            exception that is not ours, or a signal; "hung": killed after the time limit.
+        outcome: "detected": a clear error of ours, or a report of the damage; "unchanged": the values that were saved;
+            "accepted": of files with right checksums, other values, which are those that the files state (nothing tells
+            such a file from one that was saved); "wrong": anything else that ended; "crashed": an exception that is
+            not ours, or a signal; "hung": killed after the time limit.
         what: of a failure, what was found and what was expected; otherwise what was measured, if anything.
     """
 

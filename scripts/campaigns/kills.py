@@ -52,7 +52,7 @@ class Kills(Campaign):
     """Processes killed by SIGKILL; a trial is a run with as many kills as `_LIVES` (logs: one or two)."""
 
     name = "kills"
-    full = 200
+    full = 320
     seconds = 300.0
 
     def prepare(self) -> None:

@@ -44,11 +44,12 @@ def state_at(step: int, seed: int = 0) -> State:
     weights["embed.weight"][3, 3] = 40.0 + step
     weights["tied.weight"] = weights["embed.weight"]
     weights["half.weight"] = moving(24, 32).bfloat16()
-    moments = {
-        name: {"exp_avg": moving(*weights[name].shape), "exp_avg_sq": moving(*weights[name].shape).square(),
-               "step": torch.tensor(float(step))}
-        for name in ("linear.weight", "embed.weight")
-    }
+    moments = {}
+    for name in ("linear.weight", "embed.weight"):
+        squares = moving(*weights[name].shape).square() + 1e-6
+        # As Adam's are, most first moments are small for their element, so that their refinement is coded.
+        first = squares.sqrt() * moving(*weights[name].shape, scale=1.0) ** 3 / 4
+        moments[name] = {"exp_avg": first, "exp_avg_sq": squares, "step": torch.tensor(float(step))}
     meta = {
         "step": step, "name": "run ü", "blob": bytes(range(64)), "none": None, "history": [1, 2.5, torch.arange(3), {}],
         "counts": torch.arange(50), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 3),
