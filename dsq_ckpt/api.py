@@ -7,7 +7,7 @@ import os
 import pathlib
 import platform
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from dsq_ckpt.arguments import expect, expect_path
 from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.comm import FailedElsewhere, SingleProcess, communicator, together
+from dsq_ckpt.comm import Elsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.dcp.background_process import how_it_ended, replace_dead, without_cpu
+from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
@@ -64,8 +64,12 @@ def _state_of(value: Any, call: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _plain_errors(otherwise: type[DSQError], own_rank: int) -> Iterator[None]:
+def _plain_errors(
+    otherwise: type[DSQError], own_rank: int, undo: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Raise what failed, naming its rank, in place of DCP's bundle of tracebacks (which stays as the cause).
+
+    `undo` is called before, once all ranks have failed.
 
     What is not an error of this package becomes `otherwise`; what is no `Exception`, such as KeyboardInterrupt, is
     raised as it is on its own rank.
@@ -75,6 +79,7 @@ def _plain_errors(otherwise: type[DSQError], own_rank: int) -> Iterator[None]:
     try:
         yield
     except CheckpointException as bundle:
+        undo()
         raise _plain_error(bundle, otherwise, own_rank) from bundle
     except RuntimeError as error:  # of a collective, between the steps whose errors DCP bundles
         if not (dist.is_available() and dist.is_initialized()):
@@ -90,7 +95,7 @@ def _plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_ran
     mine = None if own_rank is None else failures.get(own_rank)
     if mine is not None and not isinstance(mine, Exception):
         return mine
-    own = {rank: error for rank, error in failures.items() if not isinstance(error, FailedElsewhere)}
+    own = {rank: error for rank, error in failures.items() if not isinstance(error, Elsewhere)}
     rank, error = min((own or failures).items(), key=lambda pair: pair[0])
     prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
     if isinstance(error, DSQError):
@@ -164,7 +169,7 @@ def save_with(
     if staged:
         writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
-    with _plain_errors(SaveFailed, comm.rank), _alone(no_dist):
+    with _plain_errors(SaveFailed, comm.rank, writer.discard), _alone(no_dist):
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
@@ -285,8 +290,6 @@ def save_async_with(
     _background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     group = None if processes or no_dist else _background.group(process_group)
-    if processes:
-        replace_dead(communicator(None))
     if no_dist:
         _silence()
     writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
@@ -301,6 +304,7 @@ def save_async_with(
     def pass_on(done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, CheckpointException):
+            writer.discard()
             plain = _plain_error(error, SaveFailed, None if processes else comm.rank)
             plain.__cause__ = error
             error = plain

@@ -20,12 +20,22 @@ Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 
-class FailedElsewhere(SaveFailed, LoadFailed):
+class Elsewhere(DSQError):
     """Another rank failed; where both are at hand, its error says more."""
 
 
+class FailedElsewhere(Elsewhere, SaveFailed):
+    """A save failed on another rank."""
+
+
+class LoadFailedElsewhere(Elsewhere, LoadFailed):
+    """A load failed on another rank."""
+
+
 class RankUnreachable(SaveFailed, LoadFailed):
-    """A collective failed: another rank, or its host, is gone or did not come in time."""
+    """A collective, which may be one of a save or of a load, failed: another rank, or its host, is gone or did not come
+    in time.
+    """
 
 
 class Communicator(Protocol):
@@ -158,10 +168,11 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
     Args:
         comm: of the ranks.
         work: what each of them does.
-        otherwise: what an error that is none of ours becomes.
+        otherwise: what an error that is none of ours becomes; `LoadFailed` for the work of a load.
 
     Raises:
-        DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
+        DSQError: on every rank as soon as one failed: its own error there, on the others `FailedElsewhere`, or
+            `LoadFailedElsewhere` for a load.
         BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
     failure: BaseException | None = None
@@ -172,7 +183,7 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
     except BaseException as error:
         failure = error
     # A rank that only heard of a failure, in a collective within the work, hears here what it was.
-    heard = isinstance(failure, FailedElsewhere)
+    heard = isinstance(failure, Elsewhere)
     everywhere = comm.gather((heard, None if failure is None else described(failure)))
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
@@ -181,5 +192,6 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
     failed = [(rank, *told) for rank, told in enumerate(everywhere) if told[1] is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:
-        raise FailedElsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
+        elsewhere = LoadFailedElsewhere if issubclass(otherwise, LoadFailed) else FailedElsewhere
+        raise elsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
     return result

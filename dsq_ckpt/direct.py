@@ -6,7 +6,6 @@ the same steps and the same files.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import uuid
@@ -27,7 +26,7 @@ from dsq_ckpt.comm import Communicator, RankUnreachable, together
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, file_checksum, make_directory
-from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.index import uncovered
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.nesting import Nesting
@@ -36,7 +35,7 @@ from dsq_ckpt.parts import Part, items_of, layout_of
 from dsq_ckpt.quantizing import quantize_items
 from dsq_ckpt.remembered import Memory, remember_committed, remember_pending
 from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, untied, write_rank
-from dsq_ckpt.targets import refuse_checkpoint
+from dsq_ckpt.targets import Landing, refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
 
@@ -139,10 +138,14 @@ def save_parts(
     own = brought.own
     layouts = comm.gather(brought.layout)
 
+    landing: Landing | None = None
+
     def decide() -> Agreement | None:
+        nonlocal landing
         if comm.rank:
             return None
         refuse_checkpoint(path, overwrite, attached=bool(own.attachments))
+        landing = Landing(path)
         agreement = agree(path, parent, config, comm.size, layouts)
         if own.attachments:
             attachments.keep_plain(path, config.storage.fsync)
@@ -178,8 +181,8 @@ def save_parts(
     except RankUnreachable:
         raise  # others may still write
     except BaseException:
-        if comm.rank == 0:
-            _discard(path)
+        if landing is not None:
+            landing.discard()
         raise
     finally:
         for temporary in hidden.values():
@@ -187,13 +190,6 @@ def save_parts(
     remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
     remember_committed(path, agreement.save_id)
     return choice
-
-
-def _discard(path: Path) -> None:
-    """Remove what a failed save left, and its directory, unless a checkpoint or something else is in it."""
-    with suppress(OSError, DSQError):
-        gc.collect(path, -math.inf)
-        path.rmdir()
 
 
 def _written(
@@ -264,7 +260,7 @@ def _committed(
     attachments.forget(path, [file.name for file in attached])
     retire(path, choice.config)
     with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
-        gc.collect(path, time.time() - started)
+        gc.collect_in(path, time.time() - started)
 
 
 def _once(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:

@@ -1,7 +1,7 @@
 """Garbage collection: files that an interrupted save left behind, and nothing else.
 
 Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not name;
-and all files of a directory that holds only ours but no manifest, which is what a save leaves that did not complete.
+and all files of ours in a directory without manifest that holds no others, which a save leaves that did not complete.
 A file is ours only if its whole name has the form that a save gives, or if a journal of the save says that it wrote
 these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Where such a tag was being replaced it is put back first
 (see `attachments`). Since a save that is under way looks the same,
@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,10 @@ _ATTACHED = r"[A-Za-z0-9_-]+\.pt"
 _JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}\.attachments")
 _ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PLAIN})\.old")
 _TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
+
+
+HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
+"""Names that file systems and file managers put everywhere."""
 
 
 class Orphan(NamedTuple):
@@ -75,16 +79,26 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     """
     removed, path = [], expanded(path)
     for directory in _directories(path):
-        orphans = _orphans(directory, min_age_seconds)
-        if orphans and plain_aside(directory):
-            restore(directory)
-        for orphan in orphans:
-            orphan.path.unlink(missing_ok=True)
-            removed.append(orphan)
+        orphans = collect_in(directory, min_age_seconds)
+        removed += orphans
         if orphans and directory != path:
             with contextlib.suppress(OSError):  # not empty: something else lives there
                 directory.rmdir()
     return removed
+
+
+def collect_in(directory: Path, min_age_seconds: float) -> list[Orphan]:
+    """Delete what `garbage` finds in one directory, and in none below it; returns what was deleted.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    orphans = _orphans(directory, min_age_seconds)
+    if orphans and plain_aside(directory):
+        restore(directory)
+    for orphan in orphans:
+        orphan.path.unlink(missing_ok=True)
+    return orphans
 
 
 def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Left]:
@@ -104,7 +118,7 @@ def _left(directory: Path, min_age_seconds: float) -> Left | None:
         return None
     if _is_absent(directory / MANIFEST):
         written = journaled(directory)
-        others = [name for name in names if not is_ours(name) and name not in written and not plain_aside(directory)]
+        others = [] if plain_aside(directory) else _others(names, written)
         why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
         return Left(directory, f"{why}: delete it by hand if nothing in it is needed", False) if why else None
     try:
@@ -112,6 +126,11 @@ def _left(directory: Path, min_age_seconds: float) -> Left | None:
     except DSQError as error:
         return Left(directory, f"its manifest cannot be read, so any of its files may be needed: {error}", False)
     return None
+
+
+def _others(names: Iterable[str], written: Container[str]) -> list[str]:
+    """Return the names of files that are neither ours nor harmless."""
+    return [name for name in names if not (is_ours(name) or name in written or HARMLESS.fullmatch(name))]
 
 
 def _directories(path: Path) -> Iterator[Path]:
@@ -140,7 +159,7 @@ def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
     reason = "save did not complete"
     aside = plain_aside(directory)  # which is a tag that was being replaced, unless a manifest says that it was
     written = journaled(directory) - aside.keys()
-    data_too = bool(aside) or all(is_ours(entry.name) or entry.name in written for entry in entries)
+    data_too = bool(aside) or not _others((entry.name for entry in entries), written)
     if not _is_absent(directory / MANIFEST):
         reason = "not in the manifest"
         try:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
-from dsq_ckpt.gc import is_ours
+from dsq_ckpt.gc import HARMLESS, collect_in, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old")
 """Names of DeepSpeed's files, and of those that stepped aside for others (see `attachments`)."""
-_HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
-"""Names that file systems and file managers put everywhere."""
 
 
 def refuse(goal: Path, overwrite: bool) -> None:
@@ -72,7 +72,7 @@ def _foreign(path: Path, attached: bool) -> list[str]:
                 names.remove(MANIFEST)
     return [
         name for name in names
-        if not (is_ours(name) or _HARMLESS.fullmatch(name) or (attached and _ATTACHED.fullmatch(name)))
+        if not (is_ours(name) or HARMLESS.fullmatch(name) or (attached and _ATTACHED.fullmatch(name)))
     ]
 
 
@@ -96,6 +96,29 @@ def _holds_checkpoint(path: Path) -> bool:
         return is_complete(path)
     except DSQError:  # somebody else's directory, as in the root of a file system
         return False
+
+
+class Landing:
+    """The directory that a save is about to write to, and how to leave it as it was.
+
+    Args:
+        path: the checkpoint directory, which was not refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._absent = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
+
+    def discard(self) -> None:
+        """Remove what the save left, once no rank writes any more: its files, and directories that it made.
+
+        A checkpoint that is there stays, and so does all that is not ours.
+        """
+        with suppress(OSError, DSQError):
+            collect_in(self._path, -math.inf)
+        with suppress(OSError):  # not empty: something else lives there
+            for directory in self._absent:
+                directory.rmdir()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dsq_ckpt import ConfigError, SaveFailed
+from dsq_ckpt import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.comm import Communicator, FailedElsewhere, sum_with_status, together
 
 
@@ -67,6 +67,11 @@ def _failures(comm: Communicator, culprit: int) -> None:
         sums()
     with pytest.raises(SaveFailed, match="ValueError: a bug" if mine else f"^rank {culprit} failed: ValueError: a bug"):
         together(comm, bug)
+    # It is an error of the one thing that was done.
+    for kind, other in ((SaveFailed, LoadFailed), (LoadFailed, SaveFailed)):
+        with pytest.raises(kind) as told:
+            together(comm, bug, kind)
+        assert not isinstance(told.value, other)
     # What the status cannot carry, the consensus around it does.
     says = "^wrong$" if mine else f"^rank {culprit} failed: ConfigError: wrong$"
     with pytest.raises(ConfigError if mine else FailedElsewhere, match=says):

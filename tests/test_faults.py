@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt import chain
@@ -47,8 +48,7 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
         if space < total - 100:
             with pytest.raises(dsq_ckpt.DSQError, match="No space left"):
                 dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
-            assert [file.name for file in path.iterdir() if file.suffix != ".dsq"] == []
-            assert not [file for file in path.iterdir() if file.stat().st_nlink == 1], "nothing of this save remains"
+            assert not path.exists(), "nothing of this save remains"
         elif space > total:
             dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
             assert relative_error(moved(state, 2)["lossy"]["linear.weight"], loaded(path, state)["lossy"][
@@ -116,6 +116,54 @@ def test_a_system_call_fails(tmp_path, monkeypatch, name):
         if calls <= fails:
             break
     assert fails >= 2
+
+
+def saved_by_dcp(state, path, config=None):
+    dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(path, config))
+
+
+def saved_in_background(state, path, config=None):
+    dsq_ckpt.async_save(state, path, config=config).result()
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, saved_by_dcp, saved_in_background])
+@pytest.mark.parametrize("fails", ["dcp.writer.write_rank", "shard.ShardWriter.finish", "dcp.writer.commit"])
+def test_a_save_that_fails_leaves_no_directory(tmp_path, monkeypatch, save, fails):
+    """But what was there before; a directory without anything in it, too."""
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "run" / "0")
+    (tmp_path / "run" / "there").mkdir()
+    (tmp_path / "run" / "harmless").mkdir()
+    (tmp_path / "run" / "harmless" / ".DS_Store").write_bytes(b"of a file manager")
+    before = sorted(tmp_path.rglob("*"))
+    places = ["run/new", "other/run/new", "run/there", "run/harmless"]
+    with monkeypatch.context() as patched:
+        patched.setattr(f"dsq_ckpt.{fails}", full)
+        for place in places:
+            with pytest.raises(BaseException, match="No space left"):
+                save(moved(state, 1), tmp_path / place)
+            assert sorted(tmp_path.rglob("*")) == before
+    for place in places:
+        save(moved(state, 1), tmp_path / place)
+        check_whole(tmp_path / place)
+
+
+def test_a_failed_overwrite_leaves_what_was_there(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "0")
+    (tmp_path / "0" / "notes.txt").write_text("the best so far")
+    kept, before = Kept(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
+    monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", full)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
+        dsq_ckpt.save(moved(state, 1), tmp_path / "0", overwrite=True)
+    assert sorted((tmp_path / "0").iterdir()) == before
+    kept.check()
 
 
 def check_whole(path):

@@ -158,6 +158,7 @@ def test_a_save_that_was_killed(tmp_path, monkeypatch, later):
 
     state = small_run(tmp_path / "run")
     monkeypatch.setattr(Manifest, "write", die)
+    monkeypatch.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
     with pytest.raises(BaseException, match="killed"):
         dsq_ckpt.save(state, tmp_path / "run" / "next")
     left = sorted((tmp_path / "run" / "next").iterdir())
@@ -186,7 +187,7 @@ def tag_without_manifest(path, monkeypatch):
     contribution = Contribution([part], attachments={"mp_rank_00_model_states.pt": write})
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("dsq_ckpt.direct.commit", killed)
-        patched.setattr("dsq_ckpt.direct._discard", lambda directory: None)
+        patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
         save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     return contribution
 
@@ -273,7 +274,7 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr(at, no_space)
-        patched.setattr("dsq_ckpt.direct._discard", lambda *args: None)
+        patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
         patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
         save()
     assert [name for name in listing(path) if name.endswith(".dsq")]

@@ -26,6 +26,7 @@ from dsq_ckpt.comm import Communicator, SingleProcess, communicator
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import make_directory
+from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.early import stage_codes
 from dsq_ckpt.dcp.items import check_promised, inventory, write_results
@@ -39,7 +40,7 @@ from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.remembered import Memory, outline, remember_committed, remember_pending
 from dsq_ckpt.session import Agreement, agree, exact_values, untied, write_rank
-from dsq_ckpt.targets import refuse_checkpoint
+from dsq_ckpt.targets import Landing, refuse_checkpoint
 from dsq_ckpt.workers import Workers
 
 
@@ -99,6 +100,7 @@ class DSQStorageWriter(StorageWriter):
         self._rank = 0
         self._started = 0.0
         self._planned: Agreement | None = None
+        self._landing: Landing | None = None  # on the coordinator
         self._used: str | None = None
         self._names: set[str] = set()
         self._planner = ""
@@ -160,6 +162,7 @@ class DSQStorageWriter(StorageWriter):
         if self.no_dist and len(plans) > 1:
             raise SaveFailed(f"DSQStorageWriter was told no_dist=True, but DCP saves with {len(plans)} ranks")
         refuse_checkpoint(self._target(), self._overwrite)
+        self._landing = Landing(self._target())
         if isinstance(self._staged, StagedCodes):
             agreement = self._staged.agreement
             if agreement.ranks != len(plans):
@@ -188,6 +191,14 @@ class DSQStorageWriter(StorageWriter):
     @held_signals()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         agreement = plan.storage_data
+        try:
+            return self._write(agreement, plan, planner)
+        except BaseException:
+            if isinstance(agreement, Agreement) and agreement.ranks == 1:  # else DCP waits for what others write
+                self.discard()
+            raise
+
+    def _write(self, agreement: Any, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(agreement, Agreement) or agreement.save_id == self._used:
             raise SaveFailed(_PLAN_CACHING)
         self._used = agreement.save_id
@@ -228,6 +239,13 @@ class DSQStorageWriter(StorageWriter):
 
     @held_signals()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            self._finish(metadata, results)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         let_signals_through()  # not later: the checkpoint is complete then
         agreement, path = self._planned, self._target()
         if agreement is None or self._choice is None:
@@ -248,6 +266,12 @@ class DSQStorageWriter(StorageWriter):
                 f"planner data of {self._planner} is not in the checkpoint, since it is no plain data ({lost}); "
                 "Metadata.planner_data will be None when it is loaded"
             )
+
+    def discard(self) -> None:
+        """Remove what a save that failed left; once no rank writes any more. It is done on the coordinator."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.discard()
 
     # AsyncStager: what runs on the training thread of an asynchronous save.
 
@@ -287,6 +311,8 @@ class DSQStorageWriter(StorageWriter):
             if call.checkpoint_id is not None:
                 self.path = local_path(call.checkpoint_id)
             self._check(call)
+            if call.processes:
+                replace_dead(communicator(None))
         path = self._target()
         alone = self.no_dist or (call is not None and call.no_dist)
         comm: Communicator | None = SingleProcess() if alone else None
@@ -336,6 +362,7 @@ class DSQStorageWriter(StorageWriter):
     def _agreed(self, layouts: list[Layout]) -> Agreement:
         path = self._target()
         refuse_checkpoint(path, self._overwrite)  # before a search, which may take long
+        self._landing = Landing(path)
         return agree(path, self._parent, self.config, len(layouts), layouts)
 
     def _target(self) -> Path:

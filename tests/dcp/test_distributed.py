@@ -37,7 +37,7 @@ def test_planners(tmp_path):
 
 
 def test_a_background_process_dies(tmp_path):
-    assert checks(torchrun("revived", 2, tmp_path, timeout=300)) == 2
+    assert checks(torchrun("revived", 2, tmp_path, timeout=300)) == 3
 
 
 def test_faults(tmp_path):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import HANG, done, fails_everywhere, normal, world
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dsq_ckpt
 from dsq_ckpt.manifest import Manifest, is_complete
@@ -55,6 +57,17 @@ def killed(root: Path, rank: int) -> None:
     dist.barrier()
     assert Manifest.read(root / "3").parent_name == "1"
     done("killed in the middle of a save")
+    if rank == 1:
+        kill()
+    dist.barrier()
+    future = dcp.async_save(
+        state(4, rank), storage_writer=dsq_ckpt.DSQStorageWriter(root / "4"),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    future.result(timeout=HANG)
+    dist.barrier()
+    assert Manifest.read(root / "4").parent_name == "3"
+    done("killed before a save by DCP's own function")
 
 
 if __name__ == "__main__":
