@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsq_ckpt.errors import ConfigError
@@ -41,6 +41,18 @@ def expect_extra(extra: Any) -> None:
         ConfigError: it is no dict.
     """
     expect("extra", extra, Mapping | None, "a dict, such as {'step': 500}")
+
+
+def expect_folds(evaluate: Any, check: Any) -> None:
+    """Check the functions by which a search judges a model.
+
+    Raises:
+        ConfigError: one of them is no function, or `check` has nothing to confirm.
+    """
+    expect("evaluate", evaluate, Callable | None, "a function that gives the metric of the model as it is")
+    expect("check", check, Callable | None, "a function that gives the same metric on other batches")
+    if check is not None and evaluate is None:
+        raise ConfigError("check needs evaluate: it confirms what a search chooses by `evaluate`")
 
 
 def shown(value: Any) -> str:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
-from dsq_ckpt.arguments import expect, expect_extra, expect_path, shown
+from dsq_ckpt.arguments import expect, expect_extra, expect_folds, expect_path, shown
 from dsq_ckpt.choice import as_configured
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.reader import Refinement
@@ -56,6 +56,8 @@ class Compressor:
         config: as for `dsq_ckpt.save`; `system` chooses the search space.
         evaluate: the metric (a loss, by default: `search.higher_is_better`) of the model as it is now, on a few batches
             that are always the same. It is called on all ranks together, and ranks' results are averaged.
+        check: the same metric on other batches. A search may fit the batches that it looks at; with `check`, what it
+            chooses by `evaluate` has to keep its bounds on these too, for two evaluations more per save.
         every: steps between checkpoints, if that is regular: gradients are averaged only before them.
         hooks: "step": the optimizer's step tells when gradients are there; "backward": for optimizers that run inside
             backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
@@ -72,13 +74,14 @@ class Compressor:
         config: ConfigLike = None,
         evaluate: Callable[[], float] | None = None,
         *,
+        check: Callable[[], float] | None = None,
         every: int | None = None,
         hooks: Literal["step", "backward", "manual"] = "step",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
         expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
-        expect("evaluate", evaluate, Callable | None, "a function that gives the metric of the model as it is")
+        expect_folds(evaluate, check)
         expect("every", every, int | None, "a number of steps")
         if hooks not in ("step", "backward", "manual"):
             raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
@@ -90,7 +93,7 @@ class Compressor:
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
         self._hooks = hooks
-        self._manager = None if evaluate is None else ConfigManager(model, evaluate)
+        self._manager = None if evaluate is None else ConfigManager(model, evaluate, check=check)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
             module.reshard()

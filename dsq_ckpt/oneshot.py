@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.analysis import Sketches
 from dsq_ckpt.api import ConfigLike, as_config, finish_background
+from dsq_ckpt.arguments import expect_folds
 from dsq_ckpt.choice import Choice, as_configured
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.comm import Communicator, SingleProcess, together
@@ -51,6 +52,7 @@ def compress(
     *,
     config: ConfigLike = None,
     evaluate: Evaluate | None = None,
+    check: Evaluate | None = None,
     max_degradation: float | None = None,
     model: nn.Module | None = None,
     overwrite: bool = False,
@@ -77,6 +79,7 @@ def compress(
         path: the checkpoint directory to write, on storage that all ranks share.
         config: as for `dsq_ckpt.save`.
         evaluate: the metric of the model as it is now, as for `Compressor`.
+        check: the same metric on other batches, as for `Compressor`: the bound is kept by both.
         max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
         model: the model that `evaluate` looks at, where `source` is not it. It is given the weights of the source
             first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
@@ -95,7 +98,8 @@ def compress(
         CheckpointNotFound, CorruptCheckpoint, LoadFailed: the source cannot be read.
         CheckpointExists: `path` holds a complete checkpoint and `overwrite` was not given.
         SaveFailed: `path` is no directory.
-        DSQError: what else failed, `evaluate` and another rank included; all ranks raise, and nothing was committed.
+        DSQError: what else failed, `evaluate`, `check` and another rank included; all ranks raise, and nothing was
+            committed.
     """
     comm = communicator or SingleProcess()
 
@@ -104,6 +108,7 @@ def compress(
         refuse_checkpoint(target, overwrite)
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
+        expect_folds(evaluate, check)
         chosen = _configuration(config, max_degradation, evaluate)
         return target, chosen, _opened(source, target, model, evaluate)
 
@@ -117,7 +122,7 @@ def compress(
         save_parts(
             target, lambda: _share(opened, comm), chosen, comm, parent=None, overwrite=overwrite,
             types=None if judged is None else layer_types(judged),
-            chooser=as_configured if judged is None or evaluate is None else _search(judged, evaluate),
+            chooser=as_configured if judged is None or evaluate is None else _search(judged, evaluate, check),
         )
 
     def about() -> dict[str, Any] | None:
@@ -210,26 +215,34 @@ def _dumped(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _search(model: nn.Module, evaluate: Evaluate) -> Callable[..., Choice]:
-    """A chooser that searches, and fails where `evaluate` does: nothing is gained by a snapshot of unknown quality."""
-    failures: list[Exception] = []
+def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., Choice]:
+    """A chooser that searches, and fails where `evaluate` or `check` does: nothing is gained by a snapshot of unknown
+    quality.
+    """
+    failures: list[tuple[str, Exception]] = []
 
-    def guarded() -> float:
-        try:
-            return evaluate()
-        except Exception as error:
-            failures.append(error)
-            raise
+    def guarded(name: str, original: Evaluate) -> Evaluate:
+        def call() -> float:
+            try:
+                return original()
+            except Exception as error:
+                failures.append((name, error))
+                raise
 
-    manager = ConfigManager(model, guarded)
+        return call
+
+    manager = ConfigManager(
+        model, guarded("evaluate", evaluate), check=None if check is None else guarded("check", check)
+    )
 
     def choose(
         sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
     ) -> Choice:
         choice = manager(sketches, local, config, comm, workers)
         if failures:
-            raise SaveFailed(f"`evaluate` raised {type(failures[0]).__name__}: {failures[0]}") from failures[0]
-        if choice.quality is not None and "metric" not in choice.quality:
+            name, error = failures[0]
+            raise SaveFailed(f"`{name}` raised {type(error).__name__}: {error}") from error
+        if choice.quality is not None and not {fold.key for fold in manager.folds} <= set(choice.quality):
             raise SaveFailed(str(choice.quality["reason"]))
         return choice
 

@@ -146,7 +146,7 @@ def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKe
     changed = sorted({key.fqn for key, found in before.items() if after[key] != found})
     if changed:
         raise SaveFailed(
-            f"`evaluate` changed {named(changed)}: it must leave the model and its optimizer as they are. The "
+            f"`evaluate` or `check` changed {named(changed)}: they must leave model and optimizer as they are. The "
             "checkpoint was not written, and what changed was not put back: load an earlier checkpoint before training "
             "goes on"
         )

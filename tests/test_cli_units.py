@@ -49,7 +49,7 @@ def test_figures_of_a_search_have_units(run):
 def test_every_figure_that_a_search_records_has_a_unit(tmp_path):
     """Those of a real search: whoever adds one adds its unit."""
     model = Net()
-    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(model))
+    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(model), check=lambda: loss_of(model, 10_001))
     for name in "ab":
         compressor.save(tmp_path / name)
     for name, value in compressor.quality.items():

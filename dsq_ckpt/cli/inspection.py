@@ -16,9 +16,11 @@ from dsq_ckpt.manifest import Manifest, checkpoints
 _SHARE = "share of the metric"
 _AS_METRIC = "units of the metric"
 _UNITS = {
-    "metric": "as evaluate gives it", "degradation": _SHARE, "predicted_degradation": _SHARE, "noise": _SHARE,
+    "metric": "as evaluate gives it", "check_metric": "as check gives it", "degradation": _SHARE,
+    "check_degradation": _SHARE, "predicted_degradation": _SHARE, "noise": _SHARE,
     "restore_loses": _AS_METRIC, "restore_may_lose": _AS_METRIC, "predicted_bytes": "bytes",
-    "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "seconds": "s",
+    "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "checks": "calls of check",
+    "seconds": "s",
 }
 _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
 

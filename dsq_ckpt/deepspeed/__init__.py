@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dsq_ckpt.arguments import expect_folds
 from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config import DSQConfig
@@ -45,33 +46,40 @@ _blocks: list[bool] = []  # of the engines since `install`: whether each has the
 Evaluate = Callable[[], float]
 
 
-def initialize(*args: Any, evaluate: Evaluate | None = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def initialize(
+    *args: Any, evaluate: Evaluate | None = None, check: Evaluate | None = None, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize`, with compressed checkpoints where the configuration has the block `dsq_checkpoint`.
 
     Args:
         args: of `deepspeed.initialize`.
-        evaluate: see `attach`.
+        evaluate, check: see `attach`.
         kwargs: of `deepspeed.initialize`.
 
     Returns:
         What `deepspeed.initialize` returns: engine, optimizer, data loader, scheduler.
 
     Raises:
-        ConfigError: the block has unknown keys or wrong values; all of them are named.
+        ConfigError: the block has unknown keys or wrong values, all of which are named; or `evaluate` or `check` is no
+            function.
     """
+    expect_folds(evaluate, check)
     deepspeed = _deepspeed()
     if isinstance(tree := kwargs.get("config"), dict):
         block_of(tree)  # what is wrong with it is said before the engine is built
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     tree = made[0]._config._param_dict
     if block_of(tree) is not None:
-        attach(made[0], evaluate=evaluate)
+        attach(made[0], evaluate=evaluate, check=check)
     elif not _warn_of_others(tree) and tree.get(BLOCK) is None:
         warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
     return made
 
 
-def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evaluate: Evaluate | None = None) -> None:
+def attach(
+    engine: Any, config: DSQConfig | dict[str, Any] | None = None, evaluate: Evaluate | None = None,
+    check: Evaluate | None = None,
+) -> None:
     """Let an engine write compressed checkpoints, and read them and its own; collective.
 
     Args:
@@ -79,10 +87,13 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
         config: as the block `dsq_checkpoint`, which is used where this is None; with neither, the defaults.
         evaluate: the metric of the engine's model as it is now, as for `dsq_ckpt.Compressor`; each save then searches
             the smallest configuration that keeps to `config.search`. Called on all ranks together.
+        check: the same metric on other batches, as for `dsq_ckpt.Compressor`; what is chosen keeps its bounds there
+            too.
 
     Raises:
-        ConfigError: the configuration is wrong, or asks for storage that ranks do not share.
+        ConfigError: an argument or the configuration is wrong, or asks for storage that ranks do not share.
     """
+    expect_folds(evaluate, check)
     _deepspeed()
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
     from dsq_ckpt.deepspeed.gradients import FlatGradients
@@ -108,7 +119,7 @@ def attach(engine: Any, config: DSQConfig | dict[str, Any] | None = None, evalua
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
     engine.checkpoint_engine = DSQCheckpointEngine(
-        engine, inner, chosen, group, _chooser(engine, evaluate), gradients
+        engine, inner, chosen, group, _chooser(engine, evaluate, check), gradients
     )
     _check_and_remember_loads(engine)
 
@@ -219,13 +230,13 @@ def _timeout() -> timedelta | None:
     return None
 
 
-def _chooser(engine: Any, evaluate: Evaluate | None) -> Chooser:
+def _chooser(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> Chooser:
     if evaluate is None:
         return as_configured
     from dsq_ckpt.deepspeed.masters import refresh_of
     from dsq_ckpt.search.manager import ConfigManager
 
-    return ConfigManager(engine.module, evaluate, refresh=refresh_of(engine))
+    return ConfigManager(engine.module, evaluate, refresh=refresh_of(engine), check=check)
 
 
 def block_of(settings: dict[str, Any]) -> DSQConfig | None:

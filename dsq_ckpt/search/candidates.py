@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from dsq_ckpt.analysis import Analysis, Sketches
@@ -36,10 +37,11 @@ class SaveSearch:
         comm: of the ranks that save.
         model: entered; it evaluates candidates.
         groups: of weights, those that are quantized.
-        candidates, degradations: by point and number of the variant.
+        candidates: by point and number of the variant.
         fits: by group and codebook.
-        evaluations: so far, on this rank.
-        metric: of the model as it is; NaN until it was evaluated.
+        degradations: by point and number of the variant, on each fold of batches (`evaluate`, `check`).
+        evaluations: so far, on this rank, of each fold.
+        metrics: of the model as it is, on each fold.
     """
 
     sketches: Sketches
@@ -51,9 +53,9 @@ class SaveSearch:
     groups: list[str]
     candidates: dict[tuple[Point, int], Candidate] = field(default_factory=dict)
     fits: dict[str, Analysis] = field(default_factory=dict)
-    degradations: dict[tuple[Point, int], float] = field(default_factory=dict)
-    evaluations: int = 0
-    metric: float = math.nan
+    degradations: dict[tuple[Point, int], dict[str, float]] = field(default_factory=dict)
+    evaluations: Counter[str] = field(default_factory=Counter)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def candidate(self, point: Point, variant: int) -> Candidate:
         """The configuration at a point, fitted; groups that other points have in common are fitted once.

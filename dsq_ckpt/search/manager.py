@@ -4,6 +4,7 @@ Inshrinkerator, section 5: a guided exhaustive search at the first checkpoint, t
 choice. Candidates are ordered by the exact size of their codes, which the joint sketch tells without encoding; only
 quality needs the model. Two bounds: on the base layer, relative to the unquantized model (epsilon, as in the paper);
 and on what a restore gives back (base and refinement), relative to what training gained since the last checkpoint.
+A search can fit the few batches that it looks at, so a second fold of them, `check`, may confirm what it finds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
+from dsq_ckpt.search.folds import Fold, agree
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.space import Point
@@ -40,7 +42,7 @@ _VISIBLE = 0.1  # relative squared error of weights that any metric must notice
 
 
 class _EvaluationFailed(Exception):
-    """`evaluate` raised, or gave no finite number; on any rank."""
+    """`evaluate` or `check` raised, or gave no finite number; on any rank."""
 
 
 @dataclass
@@ -51,10 +53,8 @@ class _Known:
     variant: int = 0
     refinement_bits: int | None = None
     comfortable: bool = False
-    metric: float | None = None
     degradation: float | None = None
     distortion: float | None = None
-    deterministic: bool = False
 
 
 class ConfigManager:
@@ -64,14 +64,18 @@ class ConfigManager:
         model: the model that `evaluate` looks at.
         evaluate: metric of the model as it is, on data of its own; it must give the same number for the same weights.
         refresh: see `TrialModel`.
+        check: the same metric on other data. What keeps its bounds by `evaluate` alone is not chosen.
     """
 
     def __init__(
-        self, model: nn.Module, evaluate: Callable[[], float], refresh: Callable[[], None] | None = None
+        self, model: nn.Module, evaluate: Callable[[], float], refresh: Callable[[], None] | None = None,
+        check: Callable[[], float] | None = None,
     ) -> None:
         self._model = model
         self._refresh = refresh
-        self._evaluate = evaluate
+        self.folds = [Fold("evaluate", evaluate)]
+        if check is not None:
+            self.folds.append(Fold("check", check, "check_metric"))
         self._known = _Known()
 
     def resume(self, config: dict[str, Any], quality: dict[str, Any] | None) -> None:
@@ -93,8 +97,10 @@ class ConfigManager:
             name = quality["chosen"].get("variant")
             self._known = _Known(
                 point=space.nearest(_flat(config)), refinement_bits=loaded.quantize.weights.refinement_bits,
-                metric=quality.get("metric"), deterministic=True, variant=names.index(name) if name in names else 0,
+                variant=names.index(name) if name in names else 0,
             )
+            for fold in self.folds:
+                fold.metric, fold.sound = quality.get(fold.key), fold.key in quality
 
     def __call__(
         self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
@@ -102,7 +108,8 @@ class ConfigManager:
         """Search, and choose; collective over `comm`.
 
         Raises:
-            SaveFailed: on all ranks, if `evaluate` changed the model; its parameters are put back.
+            SaveFailed: on all ranks, if `evaluate` or `check` changed the model; its parameters are put back. Or if
+                only some ranks were given a `check`.
         """
         started = time.perf_counter()
         space = SYSTEMS[config.system].space
@@ -113,6 +120,7 @@ class ConfigManager:
         if space is None or not groups:
             return Choice(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
+        agree(self.folds, comm)
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
         model = together(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
         save = SaveSearch(sketches, config, space, comm, model, usual, groups)
@@ -122,16 +130,19 @@ class ConfigManager:
             choice = self._unbounded(save, record, str(failure))
         finally:
             model.__exit__()
-        record |= {"evaluations": save.evaluations, "seconds": time.perf_counter() - started}
+        record |= {"evaluations": save.evaluations["evaluate"], "seconds": time.perf_counter() - started}
+        if len(self.folds) > 1:
+            record["checks"] = save.evaluations["check"]
         assert choice.quality is record
         return choice
 
     def _searched(self, save: SaveSearch, record: dict[str, Any]) -> Choice:
         search, known = save.config.search, self._known
-        save.metric = record["metric"] = self._metrics(save, [None])[0]
-        self._check_evaluate(save, record)
+        for fold in self.folds:
+            save.metrics[fold.name] = record[fold.key] = self._metrics(save, fold, [None])[0]
+            self._check_fold(save, fold, record)
         point, variant = self._base(save, record)
-        best = min(save.degradations.values(), default=0.0)
+        best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
         if best < -_TOO_GOOD:
             warn(
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
@@ -141,22 +152,26 @@ class ConfigManager:
             point, variant = save.gentlest, 0
             record["search"] = "exhaustive, then without rate-distortion choice"
         if point is None:
-            return self._unbounded(save, record, f"no configuration keeps the metric within {search.epsilon:.2%}")
+            both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
+            why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
+            return self._unbounded(save, record, why)
         candidate = save.candidate(point, variant)
-        degradation = save.degradations[point, variant]
+        degradation = save.degradations[point, variant]["evaluate"]
         record |= {
             "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": degradation,
             "predicted_bytes": candidate.bits / 8, "satisfied": True,
         }
+        if len(self.folds) > 1:
+            record["check_degradation"] = save.degradations[point, variant]["check"]
         distortion = save.distortion(candidate)
         if known.degradation is not None and known.distortion:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
         bits = self._refined(save, candidate, record)
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         analysis = save.refined(candidate, bits)
-        self._known = _Known(
-            point, variant, bits, known.comfortable, save.metric, degradation, distortion, deterministic=True
-        )
+        self._known = _Known(point, variant, bits, known.comfortable, degradation, distortion)
+        for fold in self.folds:
+            fold.metric, fold.sound = save.metrics[fold.name], True
         return Choice(analysis, config, dict.fromkeys(save.groups, bits), record)
 
     def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
@@ -200,36 +215,45 @@ class ConfigManager:
             return variant
         self._try(save, [point], 1 - variant)
         before = self._known.degradation
-        clearly = before is not None and save.degradations[point, 1 - variant] < _BETTER_VARIANT * before
+        clearly = before is not None and save.degradations[point, 1 - variant]["evaluate"] < _BETTER_VARIANT * before
         return 1 - variant if clearly else variant
 
     def _try(self, save: SaveSearch, points: list[Point], variant: int) -> list[bool]:
-        """Which of the points keep to epsilon; each is evaluated once."""
-        new = [point for point in points if (point, variant) not in save.degradations]
-        metrics = self._metrics(save, [save.candidate(point, variant).analysis for point in new])
-        for point, metric in zip(new, metrics, strict=True):
-            save.degradations[point, variant] = degradation(metric, save.metric, save.config.search)
-        # Coarser weights that score much better: the metric is read the wrong way round, and would ruin the history.
-        found = [save.degradations[point, variant] for point in points]
-        return [-_TOO_GOOD <= one <= save.config.search.epsilon for one in found]
+        """Which of the points keep to epsilon, on every fold; on each they are evaluated once."""
+        search, keeping = save.config.search, points
+        for fold in self.folds:
+            found = {point: save.degradations.setdefault((point, variant), {}) for point in keeping}
+            if new := [point for point in keeping if fold.name not in found[point]]:
+                metrics = self._metrics(save, fold, [save.candidate(point, variant).analysis for point in new])
+                for point, metric in zip(new, metrics, strict=True):
+                    found[point][fold.name] = degradation(metric, save.metrics[fold.name], search)
+            # Coarser weights that score much better: the metric is read the wrong way, and would ruin the history.
+            keeping = [point for point in keeping if -_TOO_GOOD <= found[point][fold.name] <= search.epsilon]
+        return [point in keeping for point in points]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
-        """Bits of the weights' refinement: as few as keep what a restore changes the metric by within the bound."""
+        """Bits of the weights' refinement: as few as keep what a restore changes the metric by within the bound.
+
+        With `check` it is measured there alone: what is left of the errors of a base layer that was chosen by
+        `evaluate` may suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
+        """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
         if search.bound == "relative" or not configured:
             return configured
-        gained = 0.0 if self._known.metric is None else max(0.0, self._known.metric - save.metric)
+        fold = self.folds[-1]
+        exact = save.metrics[fold.name]
+        gained = 0.0 if fold.metric is None else max(0.0, fold.metric - exact)
         if search.higher_is_better:
-            gained = 0.0 if self._known.metric is None else max(0.0, save.metric - self._known.metric)
-        allowed = max(search.share * gained, search.floor * abs(save.metric))
+            gained = 0.0 if fold.metric is None else max(0.0, exact - fold.metric)
+        allowed = max(search.share * gained, search.floor * abs(exact))
         bits = self._known.refinement_bits or configured
-        if self._known.comfortable and bits > 1 and save.evaluations <= 2:  # there is an evaluation to spare
+        if self._known.comfortable and bits > 1 and save.evaluations["evaluate"] <= 2:  # there is one to spare
             bits -= 1
         while True:
-            metric = self._metrics(save, [save.refined(candidate, bits)], bits)[0]
+            metric = self._metrics(save, fold, [save.refined(candidate, bits)], bits)[0]
             # Also where the metric improves: rounding averages out the noise of late steps, and with it what they
             # learned; such a restore looks good and the run ends worse.
-            lost = abs(degradation(metric, save.metric, search)) * abs(save.metric)
+            lost = abs(degradation(metric, exact, search)) * abs(exact)
             if lost <= allowed or bits == _MOST_BITS:
                 break
             bits += 1
@@ -246,7 +270,7 @@ class ConfigManager:
     def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> Choice:
         """Nothing satisfies the bound, or it cannot be told: as gently as can be, or exactly, and said so."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
-        self._known = _Known(deterministic=self._known.deterministic, metric=self._known.metric)
+        self._known = _Known()
         if save.config.search.otherwise == "exact":
             warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
             kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
@@ -262,18 +286,19 @@ class ConfigManager:
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         return Choice(save.refined(candidate, bits), config, dict.fromkeys(save.groups, bits), record)
 
-    def _check_evaluate(self, save: SaveSearch, record: dict[str, Any]) -> None:
+    def _check_fold(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
         """Once: does the same model get the same metric, and another model another?"""
-        if self._known.deterministic:
+        if fold.sound:
             return
-        again = self._metrics(save, [None])[0]
-        noise = abs(again - save.metric) / max(abs(save.metric), 1e-30)
+        exact = save.metrics[fold.name]
+        again = self._metrics(save, fold, [None])[0]
+        noise = abs(again - exact) / max(abs(exact), 1e-30)
         if noise:
-            record["noise"] = noise
+            record["noise"] = max(noise, record.get("noise", 0.0))
         search = save.config.search
         if noise > search.epsilon or (search.bound == "progress" and noise > search.floor):
             warn(
-                f"`evaluate` is not deterministic: the same weights got {save.metric:.6g} and {again:.6g}, a "
+                f"`{fold.name}` is not deterministic: the same weights got {exact:.6g} and {again:.6g}, a "
                 f"difference of {noise:.2%}; that is more than a bound of this search, whose outcome is then chance: "
                 "evaluate on fixed batches, without dropout", rank=save.comm.rank
             )
@@ -281,13 +306,15 @@ class ConfigManager:
             (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),
             key=save.distortion,
         )
-        if save.distortion(coarsest) > _VISIBLE and self._metrics(save, [coarsest.analysis])[0] == save.metric:
+        if save.distortion(coarsest) > _VISIBLE and self._metrics(save, fold, [coarsest.analysis])[0] == exact:
             raise _EvaluationFailed(
-                f"`evaluate` gave {save.metric:.6g} for the model and for one whose weights are nearly gone: it must "
+                f"`{fold.name}` gave {exact:.6g} for the model and for one whose weights are nearly gone: it must "
                 "evaluate the model that the Compressor was given, with its present weights"
             )
 
-    def _metrics(self, save: SaveSearch, analyses: list[Analysis | None], bits: int = 0) -> list[float]:
+    def _metrics(
+        self, save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], bits: int = 0
+    ) -> list[float]:
         """Metrics of several configurations, all ranks together, or (`spread`) a share on each replica."""
         spread, comm = save.config.search.spread and len(analyses) > 1, save.comm
         mine = [i for i in range(len(analyses)) if not spread or i % comm.size == comm.rank]
@@ -297,15 +324,15 @@ class ConfigManager:
         stopped: BaseException | None = None
         try:
             for place in mine:
-                found[place] = save.model.metric(self._evaluate, analyses[place], bits)
+                found[place] = save.model.metric(fold.evaluate, analyses[place], bits, fold.name)
                 let_signals_through()
         except ModelChanged as error:
             changed = str(error)
         except Exception as error:
-            failure = f"`evaluate` raised {described(error)}"
+            failure = f"`{fold.name}` raised {described(error)}"
         except BaseException as error:  # an interrupt ends the save, on all ranks
             stopped = error
-        save.evaluations += -(-len(analyses) // comm.size) if spread else len(analyses)
+        save.evaluations[fold.name] += -(-len(analyses) // comm.size) if spread else len(analyses)
         gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))
         if stopped is not None:
             raise stopped
@@ -323,7 +350,7 @@ class ConfigManager:
             values = [values[place] for values, *_ in gathered if place in values]
             mean = sum(values) / len(values)
             if not math.isfinite(mean) and analysis is None:
-                raise _EvaluationFailed(f"`evaluate` gave {mean} for the model as it is, before any compression")
+                raise _EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")
             metrics.append(mean)
         return metrics
 

@@ -24,7 +24,7 @@ from dsq_ckpt.workers import Workers
 
 
 class ModelChanged(Exception):
-    """`evaluate` changed the model that it was to judge."""
+    """`evaluate`, or `check`, changed the model that it was to judge."""
 
 
 class TrialModel:
@@ -101,7 +101,8 @@ class TrialModel:
         self._undo()
 
     def metric(
-        self, evaluate: Callable[[], float], analysis: Analysis | None = None, refinement_bits: int = 0
+        self, evaluate: Callable[[], float], analysis: Analysis | None = None, refinement_bits: int = 0,
+        name: str = "evaluate",
     ) -> float:
         """What `evaluate` says of the model as decoded, or (`analysis` None) of the model itself.
 
@@ -109,6 +110,7 @@ class TrialModel:
             evaluate: gives the metric of the model as it is.
             analysis: codebooks; chunks of groups that have none keep their values.
             refinement_bits: decode with a refinement layer of so many bits; 0: the base layer.
+            name: of `evaluate`, for errors.
 
         Raises:
             ModelChanged: parameters have other values, other memory or other gradients afterwards.
@@ -125,7 +127,7 @@ class TrialModel:
                    if before.get(name) != after.get(name)]
         if changed:
             raise ModelChanged(
-                f"`evaluate` changed {named(changed)}: it must leave the model as it is; evaluate without optimizer "
+                f"`{name}` changed {named(changed)}: it must leave the model as it is; evaluate without optimizer "
                 "steps and changes in place, or a copy. The model's parameters were put back, optimizer and gradients "
                 "were not; the checkpoint was not written"
             )

@@ -32,11 +32,13 @@ def check(kind: str, system: str, spread: bool, run: Path, rank: int, size: int)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = {"system": system, "search": {"spread": spread}}
     looked_at = model.module if isinstance(model, DistributedDataParallel) else model
-    compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: loss_of(looked_at))
+    compressor = dsq_ckpt.Compressor(
+        model, optimizer, config, lambda: loss_of(looked_at), check=lambda: loss_of(looked_at, 10_001 + rank)
+    )
     for number in range(2):
         train(model, optimizer, 40 * number, 40 * number + 40, rank)
         before = whole(looked_at.state_dict())
-        metric = loss_of(looked_at)
+        metric = loss_of(looked_at, 10_001 + rank)
         compressor.save(run / str(number))
         assert all(torch.equal(value, before[name]) for name, value in whole(looked_at.state_dict()).items())
         told = [None] * size
@@ -44,12 +46,15 @@ def check(kind: str, system: str, spread: bool, run: Path, rank: int, size: int)
         assert all(quality == told[0] for quality in told), told
     manifest = Manifest.read(run / "1")
     assert manifest.depth == 1 and manifest.quality["satisfied"]
+    assert manifest.quality["check_degradation"] <= 0.05 and manifest.quality["checks"] >= 2
     other = wrapped(kind, size, seed=7)
     fresh = torch.optim.AdamW(other.parameters(), lr=3e-3)
     plain = other.module if isinstance(other, DistributedDataParallel) else other
-    resumed = dsq_ckpt.Compressor(other, fresh, config, lambda: loss_of(plain))
+    resumed = dsq_ckpt.Compressor(
+        other, fresh, config, lambda: loss_of(plain), check=lambda: loss_of(plain, 10_001 + rank)
+    )
     resumed.load(run / "1")
-    lost = torch.tensor([loss_of(plain) - metric])
+    lost = torch.tensor([loss_of(plain, 10_001 + rank) - metric])
     dist.all_reduce(lost)
     bound = manifest.quality.get("restore_may_lose", 0.05 * manifest.quality["metric"])
     assert float(lost) / size <= 1.01 * bound + 1e-6, (lost, manifest.quality)
@@ -93,6 +98,39 @@ def changed_on_one_rank(kind: str, path: Path, rank: int, size: int) -> None:
     done(f"{kind} changed")
 
 
+def check_on_one_rank(path: Path, rank: int, size: int) -> None:
+    """Ranks evaluate together: one that has a `check` would wait for the others."""
+    model = wrapped("ddp", size)
+    inner = model.module
+    assert isinstance(inner, nn.Module)
+    compressor = dsq_ckpt.Compressor(
+        model, evaluate=lambda: loss_of(inner), check=(lambda: loss_of(inner, 1)) if rank == 1 else None
+    )
+    fails_everywhere(lambda: compressor.save(path), "rank 1 was given a `check`, and rank 0 none")
+    assert not is_complete(path)
+    done("check on one rank")
+
+
+def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
+    """All ranks store the same, as gently as can be."""
+    model = wrapped("ddp", size)
+    inner = model.module
+    assert isinstance(inner, nn.Module)
+    calls: list[int] = []
+
+    def confirm() -> float:
+        calls.append(1)
+        if rank == 1 and len(calls) == 4:
+            raise RuntimeError("no more data")
+        return loss_of(inner, 1)
+
+    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(inner), check=confirm)
+    compressor.save(path)
+    quality = Manifest.read(path).quality
+    assert not quality["satisfied"] and quality["reason"] == "`check` raised RuntimeError: no more data", quality
+    done("check fails on one rank")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with world() as (rank, size):
@@ -103,3 +141,5 @@ if __name__ == "__main__":
         refused(size)
         for kind in ("fsdp", "ddp"):
             changed_on_one_rank(kind, Path(sys.argv[1]) / kind / "a", rank, size)
+        check_on_one_rank(Path(sys.argv[1]) / "one" / "a", rank, size)
+        check_that_fails_on_one_rank(Path(sys.argv[1]) / "fails" / "a", rank, size)

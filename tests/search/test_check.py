@@ -1,0 +1,187 @@
+"""`check`: a search that fits the batches of `evaluate` keeps its bounds on others too, or says that it did not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.manifest import Manifest
+from tests.commands import printed
+from tests.training import Net, loss_of, train
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+OTHER = 10_001
+"""A batch that no `evaluate` of these tests looks at."""
+
+
+def trained(steps=60):
+    torch.manual_seed(0)  # of dropout
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def overfitted(model, seed, elements=6):
+    """A metric that has eyes for a few weights only, and hardly for these."""
+    weight = model.hidden.weight
+    seen = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))[:elements]
+    before = weight.detach().flatten()[seen].clone()
+    return lambda: 1.0 + 1e-3 * float((weight.detach().flatten()[seen] - before).abs().sum())
+
+
+def restored_loss(path, refinement, alone=False):
+    """Of the base layer, or with refinement, by a model that knows nothing of the search."""
+    other = Net(seed=5)
+    state = other.state_dict()
+    dsq_ckpt.load(state if alone else {"model": state}, path, refinement=refinement)
+    other.load_state_dict(state)
+    return loss_of(other, OTHER)
+
+
+@pytest.mark.parametrize("system, seed, epsilon", [
+    ("dsq", 0, 0.05), ("dsq", 1, 0.02), ("dsq", 2, 0.1), ("uniform", 0, 0.02), ("kmeans", 1, 0.02),
+])
+def test_what_suits_evaluate_alone_is_not_chosen(tmp_path, system, seed, epsilon):
+    model, optimizer = trained(150)
+    exact, config = loss_of(model, OTHER), {"system": system, "search": {"epsilon": epsilon}}
+    alone = dsq_ckpt.Compressor(model, optimizer, config, overfitted(model, seed))
+    alone.save(tmp_path / "alone" / "a")
+    assert alone.quality["satisfied"]
+    assert restored_loss(tmp_path / "alone" / "a", False) / exact - 1 > epsilon, "else this test shows nothing"
+    checked = dsq_ckpt.Compressor(
+        model, optimizer, config, overfitted(model, seed), check=lambda: loss_of(model, OTHER)
+    )
+    for number in range(3):  # by the exhaustive search and by the neighbourhood
+        train(model, optimizer, 150 + 10 * number, 160 + 10 * number)
+        exact = loss_of(model, OTHER)
+        path = tmp_path / "checked" / str(number)
+        checked.save(path)
+        quality = Manifest.read(path).quality
+        lost = restored_loss(path, False) / exact - 1
+        assert lost <= epsilon or not quality["satisfied"]
+        assert quality["satisfied"] and quality["chosen"] != alone.quality["chosen"]
+        assert number or quality["predicted_bytes"] > 1.2 * alone.quality["predicted_bytes"]
+        assert quality["check_metric"] == pytest.approx(exact, rel=1e-6)
+        assert quality["check_degradation"] == pytest.approx(lost, abs=1e-6)
+        if system == "dsq":  # which has a refinement layer
+            changed = abs(restored_loss(path, True) - exact)
+            assert changed == pytest.approx(quality["restore_loses"], abs=1e-6)
+            assert changed <= quality["restore_may_lose"]
+
+
+def test_a_check_that_nothing_keeps_is_said(tmp_path):
+    model, optimizer = trained()
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def check():
+        return 1.0 + any(not torch.equal(value, exact[name]) for name, value in model.state_dict().items())
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
+    with pytest.warns(UserWarning, match="no configuration keeps .* by `evaluate` and by `check`.*gentlest"):
+        compressor.save(tmp_path / "a")
+    assert not compressor.quality["satisfied"] and compressor.quality["chosen"] is None
+    with pytest.warns(UserWarning, match="stored exactly"):
+        result = dsq_ckpt.compress(
+            model, tmp_path / "b", evaluate=lambda: loss_of(model), check=check, max_degradation=0.05
+        )
+    assert not result["quality"]["satisfied"]
+    assert restored_loss(tmp_path / "b", "auto", alone=True) == loss_of(model, OTHER)
+
+
+def test_a_snapshot_keeps_its_bound_by_both(tmp_path):
+    model, _ = trained()
+    result = dsq_ckpt.compress(
+        model, tmp_path / "a", evaluate=overfitted(model, 0), check=lambda: loss_of(model, OTHER), max_degradation=0.03
+    )
+    lost = restored_loss(tmp_path / "a", "auto", alone=True) / loss_of(model, OTHER) - 1
+    assert result["quality"]["satisfied"] and lost <= 0.03
+    assert lost == pytest.approx(result["quality"]["check_degradation"], abs=1e-6)
+
+
+def test_two_evaluations_more_and_the_same_choice_where_both_agree(tmp_path):
+    qualities = []
+    for name, given in (("without", {}), ("with", {"check": True})):
+        model, optimizer = trained(100)
+        check = {"check": lambda model=model: loss_of(model)} if given else {}
+        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda model=model: loss_of(model), **check)
+        found = []
+        for number in range(6):
+            train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
+            compressor.save(tmp_path / name / str(number))
+            found.append(compressor.quality)
+        qualities.append(found)
+    for without, having in list(zip(*qualities, strict=True)):
+        same = ("chosen", "degradation", "refinement_bits", "restore_loses", "restore_may_lose", "predicted_bytes")
+        assert {key: having[key] for key in same} == {key: without[key] for key in same}
+        assert "checks" not in without and "check_metric" not in without
+    usual = [
+        having["evaluations"] + having["checks"] - without["evaluations"]
+        for without, having in list(zip(*qualities, strict=True))[1:] if having["search"] == "neighbourhood"
+    ]
+    assert sum(more <= 2 for more in usual) >= len(usual) - 1 and len(usual) >= 4, usual
+
+
+def test_a_search_continues_by_what_its_checkpoint_says_of_check(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(
+        model, optimizer, evaluate=overfitted(model, 3), check=lambda: loss_of(model, OTHER)
+    )
+    compressor.save(tmp_path / "a")
+    before = compressor.quality["check_metric"]
+    model, optimizer = trained(0)
+    resumed = dsq_ckpt.Compressor(
+        model, optimizer, evaluate=lambda: loss_of(model), check=lambda: loss_of(model, OTHER)
+    )
+    resumed.load(tmp_path / "a")
+    train(model, optimizer, 60, 90)
+    resumed.save(tmp_path / "b")
+    gained = before - resumed.quality["check_metric"]
+    assert resumed.quality["search"] == "neighbourhood" and resumed.quality["checks"] <= 4, "no probes again"
+    assert gained > 0 and resumed.quality["restore_may_lose"] >= 0.99 * 0.05 * gained
+    text = printed("inspect", tmp_path / "b")
+    assert "as check gives it" in text and "check degradation" in text and "calls of check" in text
+
+
+@pytest.mark.parametrize("bad, says", [
+    ("raises", "`check` raised RuntimeError: no more data"), ("nan", "`check` gave nan for the model as it is"),
+    ("blind", "`check` gave 1 for the model and for one whose weights are nearly gone"),
+])
+def test_a_check_that_tells_nothing(tmp_path, bad, says):
+    model, optimizer = trained()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def check():
+        if bad == "raises":
+            raise RuntimeError("no more data")
+        return math.nan if bad == "nan" else 1.0
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
+    with pytest.warns(UserWarning, match=f"{says}.*gentlest"):
+        compressor.save(tmp_path / "a")
+    assert compressor.quality["reason"].startswith(says) and not compressor.quality["satisfied"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    if bad != "blind":
+        with pytest.warns(UserWarning), pytest.raises(dsq_ckpt.DSQError, match=says):
+            dsq_ckpt.compress(model, tmp_path / "b", evaluate=lambda: loss_of(model), check=check)
+
+
+def test_a_check_that_changes_the_model(tmp_path):
+    model, optimizer = trained()
+    before = model.hidden.weight.detach().clone()
+
+    def check():
+        loss = loss_of(model, OTHER)
+        with torch.no_grad():
+            model.hidden.weight.mul_(0.5)
+        return loss
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
+    with pytest.raises(dsq_ckpt.DSQError, match=r"`check` changed .hidden\.weight."):
+        compressor.save(tmp_path / "a")
+    assert torch.equal(model.hidden.weight, before)
