@@ -12,10 +12,11 @@ import yaml
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
 from dsq_ckpt.api import as_config
-from dsq_ckpt.config import AnyCodebook, KMeans
+from dsq_ckpt.config import BY_SIZE, AnyCodebook, KMeans
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.oneshot import _said
 from dsq_ckpt.trees import preset_tree
+from tests.test_moments import error, moments, update
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -136,6 +137,27 @@ def test_presets_by_name(tmp_path, monkeypatch):
             DSQConfig.create(missing)
     with pytest.raises(ConfigError, match="cannot be read"):
         DSQConfig.create("presets/tiny")
+
+
+def test_the_smallest_preset_restores_moments_by_their_size(tmp_path):
+    """It is what was the default before: small, and a restart loses most of the next update."""
+    preset = DSQConfig.preset("smallest")
+    assert (preset.quantize.exp_avg, preset.quantize.exp_avg_sq) == (BY_SIZE["exp_avg"], BY_SIZE["exp_avg_sq"])
+    assert preset.quantize.weights == DSQConfig().quantize.weights
+    saved = {"w": torch.randn(96, 96), "state": {"w": moments()}}
+    for name in "ab":
+        dsq_ckpt.save(saved, tmp_path / "small" / name, config="smallest")
+        dsq_ckpt.save(saved, tmp_path / "usual" / name)
+    small, usual = (Manifest.read(tmp_path / run / "a") for run in ("small", "usual"))
+    assert (small.refinement, usual.refinement) == ("dropped", "kept")  # only the newest can be restarted from
+    errors, sizes = {}, {}
+    for run in ("small", "usual"):
+        got = {"w": torch.zeros(96, 96), "state": {"w": {k: torch.zeros_like(v) for k, v in moments().items()}}}
+        dsq_ckpt.load(got, tmp_path / run / "b")
+        errors[run] = error(update(saved["state"]["w"]), update(got["state"]["w"]))
+        sizes[run] = sum(kind.base for kind in Manifest.read(tmp_path / run / "a").kinds.values())
+        assert error(saved["w"], got["w"]) < 0.05
+    assert errors["usual"] < 0.3 < 0.5 < errors["small"] < 1.1 and sizes["small"] < sizes["usual"], (errors, sizes)
 
 
 def test_unknown_preset():
