@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dsq_ckpt.analysis import Analysis, Sketches
@@ -20,13 +20,11 @@ class Choice:
     Attributes:
         analysis: codebooks by group; groups that are absent are stored exactly.
         config: the configuration, for the manifest.
-        refinement_bits: by group, where they differ from the layout's.
         quality: what was measured about it, for the manifest.
     """
 
     analysis: Analysis
     config: DSQConfig
-    refinement_bits: dict[str, int] = field(default_factory=dict)
     quality: dict[str, Any] | None = None
 
 

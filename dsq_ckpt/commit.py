@@ -133,8 +133,7 @@ def commit(
         previous=previous, previous_name=previous_name,
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
         groups={
-            name: _report(fitted, choice.refinement_bits.get(name, agreement.layout.groups[name].refinement_bits),
-                          agreement.layout.residual)
+            name: _report(fitted, agreement.layout.residual)
             for name, fitted in analysis.fitted.items()
             if fitted.counts.any()
         },
@@ -251,12 +250,12 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
         return []
 
 
-def _report(fitted: Fitted, bits: int, residual: bool) -> GroupReport:
+def _report(fitted: Fitted, residual: bool) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
     return GroupReport(
         elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent or residual,
         bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
-        refined_error=(fitted.refined_error(bits) / energy) ** 0.5 if bits else None,
-        step=fitted.codebook.step,
+        refined_error=(fitted.refined_error / energy) ** 0.5 if fitted.refinement_bits else None,
+        update_error=fitted.update_error, step=fitted.codebook.step,
     )

@@ -152,6 +152,10 @@ class Update(_Strict):
 
     fit: Literal["update"] = "update"
     step: float = Field(1.0, gt=0, le=4, description="cell width; the refinement layer divides cells evenly")
+    error: float = Field(
+        0.25, ge=0, le=1, description="relative error that a restore may give Adam's next update: the refinement takes "
+        "as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
+    )
     rate_distortion: float = Field(
         0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
     )
@@ -213,6 +217,8 @@ BY_SIZE = {
 def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a kind that a block goes over."""
     codebook = given.get("codebook")
+    if kind == "exp_avg_sq" and "codebook" not in given and given.get("refinement_bits"):
+        return BY_SIZE[kind].model_dump()  # of versions whose second moments had a refinement
     if kind in BY_SIZE and isinstance(codebook, dict):
         usual = default.codebook
         if codebook.get("fit", usual.fit) != usual.fit or not set(codebook) <= set(type(usual).model_fields):
@@ -224,7 +230,7 @@ class QuantizeConfig(_Strict):
     """What is lossy, and how."""
 
     weights: TensorConfig = TensorConfig()
-    exp_avg: TensorConfig = TensorConfig(codebook=Update(), refinement_bits=3)
+    exp_avg: TensorConfig = TensorConfig(codebook=Update(), refinement_bits=6)
     exp_avg_sq: TensorConfig = TensorConfig(codebook=Octaves(), refinement_bits=0)
     momentum: TensorConfig = TensorConfig(
         codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
@@ -271,6 +277,11 @@ class QuantizeConfig(_Strict):
             for kind, fit in (("exp_avg", Update), ("exp_avg_sq", Octaves)):
                 if isinstance(block.codebook, fit) and name != kind:
                     raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
+            if isinstance(block.codebook, Octaves) and block.refinement_bits:
+                raise ValueError(
+                    f"{name}: octaves have no refinement, and refinement_bits is {block.refinement_bits}; set it to 0, "
+                    "or choose a codebook with cells (fit: kmeans)"
+                )
         return self
 
     @model_validator(mode="after")

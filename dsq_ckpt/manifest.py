@@ -97,6 +97,8 @@ class GroupReport(BaseModel):
     relative_error: float
     refined_error: float | None = None
     """The same with the refinement layer; None where there is none, or where an older version wrote this."""
+    update_error: float | None = None
+    """Of first moments in units of the update: relative error of Adam's next update after a restore."""
     step: float
 
 

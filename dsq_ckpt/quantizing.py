@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from dsq_ckpt import warmup
-from dsq_ckpt.analysis import Analysis, Sketches
+from dsq_ckpt.analysis import Analysis, Layout, Sketches
 from dsq_ckpt.ancestry import with_sound_parent
 from dsq_ckpt.chain import Parent
 from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
 from dsq_ckpt.chunk import Chunk, ChunkKey
 from dsq_ckpt.comm import Communicator, together
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config import DSQConfig, Update
 from dsq_ckpt.device.coding import TablesOf
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.groups import unwrapped
@@ -118,8 +118,10 @@ def quantize_items(
     warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), config)
     if warning and comm.rank == 0:
         warn(warning)
+    if comm.rank == 0:
+        _warn_of_updates(choice.analysis, agreement.layout)
     chunks = deque(
-        replace(chunk, refinement_bits=choice.refinement_bits.get(chunk.group, chunk.refinement_bits))
+        replace(chunk, refinement_bits=choice.analysis.fitted[chunk.group].refinement_bits)
         for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
     )
     written = {chunk.key for chunk in chunks}
@@ -139,6 +141,20 @@ def quantize_items(
 
 def _state(items: list[Item], replicas: list[Item], workers: Workers) -> dict[ChunkKey, Hashable]:
     return checksums({item.key: item.load for item in (*items, *replicas)}, workers)
+
+
+def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
+    """Name groups of first moments whose bound on the error of the update asks for more bits than are allowed."""
+    for group, fitted in analysis.fitted.items():
+        codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
+        if not isinstance(codebook, Update) or fitted.update_error is None or not most or not codebook.error:
+            continue
+        if fitted.update_error > codebook.error:
+            warn(
+                f"a restore from this checkpoint changes Adam's next update in '{group}' by {fitted.update_error:.0%}, "
+                f"more than the {codebook.error:.0%} of quantize.exp_avg.codebook.error: raise "
+                f"quantize.exp_avg.refinement_bits, which is {most}, or store exp_avg with method exact"
+            )
 
 
 def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKey, Hashable]) -> None:

@@ -72,6 +72,34 @@ def test_the_update_is_restored_within_a_part_of_a_cell(tmp_path) -> None:
     assert (got["exp_avg"][exact["exp_avg"] == 0] == 0).all()
 
 
+@pytest.mark.parametrize("bound", [0.11, 0.2, 0.4, 0.8])
+@pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99])
+def test_the_bound_on_the_error_of_the_update_is_kept_and_told(tmp_path, bound: float, beta1: float) -> None:
+    """The sketch tells it before anything is written; a bit less would break it."""
+    saved = state()
+    saved["state"]["w"]["exp_avg"] *= ((1 - beta1) / (1 + beta1) / 0.0526) ** 0.5  # of the size that such a mean has
+    config: dict = {"quantize": {"exp_avg": {"codebook": {"fit": "update", "error": bound}, "refinement_bits": 8}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config=config)
+    manifest = Manifest.read(tmp_path / "run" / "0")
+    told = manifest.groups["exp_avg/linear/update"].update_error
+    exact, got = update(saved["state"]["w"]), update(restored(tmp_path / "run" / "0", saved))
+    assert error(exact, got) == pytest.approx(told, rel=0.15) and told <= bound
+    config["quantize"]["exp_avg"]["codebook"]["error"] = 0
+    told_with = []
+    for bits in range(9):
+        config["quantize"]["exp_avg"]["refinement_bits"] = bits
+        dsq_ckpt.save(saved, tmp_path / f"bits-{bits}" / "0", config=config)
+        told_with.append(Manifest.read(tmp_path / f"bits-{bits}" / "0").groups["exp_avg/linear/update"].update_error)
+    assert told == next(one for one in told_with if one <= bound)
+
+
+def test_a_bound_that_the_bits_cannot_keep_is_said(tmp_path) -> None:
+    saved = state()
+    said = r"Adam's next update in 'exp_avg/linear/update' by \d\d%, more than the 25%.*refinement_bits, which is 1"
+    with pytest.warns(UserWarning, match=said):
+        dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 1}}})
+
+
 def test_what_quantization_by_size_alone_does_to_such_moments(tmp_path) -> None:
     """The reason for it all: a cell of one width for the whole tensor loses most elements' updates."""
     saved = state()

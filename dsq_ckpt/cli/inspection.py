@@ -67,20 +67,24 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     screen.print("ratio: uncompressed over stored bytes; KiB: 1024 bytes; base: what history keeps")
     if not manifest.groups:
         return
-    rows = output.table("<group", "elements", "levels", "step", "coded", "bits/element", "rel. error", "refined")
+    rows = output.table(
+        "<group", "elements", "levels", "step", "coded", "bits/element", "rel. error", "refined", "update"
+    )
     for name, group in sorted(manifest.groups.items()):
         rows.add_row(
             name, output.number(group.elements), str(group.levels),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "anew",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
             "-" if group.refined_error is None else f"{100 * group.refined_error:.2f} %",
+            "-" if group.update_error is None else f"{100 * group.update_error:.0f} %",
         )
     screen.print()
     screen.print(rows)
     screen.print(
         "elements: k is 1000; levels: values besides zero\n"
         "step: of a lattice, in units of the tensors once divided by their powers of two\n"
-        "bits/element, rel. error (root mean square): of the base layer; refined: rel. error with the refinement layer"
+        "bits/element, rel. error (root mean square): of the base layer; refined: rel. error with the refinement layer;"
+        " update: rel. error that a restore gives Adam's next update"
     )
 
 

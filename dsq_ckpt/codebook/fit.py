@@ -18,9 +18,10 @@ from dsq_ckpt.codebook.table import (
     nearest,
     rate_distortion_table,
 )
-from dsq_ckpt.config import AnyCodebook, KMeans, Octaves
+from dsq_ckpt.config import AnyCodebook, KMeans, Octaves, Update
 from dsq_ckpt.keys import KeyWindow
 from dsq_ckpt.moments import ERROR as OCTAVE_ERROR
+from dsq_ckpt.moments import UNIT_ERROR
 
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
@@ -40,6 +41,8 @@ class Fitted:
         bits: expected size of all codes of the group, over all ranks.
         mean_square: of the group's finite values, in the group's units.
         error: mean squared error of the base layer over the elements not protected.
+        refinement_bits: into how many parts (2**bits) the refinement layer divides the cells; 0: there is none.
+        update_error: relative error of Adam's next update after a restore, of first moments in units of it.
     """
 
     codebook: Codebook
@@ -50,21 +53,21 @@ class Fitted:
     bits: float
     mean_square: float
     error: float
+    refinement_bits: int
+    update_error: float | None = None
     limits: tuple[float, float] | None = None
     """Of sensitivity: below the first, elements are pruned, from the second on, protected."""
     turn: Turn | None = None
     """Elements that are protected because of their place."""
 
-    def refined_error(self, bits: int) -> float:
-        """Return the mean squared error with a refinement layer, in the units of `mean_square`.
+    @property
+    def refined_error(self) -> float:
+        """The mean squared error with the refinement layer, in the units of `mean_square`.
 
         Values are taken as spread evenly over the parts of their cells; protected ones have no error.
-
-        Args:
-            bits: Of the refinement layer: cells are divided into 2**bits parts.
         """
         book = self.codebook
-        part = (book.cell_high - book.cell_low) / 2.0**bits
+        part = (book.cell_high - book.cell_low) / 2.0**self.refinement_bits
         if book.domain == "log":  # cells are in log2 there
             part = part * np.log(2) * book.levels
         held = self.counts.sum(0)[: len(part)]
@@ -83,7 +86,8 @@ def fit_group(
         window: the key window of `joint`.
         config: which codebook.
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
-        refinement_bits: into how many parts (2**bits) the refinement layer will divide the cells.
+        refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; an `Update` with a
+            bound takes as few as keep it.
         unit: what a lattice's step is measured in; 0: the group's root mean square.
         aside: elements that are not in `joint`, because their sensitivity decides about them.
         turn: elements of `joint` that are protected because of their place; only where all others become zero.
@@ -151,6 +155,10 @@ def _fit(
     if aside is not None and (zeros := np.flatnonzero(aside.pruned[:, ~forced].any(0))).size:
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
+    error = _error(joint, table, window, real_levels, protected, aside, ~forced)
+    update_error = None
+    if isinstance(config, Update):
+        refinement_bits, update_error = _update_bits(config, refinement_bits, joint, table, window, error, low, high)
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         _centre_zero(low, high, 2.0**refinement_bits)
     book = Codebook(
@@ -158,7 +166,7 @@ def _fit(
     )
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
-        _error(joint, table, window, real_levels, protected, aside, ~forced), None if aside is None else aside.limits,
+        error, refinement_bits, update_error, None if aside is None else aside.limits,
     )
 
 
@@ -169,8 +177,46 @@ def _fit_octaves(joint: Counts, window: KeyWindow) -> Fitted:
     counts = code_counts(joint, table, book.symbols)
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
-        mean_square * OCTAVE_ERROR**2,
+        mean_square * OCTAVE_ERROR**2, refinement_bits=0,
     )
+
+
+def _update_bits(
+    config: Update, most: int, joint: Counts, table: Codes, window: KeyWindow, base: float, low: Floats, high: Floats
+) -> tuple[int, float]:
+    """Choose the bits of a refinement by the error of Adam's next update, m / sqrt(v).
+
+    The quantized value is m over the unit of v; what is lost besides is the place of v within its octave. Protected
+    values, which no run of Adam has and which would own the energy, count for nothing.
+
+    Args:
+        config: Its bound; without one `most` is taken.
+        most: Bits at most.
+        joint, table, window: The sketch, and the codes of its entries.
+        base: Mean squared error of the base layer over the elements not protected.
+        low, high: Bounds of the cells.
+
+    Returns:
+        The bits, and the relative error of the update with them.
+    """
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    kept = codes < len(low)
+    rows, bins, codes = rows[kept], bins[kept], codes[kept]
+    values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
+    energy = float((weight * values**2).sum())
+    square = base
+    for bits in range(0 if config.error else most, most + 1):
+        if bits:
+            below, above = low.copy(), high.copy()
+            _centre_zero(below, above, 2.0**bits)
+            part = (above - below)[codes] / 2.0**bits
+            place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
+            square = float((weight * (values - below[codes] - place * part) ** 2).sum())
+        error = (square / (energy or 1.0) + UNIT_ERROR**2) ** 0.5
+        if error <= config.error:
+            break
+    return bits, error
 
 
 def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:

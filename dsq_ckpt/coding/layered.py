@@ -25,7 +25,8 @@ Codes = npt.NDArray[np.uint8]
 
 _RANS = 1
 _HEADER = struct.Struct("<BI")
-_TRIED = 3  # bits: more of them are spread evenly within a cell, and coding them costs more time than it saves bytes
+_FEW = 3  # bits: the symbols of so many always may depend on the codes; more are first looked at alone
+_SAMPLE = 4096  # symbols that tell whether coding all may pay; a multiple of 8: they end with a byte
 _PAYS = 0.97
 
 
@@ -37,10 +38,12 @@ def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
         codes: uint8[n], the codes that they refine.
         bits: Of a symbol.
     """
-    if bits > _TRIED or not len(codes):
+    data, symbols = np.frombuffer(packed, np.uint8), np.empty(len(codes), np.uint8)
+    first = symbols[:_SAMPLE]
+    kernels.unpack(data[: -(-len(first) * bits // 8)], bits, first)
+    if not len(codes) or (bits > _FEW and _entropy(first) > _PAYS * bits):
         return packed
-    symbols = np.empty(len(codes), np.uint8)
-    kernels.unpack(np.frombuffer(packed, np.uint8), bits, symbols)
+    kernels.unpack(data, bits, symbols)
     contexts = int(codes.max()) + 1
     counts = np.bincount(codes.astype(np.int64) << bits | symbols, minlength=contexts << bits)
     rows = np.zeros((contexts + 1, 1 << bits), np.int64)
@@ -49,6 +52,13 @@ def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
     model = coder.to_bytes()
     block = _HEADER.pack(_RANS, len(model)) + model + coder.encode(symbols, codes)
     return block if len(block) < _PAYS * len(packed) else packed
+
+
+def _entropy(symbols: Codes) -> float:
+    """Return the entropy of symbols, in bits for each."""
+    counts = np.bincount(symbols)
+    shares = counts[counts > 0] / len(symbols)
+    return -float((shares * np.log2(shares)).sum())
 
 
 def decode(block: bytes, codes: Codes, bits: int, out: Codes) -> None:

@@ -172,7 +172,7 @@ class ConfigManager:
         self._known = _Known(point, variant, bits, known.comfortable, degradation, distortion)
         for fold in self.folds:
             fold.metric, fold.sound = save.metrics[fold.name], True
-        return Choice(analysis, config, dict.fromkeys(save.groups, bits), record)
+        return Choice(analysis, config, record)
 
     def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
         """The smallest configuration whose base layer keeps to epsilon."""
@@ -284,7 +284,7 @@ class ConfigManager:
             f"({save.space.describe(gentlest, save.space.variants[0])})", rank=save.comm.rank
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
-        return Choice(save.refined(candidate, bits), config, dict.fromkeys(save.groups, bits), record)
+        return Choice(save.refined(candidate, bits), config, record)
 
     def _check_fold(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
         """Once: does the same model get the same metric, and another model another?"""
