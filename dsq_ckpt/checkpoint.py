@@ -190,8 +190,8 @@ class Checkpoint(CheckpointFiles):
         book, protected = self.codebook(ref), self._protected(ref.file, record)
         name = f"{Path(ref.file).stem}.refinement"
         entry = self.reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
-        bits = 0 if entry is None else int(entry["bits"])
-        if entry is not None and not 1 <= bits <= 8:
+        bits = 0 if entry is None else entry["bits"]
+        if entry is not None and not (type(bits) is int and 1 <= bits <= 8):
             raise CorruptCheckpoint(f"'{self.directory / name}' record {ref.record} has {bits} bits per element")
         if entry is not None and len(protected):
             raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
@@ -291,10 +291,10 @@ def _protected_count(record: dict[str, Any]) -> int:
 
 
 def _exponent(record: dict[str, Any]) -> float:
-    exponent = float(record.get("exponent", 0))
-    if not -_MOST_EXPONENT <= exponent <= _MOST_EXPONENT:
-        raise CorruptCheckpoint(f"'{record['fqn']}' has the exponent {exponent}")
-    return exponent
+    exponent = record.get("exponent", 0)
+    if type(exponent) not in (int, float) or not -_MOST_EXPONENT <= exponent <= _MOST_EXPONENT:
+        raise CorruptCheckpoint(f"'{record['fqn']}' has the exponent {exponent!r}")
+    return float(exponent)
 
 
 def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Exported:
     refined: bool
     """Whether the refinement layer was used."""
     left_out: list[str] = field(default_factory=list)
-    """Objects that the format has no place for."""
+    """Objects that the format has no place for, and names of which the checkpoint has a path and no value, as it does
+    where a planner saved a part."""
 
 
 def export_dcp(
@@ -187,7 +188,7 @@ def export_safetensors(
                     stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
             publish(stream, hidden, goal)
         result = opened.result(goal)
-        result.left_out = list(opened.objects)
+        result.left_out += opened.objects
         return result
 
 
@@ -312,7 +313,9 @@ class Opened:
             ) from error
 
     def result(self, path: Path) -> Exported:
-        return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined)
+        stored = {*self.tensors, *self.checkpoint.index["objects"]}
+        nowhere = [fqn for fqn in self.paths or () if fqn not in stored]
+        return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined, nowhere)
 
 
 class _Planner(DefaultSavePlanner):

@@ -293,7 +293,9 @@ class CheckpointFiles:
             )
 
     def _raw(self, file: str, record: dict[str, Any]) -> bytes:
-        size, packs = int(record["size"]), record["packs"]
+        size, packs = record["size"], record["packs"]
+        if type(size) is not int:
+            raise CorruptCheckpoint(f"'{record['fqn']}' has {size!r} bytes")
         if "at" not in record:
             known = self.reader(file).contents["packs"]
             if (held := sum(known[place][2] for place in packs)) != size:

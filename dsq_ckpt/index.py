@@ -122,6 +122,10 @@ def _check_paths(index: Any) -> None:
             raise _Wrong(f"an empty path for '{name}'")
         if len(path) > _DEEP or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
             raise _Wrong(f"'{name}' has the path {str(path)[:80]}")
+    known: dict[tuple[str | int, ...], str] = {}
+    for name, path in paths.items():
+        if (other := known.setdefault(tuple(path), name)) != name:
+            raise _Wrong(f"'{name}' has the path of '{other}', {str(path)[:80]}")
     longest: dict[tuple[Any, ...], int] = {}
     for path in itertools.chain(paths.values(), empty):
         for place, part in enumerate(path):

@@ -12,6 +12,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from dsq_ckpt.errors import LoadFailed
+
 Path = tuple[str | int, ...]
 """Keys of dicts as strings, and places in lists as integers."""
 Step = tuple[Hashable, bool]
@@ -98,7 +100,15 @@ class Nesting(dict[str, Path]):
 
         Raises:
             KeyError: a name has no path.
+            LoadFailed: one name is a value where others are below it, as where ranks have different things of one name.
         """
+        inner = {self[name][:end]: name for name in flat for end in range(1, len(self[name]))}
+        for name in flat:
+            if self[name] in inner:
+                raise LoadFailed(
+                    f"'{name}' and '{inner[self[name]]}' cannot both be in one state dict; name in the state dict "
+                    "which of them is to be loaded"
+                )
         root: dict[Any, Any] = {}
         for name, value in flat.items():
             put(root, self.steps(self[name]), value)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dsq_ckpt import kernels
 from dsq_ckpt.chunk import Codes, Floats32, add
+from dsq_ckpt.codebook.base import float_array
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.workers import Workers
 
@@ -50,7 +51,7 @@ class SuperStep:
             CorruptCheckpoint: the parts do not fit each other.
         """
         try:
-            wide = np.asarray(steps, np.float64)
+            wide = float_array(steps)
         except (TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{where}: steps are no table of numbers: {error}") from error
         with np.errstate(over="ignore"):

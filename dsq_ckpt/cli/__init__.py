@@ -226,7 +226,7 @@ def export(
         f"{done.path}: {done.tensors} tensors, {output.size(done.bytes)}, {form.value}, {layer}", soft_wrap=True
     )
     if done.left_out:
-        screen.print(f"left out, not tensors: {', '.join(done.left_out)}", soft_wrap=True)
+        screen.print(f"left out, not tensors or not saved: {', '.join(done.left_out)}", soft_wrap=True)
 
 
 @app.command()

@@ -119,7 +119,7 @@ class Codebook:
             CorruptCheckpoint: the numbers do not describe a codebook.
         """
         try:
-            levels, low, high = (np.asarray(part, np.float64) for part in (tree["levels"], *tree["cells"]))
+            levels, low, high = (float_array(part) for part in (tree["levels"], *tree["cells"]))
             book = cls(levels, KeyWindow(*tree["window"]), tree["domain"], float(tree["step"]), low, high)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"codebook does not parse: {error!r}") from error
@@ -128,3 +128,15 @@ class Codebook:
         if not finite or tree["domain"] not in ("linear", "log"):
             raise CorruptCheckpoint(f"codebook is inconsistent: {len(levels)} levels, {len(low)} cells")
         return book
+
+
+def float_array(tree: Any) -> Floats:
+    """Return numbers of JSON, nested in arrays of equal lengths, as float64.
+
+    Raises:
+        TypeError, ValueError: They are no numbers; NumPy would take strings for such.
+    """
+    found = np.asarray(tree)
+    if found.dtype.kind not in "iuf":
+        raise TypeError(f"{str(tree)[:80]} are no numbers")
+    return found.astype(np.float64)

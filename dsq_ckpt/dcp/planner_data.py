@@ -23,7 +23,8 @@ def planner_json(planner_data: Any, names: Collection[str]) -> tuple[dict[str, A
     if isinstance(planner_data, dict) and planner_data.keys() >= set(names):
         if isinstance(planner_data, Nesting):
             return planner_data.as_json(), None
-        if type(planner_data) is dict and all(map(_is_path, planner_data.items())):
+        paths = type(planner_data) is dict and all(map(_is_path, planner_data.items()))
+        if paths and len(set(planner_data.values())) == len(planner_data):
             return Nesting(planner_data).as_json(), None
     unknown: dict[str, Any] = {"planner": None, "typed_keys": [], "empty_dicts": None}
     if planner_data is None:

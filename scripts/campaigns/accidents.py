@@ -209,7 +209,8 @@ class Accidents(Campaign):
         """What is loaded or exported, or that it was refused."""
         if way == "export":
             target = path.parent.parent / "out.pt"
-            if command("export", str(path), str(target))[0]:
+            status, output = command("export", str(path), str(target))
+            if status or "left out" in output:
                 return Found("detected")
             return dict(torch.load(target, weights_only=True))
         values: list[subjects.State] = []

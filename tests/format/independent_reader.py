@@ -182,6 +182,8 @@ class Reader:  # a checkpoint directory
         require(own >= set(self.index["files"]), "files of the index")
         paths, names = self.index["planner"], {*self.index["tensors"], *self.index["objects"]}
         require(not paths or (names <= set(paths) and all(paths.values())), "a path for each name")
+        ends = [tuple(path) for path in (paths or {}).values()]
+        require(len(set(ends)) == len(ends), "a path of its own for each name")
         self._containers: dict[str, Container] = {}
 
     def container(self, name: str) -> Container:
