@@ -42,7 +42,7 @@ CAMPAIGNS: dict[str, type[Campaign]] = {
 
 def main(
     names: Annotated[list[str], typer.Argument(help=f"Of {', '.join(CAMPAIGNS)}, or all.")],
-    trials: Annotated[int | None, typer.Option(help="How many; by default those of a full run.")] = None,
+    trials: Annotated[int | None, typer.Option(help="How many; by default those of a full (or short) run.")] = None,
     seed: Annotated[int | None, typer.Option(help="A random one by default.")] = None,
     only: Annotated[list[int] | None, typer.Option(help="This trial alone; several times for several.")] = None,
     lanes: Annotated[int, typer.Option(help="Processes at once.")] = os.cpu_count() or 1,
@@ -55,6 +55,10 @@ def main(
     if unknown := set(chosen) - set(CAMPAIGNS):
         raise typer.BadParameter(f"{sorted(unknown)}: not among {', '.join(CAMPAIGNS)}")
     seed = random.randrange(1 << 30) if seed is None else seed
+    if any(CAMPAIGNS[name].preload for name in chosen) and not calls.loaded():
+        with tempfile.TemporaryDirectory() as temporary:
+            words = [*sys.argv, *(() if "--seed" in sys.argv else ("--seed", str(seed)))]
+            raise typer.Exit(calls.run_under_shim(words, Path(temporary)))
     good = True
     for name in chosen:
         good &= one(CAMPAIGNS[name], seed, trials, only, lanes, json_directory, keep, short)
@@ -67,19 +71,11 @@ def one(
 ) -> bool:
     """Run a campaign; whether nothing went wrong."""
     started = time.monotonic()
-    if kind.preload and not calls.loaded():
-        with tempfile.TemporaryDirectory() as temporary:
-            words = [kind.name, "--seed", str(seed), "--lanes", str(lanes)]
-            words += ["--short"] if short else []
-            words += ["--trials", str(trials)] if trials is not None else []
-            words += [word for number in only or () for word in ("--only", str(number))]
-            words += [word for name, value in (("--json", results), ("--keep", keep)) if value
-                      for word in (name, str(value))]
-            return calls.run_under_shim([__file__, *words], Path(temporary)) == 0
     memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None  # thousands of copies of small files
     with tempfile.TemporaryDirectory(dir=memory) as temporary:
         campaign = kind(seed, keep or Path(temporary), short)
-        numbers = only or range(campaign.full if trials is None else trials)
+        usual = campaign.few if short else campaign.full
+        numbers = only or range(usual if trials is None else trials)
         tally = harness.run(campaign, numbers, lanes)
     print(tally.table(campaign.name), f"seed {seed}, {time.monotonic() - started:.0f} s", sep="\n", flush=True)
     if results is not None:

@@ -34,6 +34,7 @@ class Crowds(Campaign):
 
     name = "crowds"
     full = 40
+    few = 4
     seconds = 600.0
 
     def kind(self, number: int) -> str:

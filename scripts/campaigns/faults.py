@@ -40,6 +40,7 @@ class Faults(Campaign):
 
     name = "faults"
     full = 1500
+    few = 50
     preload = True
 
     def prepare(self) -> None:

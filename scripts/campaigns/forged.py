@@ -32,6 +32,7 @@ class Forged(Accidents):
     honest = False
     name = "forged"
     full = 8000
+    few = 60
 
     def kind(self, number: int) -> str:
         """What is forged."""

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dsq_ckpt import warmup
+
 OUTCOMES = ("detected", "unchanged", "accepted", "wrong", "crashed", "hung")
 BAD = frozenset({"wrong", "crashed", "hung"})
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -47,12 +49,13 @@ class Found(NamedTuple):
 class Campaign(ABC):
     """One idea of what may go wrong, tried again and again.
 
-    The process that runs a campaign starts no thread and computes nothing: `prepare` runs in a fork of its own, trials
-    in forks (lanes) that do many of them one after the other, and are replaced when one crashes or hangs.
+    The process that runs a campaign starts no thread, and does nothing but `load`: `prepare` runs in a fork of its own,
+    trials in forks (lanes) that do many of them one after the other, and are replaced when one crashes or hangs.
 
     Attributes:
         name: of the campaign and of its JSON.
         full: trials of a full run.
+        few: trials of a short run, some of each kind.
         seconds: limit for one trial, far above what it takes on a busy machine.
         memory: bytes of address space that a lane may add to what it has after `begin`; None: no limit.
         preload: it runs under the shim of `calls`.
@@ -60,6 +63,7 @@ class Campaign(ABC):
 
     name: str
     full: int
+    few: int
     seconds: float = 60.0
     memory: int | None = None
     preload: bool = False
@@ -77,6 +81,11 @@ class Campaign(ABC):
     def rng(self, number: int) -> random.Random:
         """Random numbers of one trial, the same for the same seed."""
         return random.Random(f"{self.name} {self.seed} {number}")
+
+    def load(self) -> None:
+        """Load modules and compiled kernels, once for all forks."""
+        for group in warmup.ALL:
+            warmup.compile_group(group)
 
     def prepare(self) -> None:  # noqa: B027
         """Make what all trials start from, in files below `directory`."""
@@ -225,6 +234,7 @@ def run(campaign: Campaign, numbers: Sequence[int], lanes: int, say: Callable[[s
         lanes: processes at once.
         say: called with each failure as it is found.
     """
+    campaign.load()
     status = os.waitpid(forked(campaign.prepare), 0)[1]
     if status:
         raise RuntimeError(f"the preparation of campaign '{campaign.name}' failed")

@@ -126,6 +126,7 @@ class Logs(Campaign):
 
     name = "logs"
     full = 1500
+    few = 16
     memory = 1 << 30
 
     def prepare(self) -> None:

@@ -26,7 +26,7 @@ class Long(Campaign):
     """What grows with the length of a run, or with the number of things in a state."""
 
     name = "long"
-    full = len(KINDS)
+    full = few = len(KINDS)
     seconds = 3000.0
 
     def kind(self, number: int) -> str:

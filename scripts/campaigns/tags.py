@@ -24,7 +24,13 @@ class Tags(Campaign):
 
     name = "tags"
     full = 600
+    few = 12
     memory = 1 << 30
+
+    def load(self) -> None:
+        """Load DeepSpeed, too."""
+        super().load()
+        kills.import_deepspeed()
 
     def prepare(self) -> None:
         """Save three tags, and what the last one holds."""
