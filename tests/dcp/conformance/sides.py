@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,19 +112,28 @@ def outcome(work: Callable[[], Any]) -> Any:
         return f"fails on ranks {sorted(error.failures)}"
 
 
-def recorded(side: Side) -> Callable[..., Any]:
-    """Makes writers of that side which record DCP's calls in `side.calls`."""
-    plain_writer = side.writer
+WRITING = (
+    "reset", "storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data",
+    "finish",
+)
+READING = ("reset", "read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")
 
+
+def agree(root: Path, case: Callable[[Side], Any]) -> Any:
+    """The outcome of a case, which is the same on both sides."""
+    theirs, ours = (outcome(lambda side=side: case(side)) for side in sides(root))  # type: ignore[misc]
+    assert ours == theirs
+    return ours
+
+
+def recorded(side: Side, plain: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Makes writers or readers, as `plain` does, which record these of DCP's calls in `side.calls`."""
     def make(*args: Any, **options: Any) -> Any:
-        own = plain_writer(*args, **options)
+        own = plain(*args, **options)
         kind = type(own)
-        names = (
-            "reset", "storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data",
-            "finish",
-        )
 
         def recording(name: str) -> Callable[..., Any]:
+            @functools.wraps(getattr(kind, name))  # DCP looks at the parameters
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 # FileSystemWriter's `finish` asks itself; only DCP's own calls are compared.
                 outermost, self.deep = not getattr(self, "deep", 0), getattr(self, "deep", 0) + 1
@@ -137,11 +147,6 @@ def recorded(side: Side) -> Callable[..., Any]:
             return call
 
         own.__class__ = type(kind.__name__, (kind,), {name: recording(name) for name in names})
-        # DCP looks at the signature for a parameter of this name.
-        setting_up = own.__class__.set_up_storage_writer
-        own.__class__.set_up_storage_writer = lambda self, is_coordinator, *args, **kwargs: setting_up(
-            self, is_coordinator, *args, **kwargs
-        )
         return own
 
     return make
@@ -150,7 +155,8 @@ def recorded(side: Side) -> Callable[..., Any]:
 def summary(value: Any) -> Any:
     """What of an argument is the same for every storage."""
     if hasattr(value, "items") and isinstance(value.items, list):
-        return "plan", *(item.index.fqn for item in value.items)
+        items = [getattr(item, "index", None) or item.dest_index for item in value.items]
+        return "plan", *((index.fqn, tuple(index.offset or ())) for index in items)
     if isinstance(value, list):
         return [summary(entry) for entry in value]
     if isinstance(value, Metadata):

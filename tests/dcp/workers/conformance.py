@@ -104,7 +104,13 @@ def others(side: Side, rank: int, way: str, background: Any) -> Any:
     dcp.save({"x": torch.full((3,), float(rank))}, storage_writer=side.writer(alone), no_dist=True)
     mine = {"x": torch.zeros(3)}
     dcp.load(mine, storage_reader=side.reader(alone), no_dist=True)
+    later, single = side.path(f"later {rank}"), {"x": torch.full((3,), float(rank))}
+    future: Any = dcp.async_save(single, storage_writer=side.writer(later), no_dist=True)
+    ruined(single)
+    future.result(timeout=HANG)
+    dcp.load(single, storage_reader=side.reader(later), no_dist=True)
     return (
+        single,
         side.load(zeros(state(rank)), "all", process_group=background), mine,
         outcome(lambda: side.load(missing, "all")),
         side.load({"plain": {"bias": torch.zeros(9)}, "more": torch.ones(1)}, "all",
