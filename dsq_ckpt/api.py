@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from dsq_ckpt.arguments import expect, expect_path
 from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.comm import Elsewhere, SingleProcess, communicator, together
+from dsq_ckpt.comm import Elsewhere, SingleProcess, communicator, timeout_of, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
@@ -213,7 +213,9 @@ class _Background:
         assert base is not None
         if base not in self.groups:  # ranks outside of `like` do not take part in its making
             ranks = dist.get_process_group_ranks(base)
-            self.groups[base] = dist.new_group(ranks, backend="gloo", use_local_synchronization=like is not None)
+            self.groups[base] = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=like is not None, timeout=timeout_of(base)
+            )
         return self.groups[base]
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -160,6 +161,17 @@ def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException |
         culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
         raise FailedElsewhere(f"{culprit} failed before the sketches were merged; see the error raised there")
     return message[1:]
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return how long collectives of a group wait; None: not known."""
+    if group is None:
+        return None
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
 
 
 def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:

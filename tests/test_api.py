@@ -15,6 +15,7 @@ import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageReader, DSQStorageWriter, LossyTensor, SaveFailed
 from dsq_ckpt.api import without_cpu
 from dsq_ckpt.manifest import Manifest
+from tests import processes
 from tests.states import Kept, differences, flat, loaded, mixed_state, moved, relative_error, same, tensors
 
 
@@ -285,6 +286,33 @@ def test_processes_over_a_group_without_cpu(tmp_path):
     finally:
         dist.destroy_process_group()
     assert not (tmp_path / "a").exists()
+
+
+_ONE_IS_GONE = """
+import os, sys, torch, torch.distributed as dist, dsq_ckpt
+from datetime import timedelta
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2, timeout=timedelta(seconds=3)
+)
+if dist.get_rank() == 1:
+    dsq_ckpt.api._background.group = lambda like: os._exit(0)
+try:
+    dsq_ckpt.async_save({"w": torch.ones(3)}, sys.argv[1] + "/a").result()
+except Exception as error:
+    print("failed:", error)
+"""
+
+
+def test_a_rank_is_gone_while_groups_are_made(tmp_path):
+    """The group that this makes waits no longer than that of the caller, whose default is half an hour."""
+    other = processes.start(["-c", _ONE_IS_GONE, str(tmp_path), "1"])
+    try:
+        status, output = processes.run(["-c", _ONE_IS_GONE, str(tmp_path), "0"], 120)
+    finally:
+        processes.kill(other)
+        assert other.stdout is not None
+        other.stdout.close()
+    assert status == 0 and "failed:" in output, output
 
 
 def test_layer_types_of_a_model(tmp_path):

@@ -19,7 +19,6 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from dsq_ckpt.arguments import expect_folds
 from dsq_ckpt.choice import Chooser, as_configured
+from dsq_ckpt.comm import timeout_of
 from dsq_ckpt.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.tags import tags_in
@@ -114,7 +114,7 @@ def attach(
     if isinstance(inner, DSQCheckpointEngine):
         group, inner = inner.group, inner.inner
     else:
-        group = dist.new_group(backend="gloo", timeout=_timeout())
+        group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
     gradients = None
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
@@ -216,18 +216,6 @@ def _check_and_remember_loads(engine: Any) -> None:
             return original(engine, load_dir, tag, *args, **kwargs)
 
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
-
-
-def _timeout() -> timedelta | None:
-    """How long the default group waits; None: what is usual."""
-    world = dist.group.WORLD
-    if world is None:
-        return None
-    for device in world._device_types:
-        options = getattr(world._get_backend(device), "options", None)
-        if isinstance(found := getattr(options, "_timeout", None), timedelta):
-            return found
-    return None
 
 
 def _chooser(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> Chooser:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from tests.lowdiff.nursery import Nursery
 KINDS = ("save", "async", "overwrite", "2 ranks", "2 ranks, async", "DeepSpeed", "gradient log", "gradient log")
 _CONFIG = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024}, "delta": {"max_chain": 10}}
 _LIVES = 2
+_PATIENCE = timedelta(seconds=45)
+"""Of ranks with each other."""
 _POPEN = subprocess.Popen
 """As it is before the nursery of gradient logs takes its place."""
 
@@ -112,7 +115,7 @@ class Kills(Campaign):
             rng.shuffle(victims)
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
-            listen(pipes, heard, 60)  # the others notice
+            listen(pipes, heard, 2 * _PATIENCE.total_seconds())  # the others notice
             hung = bool(pipes)
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -162,7 +165,7 @@ def joined(store: Path, rank: int, ranks: int) -> None:
     """One of several ranks."""
     torch.set_num_threads(1)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=_PATIENCE)
 
 
 def quiet(run: Path) -> None:
