@@ -5,6 +5,7 @@
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
     python scripts/evaluate.py resume llama --json resume.json        # steps that a restore costs the next hundred
+    python scripts/evaluate.py resume-deepspeed --json resume-deepspeed.json  # the same from DeepSpeed's tags
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
     python scripts/evaluate.py report offline.json online.json        # plots
 """
@@ -12,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from evaluation import offline as comparison
 from evaluation import online as online_runs
 from evaluation import report as results
 from evaluation import resume as resumed
+from evaluation import resume_deepspeed as restarted_tags
 from evaluation import rework as rework_runs
 from evaluation.recording import default_directory, load_recording
 from evaluation.recording import record as record_run
@@ -185,6 +188,25 @@ def resume(
                 kept.add(settings, {"rows": resumed.compare(name, number, configs, points, console.print)})
     rows = [row for part in kept.rows for row in part["rows"]]
     results.show("restarts, against the exact state", resumed.COLUMNS, resumed.summary(rows), resumed.NOTES)
+
+
+@app.command()
+def resume_deepspeed(
+    seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
+    at: list[int] = typer.Option([60], min=1, help="Steps to restart at."),
+    json_path: Path | None = ROWS,
+) -> None:
+    """Restart a DeepSpeed run (ZeRO-2, bf16, two ranks) from compressed tags and from its own."""
+    kept = _rows_in(json_path, "resume-deepspeed", {"seed": seed, "at": at})
+    for number in seed:
+        for point in at:
+            settings = {"seed": number, "step": point}
+            if kept.find(settings) is None:
+                with tempfile.TemporaryDirectory(prefix="dsq-resume-") as directory:
+                    rows = restarted_tags.compare(Path(directory), number, point, console.print)
+                kept.add(settings, {"rows": rows})
+    rows = [row for part in kept.rows for row in part["rows"]]
+    results.show("restarts under DeepSpeed", restarted_tags.COLUMNS, restarted_tags.summary(rows), resumed.NOTES)
 
 
 @app.command()
