@@ -17,7 +17,7 @@ from dsq_ckpt.attachments import plain_aside
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.gc import is_ours
-from dsq_ckpt.manifest import MANIFEST, Manifest, ManifestFile, is_complete, local_path
+from dsq_ckpt.manifest import MANIFEST, Manifest, ManifestFile, is_complete, is_temporary, local_path
 from dsq_ckpt.targets import temporary
 
 _PIECE = 1 << 22
@@ -33,7 +33,8 @@ class Copied(NamedTuple):
         files: that were written.
         bytes: of these.
         links: names given to files that were written already.
-        left_out: what was not copied: saves that did not complete, and what is neither file, directory nor link.
+        left_out: what was not copied: saves, copies and exports that did not complete, and what is neither file,
+            directory nor link.
     """
 
     path: Path
@@ -105,7 +106,9 @@ class _Copy:
             path, goal = Path(entry.path), target / entry.name
             if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`
                 continue
-            if entry.is_symlink():
+            if is_temporary(entry.name):
+                self.left_out.append(path)
+            elif entry.is_symlink():
                 os.symlink(os.readlink(path), goal)
             elif entry.is_dir():
                 if _only_leftovers(path):

@@ -6,6 +6,10 @@ A file is ours only if its whole name has the form that a save gives, or if a jo
 these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Where such a tag was being replaced it is put back first
 (see `attachments`). Since a save that is under way looks the same,
 a directory is left alone until its youngest such file is older than `min_age_seconds`.
+
+Copies and exports are made below a hidden name beside their target, `.NAME.xxxxxxxx.tmp`; what has such a name is
+garbage with all that is in it, once nothing in it is younger. So is what an export replaced, `.NAME.xxxxxxxx.old`, as
+long as there is something in its place.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+import stat
 import time
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +27,7 @@ from typing import NamedTuple
 from dsq_ckpt.attachments import PLAIN, journaled, plain_aside, restore
 from dsq_ckpt.container import file_checksum
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.manifest import MANIFEST, Manifest, expanded, is_complete
+from dsq_ckpt.manifest import MANIFEST, Manifest, expanded, is_complete, is_temporary
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
@@ -31,12 +37,13 @@ _ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PL
 _TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
 
 
+_REPLACED_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.old")
 HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
 """Names that file systems and file managers put everywhere."""
 
 
 class Orphan(NamedTuple):
-    """A file nothing needs; `reason` is for people."""
+    """A file that nothing needs, or a directory with all that is in it; `reason` is for people."""
 
     path: Path
     bytes: int
@@ -67,7 +74,9 @@ def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     Raises:
         CheckpointNotFound: there is no such directory.
     """
-    return [orphan for directory in _directories(expanded(path)) for orphan in _orphans(directory, min_age_seconds)]
+    path = expanded(path)
+    found = [orphan for directory in _directories(path) for orphan in _orphans(directory, min_age_seconds)]
+    return [*found, *_unfinished(path, min_age_seconds)]
 
 
 def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
@@ -84,6 +93,12 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
         if orphans and directory != path:
             with contextlib.suppress(OSError):  # not empty: something else lives there
                 directory.rmdir()
+    for orphan in _unfinished(path, min_age_seconds):
+        if _is_directory(orphan.path):
+            shutil.rmtree(orphan.path)
+        else:
+            orphan.path.unlink(missing_ok=True)
+        removed.append(orphan)
     return removed
 
 
@@ -107,7 +122,16 @@ def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Le
     Raises:
         CheckpointNotFound: there is no such directory.
     """
-    return [found for directory in _directories(expanded(path)) if (found := _left(directory, min_age_seconds))]
+    path = expanded(path)
+    entries = [found for directory in _directories(path) if (found := _left(directory, min_age_seconds))]
+    old = {orphan.path for orphan in _unfinished(path, min_age_seconds)}
+    young = [orphan.path for orphan in _unfinished(path, 0) if orphan.path not in old]
+    entries += [Left(one, "it is too young: a copy or an export may be under way", True) for one in young]
+    for entry in sorted(path.iterdir()):
+        if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not os.path.lexists(path / replaced["name"]):
+            why = f"what was to replace it is not there; rename it to '{replaced['name']}', or delete it by hand"
+            entries.append(Left(entry, why, False))
+    return entries
 
 
 def _left(directory: Path, min_age_seconds: float) -> Left | None:
@@ -140,8 +164,33 @@ def _directories(path: Path) -> Iterator[Path]:
     if not is_complete(path):
         # Links are not followed: what they lead to belongs to another run.
         for entry in sorted(path.iterdir()):
-            if entry.is_dir() and not entry.is_symlink() and os.access(entry, os.R_OK | os.X_OK):
+            if is_temporary(entry.name):
+                continue
+            if _is_directory(entry) and os.access(entry, os.R_OK | os.X_OK):
                 yield entry
+
+
+def _unfinished(path: Path, min_age_seconds: float) -> list[Orphan]:
+    """Return the copies and exports directly in a directory that did not complete, and what others replaced."""
+    found = []
+    for entry in sorted(path.iterdir()):
+        replaced = _REPLACED_NAME.fullmatch(entry.name)
+        if not (is_temporary(entry.name) or (replaced and os.path.lexists(path / replaced["name"]))):
+            continue
+        if _TEMPORARY_NAME.fullmatch(entry.name):
+            continue  # of a save
+        try:
+            states = [os.lstat(one) for one in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
+        except FileNotFoundError:
+            continue  # it was just completed
+        if time.time() - max(max(state.st_mtime, state.st_ctime) for state in states) >= min_age_seconds:
+            size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
+            found.append(Orphan(entry, size, "replaced" if replaced else "a copy or an export did not complete"))
+    return found
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _is_absent(path: Path) -> bool:

@@ -31,12 +31,18 @@ _HEAD = re.compile(
     rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
     rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
 )
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
 def is_plain(name: str) -> bool:
     """Return whether a name stays in the directory that it is looked up in."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file or directory of such a name is a copy or an export under way, or one that was killed."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 class Unflushed(OSError):
@@ -337,7 +343,7 @@ def checkpoints(
     """
     found = []
     for entry in run.iterdir() if run.is_dir() else ():
-        if entry.name == "lost+found":  # of a file system, whose root may be the run directory
+        if entry.name == "lost+found" or is_temporary(entry.name):  # of a file system, whose root this may be; a copy
             continue
         try:
             if is_complete(entry):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.copying import copy
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound
-from dsq_ckpt.gc import collect, garbage, is_ours
+from dsq_ckpt.export import export_dcp, export_torch
+from dsq_ckpt.gc import collect, garbage, is_ours, left
 from dsq_ckpt.manifest import MANIFEST, Manifest
 from dsq_ckpt.parts import Part
 from tests.small_run import NAMES, small_run
@@ -302,3 +304,60 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
     assert not [name for name in listing(path) if name.startswith(".")]
     with Checkpoint(path) as checkpoint:
         assert not [problem for *_, problem in checkpoint.verify() if problem]
+
+
+@pytest.fixture
+def killed(tmp_path, run, monkeypatch):
+    """Copies and exports whose process is killed in between, and their hidden names."""
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def stays(goal):
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        yield goal.with_name(f".{goal.name}.89abcdef.tmp")
+
+    last = run / NAMES[-1]
+    for module in ("copying", "export"):
+        monkeypatch.setattr(f"dsq_ckpt.{module}.temporary", stays)
+    with monkeypatch.context() as patched:
+        patched.setattr("dsq_ckpt.copying._Copy._file", die)
+        with pytest.raises(KeyboardInterrupt):
+            copy(last, run / "zz-copied")
+    with monkeypatch.context() as patched:
+        patched.setattr("dsq_ckpt.export.replace_directory", die)
+        patched.setattr("dsq_ckpt.export.publish", die)
+        for export, target in ((export_dcp, "plain"), (export_torch, "model.pt")):
+            with pytest.raises(KeyboardInterrupt):
+                export(last, run / target)
+    return [f".{name}.89abcdef.tmp" for name in ("model.pt", "plain", "zz-copied")]
+
+
+def test_copies_and_exports_that_were_killed(run, killed, later):
+    assert Manifest.read(run / killed[2]).save_id, "a copy begins with the manifest"
+    assert [name for name in os.listdir(run) if name.startswith(".")] and dsq_ckpt.latest(run).endswith(NAMES[-1])
+    found = garbage(run)
+    assert [orphan.path.name for orphan in found] == killed and all(orphan.bytes for orphan in found)
+    assert [orphan.path.name for orphan in collect(run)] == killed
+    assert sorted(os.listdir(run)) == sorted(NAMES)
+
+
+def test_copies_and_exports_under_way_are_left_alone(run, killed, monkeypatch, tmp_path):
+    assert garbage(run) == collect(run) == []
+    assert [entry.path.name for entry in left(run) if entry.young and entry.path != run] == killed
+    assert [path.name for path in copy(run, tmp_path / "copied").left_out] == killed
+    now = time.time()
+    monkeypatch.setattr("dsq_ckpt.gc.time.time", lambda: now + 7200)
+    (run / killed[1] / "young").write_text("")
+    os.utime(run / killed[1] / "young", (now + 7000, now + 7000))
+    assert sorted(orphan.path.name for orphan in collect(run)) == [killed[0], killed[2]]
+
+
+def test_what_an_export_was_to_replace(run, later):
+    """It is garbage once something is in its place, and not before."""
+    aside = run / ".plain.89abcdef.old"
+    plant(aside, ".metadata")
+    assert collect(run) == []
+    assert [entry.path for entry in left(run)] == [aside]
+    plant(run / "plain", ".metadata")
+    assert [orphan.path for orphan in collect(run)] == [aside] and left(run) == []

@@ -291,7 +291,7 @@ def gc(
     ] = "1h",  # type: ignore[assignment]
     as_json: Json = False,
 ) -> None:
-    """Delete what interrupted saves left behind, files of ours that no manifest names; say what is left, and why."""
+    """Delete what interrupted saves, copies and exports left behind; say what is left, and why."""
     from dsq_ckpt import gc as collecting
 
     left = collecting.left(path, older_than)

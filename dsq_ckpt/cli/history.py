@@ -12,7 +12,7 @@ from dsq_ckpt.cli.gradients import LogSession, sessions, show
 from dsq_ckpt.description import describe
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.gc import is_ours
-from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
+from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete, is_temporary
 
 VARIANT = "variant"  # as in search.space, which would import torch
 CLASSES = ("weights", "moments", "everything")
@@ -269,7 +269,7 @@ def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
             continue  # lost+found and the like
         if not ours:
             continue
-        if not os.path.lexists(entry / MANIFEST):
+        if not os.path.lexists(entry / MANIFEST) or is_temporary(entry.name):
             incomplete.append(entry)
             continue
         try:
