@@ -30,10 +30,10 @@ PLAIN = "plain"
 _MOST = 1 << 26
 
 
-def journal(directory: Path, save_id: str, files: Sequence[FileInfo], fsync: bool) -> None:
-    """Note what files are about to be given their names by a save; nothing for none."""
+def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo], fsync: bool) -> None:
+    """Note what files are about to be given their names by a rank of a save; nothing for none."""
     if files:
-        with open(directory / f".{save_id}{JOURNAL}", "x") as stream:
+        with open(directory / f".{save_id}-{rank:05d}{JOURNAL}", "x") as stream:
             json.dump({file.name: [file.size, file.checksum] for file in files}, stream)
             stream.flush()
             if fsync:

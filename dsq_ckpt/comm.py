@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,8 @@ from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
 Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
+_HEAD, _SHORT = 8, 4088
+"""Bytes of a length, and of a pickle that is gathered in one round; a longer one takes a second."""
 
 
 class Elsewhere(DSQError):
@@ -80,10 +83,7 @@ class TorchCommunicator:
         self.size = dist.get_world_size(group)
 
     def sum(self, counts: Counts) -> None:
-        group = self.group if self.group is not None else dist.group.WORLD
-        assert group is not None
-        kinds = [device.type for device in group._device_types]
-        device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+        device = self._device()
         tensor = torch.from_numpy(counts)
         with _reaching(self.rank):
             if device.type == "cpu":
@@ -94,10 +94,27 @@ class TorchCommunicator:
                 tensor.copy_(on_device)
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
+        data = pickle.dumps(value)
         with _reaching(self.rank):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            found = self._all_gather(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
+            sizes = [int.from_bytes(one[:_HEAD], "little") for one in found]
+            if (longest := max(sizes)) > _SHORT:  # all ranks see that alike
+                rest = self._all_gather(data[_SHORT:], longest - _SHORT)
+                found = [one + more for one, more in zip(found, rest, strict=True)]
+        return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in zip(found, sizes, strict=True)]
+
+    def _all_gather(self, data: bytes, size: int) -> list[bytes]:
+        """What all ranks give, each padded to so many bytes."""
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device())
+        everything = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everything, own, group=self.group)
+        return [one.cpu().numpy().tobytes() for one in everything]
+
+    def _device(self) -> torch.device:
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        kinds = [device.type for device in group._device_types]
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def broadcast(self, value: Any) -> Any:
         values = [value]
@@ -187,7 +204,18 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
             `LoadFailedElsewhere` for a load.
         BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
+    results: list[_T] = []
+    told_together(comm, lambda: results.append(work()), otherwise)
+    return results[0]
+
+
+def told_together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> list[_T]:
+    """The results of all ranks, in rank order, of work that must succeed on all or fail on all; collective.
+
+    As `together`, which it saves a collective after it. Results can be pickled.
+    """
     failure: BaseException | None = None
+    result: _T | None = None
     try:
         result = work()
     except RankUnreachable:
@@ -196,14 +224,14 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
         failure = error
     # A rank that only heard of a failure, in a collective within the work, hears here what it was.
     heard = isinstance(failure, Elsewhere)
-    everywhere = comm.gather((heard, None if failure is None else described(failure)))
+    everywhere = comm.gather((heard, None if failure is None else described(failure), result))
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
             raise failure
         raise otherwise((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
-    failed = [(rank, *told) for rank, told in enumerate(everywhere) if told[1] is not None]
+    failed = [(rank, *told) for rank, (*told, _) in enumerate(everywhere) if told[1] is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:
         elsewhere = LoadFailedElsewhere if issubclass(otherwise, LoadFailed) else FailedElsewhere
         raise elsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
-    return result
+    return [result for *_, result in everywhere]

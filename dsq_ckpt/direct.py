@@ -22,7 +22,7 @@ from dsq_ckpt import attachments, gc
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Choice, Chooser, as_configured
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.comm import Communicator, RankUnreachable, together
+from dsq_ckpt.comm import Communicator, RankUnreachable, together, told_together
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import FileInfo, file_checksum, make_directory
@@ -76,7 +76,6 @@ class _Brought:
     items: list[Item]
     tied: dict[ChunkKey, ChunkKey]
     replicas: list[Item]
-    layout: Layout
 
 
 @dataclass
@@ -127,16 +126,16 @@ def save_parts(
     """
     started = time.time()
 
-    def prepare() -> _Brought:
-        brought = contribution()
-        let_signals_through()
-        items, tied = untied(items_of(brought.parts, config, types))
-        layout = layout_of(brought.parts, config, types, bool(brought.gradients), fractions)
-        return _Brought(brought, items, tied, items_of(brought.replicas, config, types), layout)
+    found: list[_Brought] = []
 
-    brought = together(comm, prepare)
-    own = brought.own
-    layouts = comm.gather(brought.layout)
+    def prepare() -> Layout:
+        own = contribution()
+        let_signals_through()
+        found.append(_Brought(own, *untied(items_of(own.parts, config, types)), items_of(own.replicas, config, types)))
+        return layout_of(own.parts, config, types, bool(own.gradients), fractions)
+
+    layouts = told_together(comm, prepare)
+    brought, own = found[0], found[0].own
 
     landing: Landing | None = None
 
@@ -151,27 +150,25 @@ def save_parts(
             attachments.keep_plain(path, config.storage.fsync)
         return agreement
 
-    agreement: Agreement = comm.broadcast(together(comm, decide))
+    agreement = told_together(comm, decide)[0]
+    assert agreement is not None
     hidden: dict[str, Path] = {}
     try:
-        done, choice, memory = together(comm, lambda: _written(
-            path, brought, agreement, config, comm, chooser, hidden
-        ))
-        everybody = comm.gather(done)
+        kept: list[tuple[Choice, Memory]] = []
 
-        def planned() -> _Plan | None:
-            if comm.rank:
-                return None
-            plan = _planned(everybody)
-            files = [file for done in everybody for file in done.attachments]
-            attachments.journal(path, agreement.save_id, files, config.storage.fsync)
-            return plan
+        def written() -> _Done:
+            done, chosen, codes = _written(path, brought, agreement, config, comm, chooser, hidden)
+            kept.append((chosen, codes))
+            attachments.journal(path, agreement.save_id, comm.rank, done.attachments, config.storage.fsync)
+            return done
 
-        plan = together(comm, planned)
+        everybody = told_together(comm, written)
+        choice, memory = kept[0]
         try:
-            together(comm, lambda: attachments.publish(path, hidden, config.storage.fsync))
-            together(comm, lambda: None if plan is None else _committed(
-                path, agreement, everybody, plan, choice, overwrite, pinned, started
+            if any(done.attachments for done in everybody):
+                together(comm, lambda: attachments.publish(path, hidden, config.storage.fsync))
+            together(comm, lambda: None if comm.rank else _committed(
+                path, agreement, everybody, choice, overwrite, pinned, started
             ))
         except BaseException:
             if comm.rank == 0:
@@ -247,9 +244,10 @@ def _planned(everybody: Sequence[_Done]) -> _Plan:
 
 
 def _committed(
-    path: Path, agreement: Agreement, everybody: Sequence[_Done], plan: _Plan, choice: Choice, overwrite: bool,
-    pinned: bool, started: float,
+    path: Path, agreement: Agreement, everybody: Sequence[_Done], choice: Choice, overwrite: bool, pinned: bool,
+    started: float,
 ) -> None:
+    plan = _planned(everybody)
     attached = [file for done in everybody for file in done.attachments]
     committed = commit(
         path, agreement, [done.result for done in everybody], plan.tensors, plan.objects, plan.nesting.as_json(),

@@ -32,7 +32,7 @@ from dsq_ckpt.manifest import MANIFEST, Manifest, expanded, is_complete, is_temp
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
 _ATTACHED = r"[A-Za-z0-9_-]+\.pt"
-_JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}\.attachments")
+_JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}(?:-\d{5,})?\.attachments")
 _ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PLAIN})\.old")
 _TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
 

@@ -56,7 +56,9 @@ def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequen
         shape: of the tensor.
         chunks: offsets and shape of each.
     """
-    dims = len(shape)
+    dims, chunks = len(shape), list(chunks)
+    if len(chunks) == 1 and list(chunks[0][1]) == list(shape) and not any(chunks[0][0]):
+        return None  # as most are
     boxes = [
         (offsets, tuple(map(sum, zip(offsets, sizes, strict=True)))) for offsets, sizes in chunks if math.prod(sizes)
     ]

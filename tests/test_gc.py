@@ -327,10 +327,10 @@ def killed(tmp_path, run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("dsq_ckpt.export.replace_directory", die)
         patched.setattr("dsq_ckpt.export.publish", die)
-        for export, target in ((export_dcp, "plain"), (export_torch, "model.pt")):
+        for export, target in ((export_dcp, "plain"), (export_torch, "model.v1.pt")):
             with pytest.raises(KeyboardInterrupt):
                 export(last, run / target)
-    return [f".{name}.89abcdef.tmp" for name in ("model.pt", "plain", "zz-copied")]
+    return [f".{name}.89abcdef.tmp" for name in ("model.v1.pt", "plain", "zz-copied")]
 
 
 def test_copies_and_exports_that_were_killed(run, killed, later):

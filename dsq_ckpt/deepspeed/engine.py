@@ -20,7 +20,7 @@ from dsq_ckpt.attachments import plain_aside, restore
 from dsq_ckpt.chain import what_the_base_costs
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.comm import TorchCommunicator, together
+from dsq_ckpt.comm import TorchCommunicator, together, told_together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
@@ -85,14 +85,8 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._queue.clear()
         self._tag = None
         unusable, self._unusable = self._unusable, None
-
-        def usable() -> None:
-            if unusable is not None:
-                raise SaveFailed(f"rank {self._comm.rank}: the directory for checkpoints cannot be made: {unusable}")
-
-        together(self._comm, usable)
         validated = self._engine.checkpoint_tag_validation_enabled() and self._engine.checkpoint_tag_validation_fail()
-        self._tag = agreed_tag(self._comm, info.save_dir, info.tag, refused_later=validated)
+        self._tag = agreed_tag(self._comm, info.save_dir, info.tag, validated, unusable)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. The others wait for this one rank at a barrier, so what fails is told in `create`.
@@ -170,8 +164,14 @@ class DSQCheckpointEngine(CheckpointEngine):
         """
         directory = find_tag(self._comm, load_dir, tag)
         together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
-        problems, manifest = together(self._comm, lambda: self._checked(directory), LoadFailed)
-        found = [problem for several in self._comm.gather(problems) for problem in several]
+        manifest: Manifest | None = None
+
+        def checked() -> list[str]:
+            nonlocal manifest
+            problems, manifest = self._checked(directory)
+            return problems
+
+        found = [problem for several in told_together(self._comm, checked, LoadFailed) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
@@ -213,12 +213,15 @@ class DSQCheckpointEngine(CheckpointEngine):
         self.inner.cleanup()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
-        def surveyed() -> tuple[Inventory, set[str], str]:
-            found = inventory(self._engine)
-            return found, differing(found), self._parent_of(directory)
+        found = Inventory()
+        parent = "auto"
 
-        found, own, parent = together(self._comm, surveyed)
-        unlike = set().union(*self._comm.gather(own))
+        def surveyed() -> set[str]:
+            nonlocal found, parent
+            found, parent = inventory(self._engine), self._parent_of(directory)
+            return differing(found)
+
+        unlike = set().union(*told_together(self._comm, surveyed))
 
         def contribution() -> Contribution:
             writes = bool(getattr(self._engine, "save_zero_checkpoint", True))

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.comm import Communicator, told_together
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
 from dsq_ckpt.manifest import is_complete
 from dsq_ckpt.notices import warn
@@ -17,7 +17,9 @@ _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_to
 _SHOWN = 8
 
 
-def agreed_tag(comm: Communicator, save_dir: str, tag: str, refused_later: bool) -> str:
+def agreed_tag(
+    comm: Communicator, save_dir: str, tag: str, refused_later: bool, unusable: OSError | None = None
+) -> str:
     """Return the tag that all ranks save to: that of rank 0; collective.
 
     A checkpoint is one directory. DeepSpeed itself spreads tags that differ, such as times of day, over several, of
@@ -28,11 +30,18 @@ def agreed_tag(comm: Communicator, save_dir: str, tag: str, refused_later: bool)
         save_dir: of this rank.
         tag: of this rank.
         refused_later: DeepSpeed raises where tags differ (`"tag_validation": "FAIL"`).
+        unusable: why this rank cannot make the directory.
 
     Raises:
-        SaveFailed: on all ranks, if directories differ on one host, or the tag is no name for a directory below them.
+        SaveFailed: on all ranks, if any cannot make the directory, if directories differ on one host, or the tag is no
+            name for a directory below them.
     """
-    told = comm.gather((str(tag), platform.node(), os.path.realpath(save_dir)))
+    def own() -> tuple[str, str, str]:
+        if unusable is not None:
+            raise SaveFailed(f"rank {comm.rank}: the directory for checkpoints cannot be made: {unusable}")
+        return str(tag), platform.node(), os.path.realpath(save_dir)
+
+    told = told_together(comm, own)
     first, host, directory = told[0]
     if any(other != directory for _, name, other in told if name == host):
         places = _by_rank([place for *_, place in told])
@@ -63,16 +72,15 @@ def latest_tag(comm: Communicator, file: Path) -> str | None:
         except FileNotFoundError:
             return None
 
-    own = together(comm, read, LoadFailed)
-    seen = comm.gather((own is not None, platform.node()))
-    there = [found for found, _ in seen]
+    seen = told_together(comm, lambda: (read(), platform.node()), LoadFailed)
+    there = [found is not None for found, _ in seen]
     if any(there) and not all(there):
         rank, other = there.index(False), there.index(True)
         raise LoadFailed(
             f"rank {rank} on host {seen[rank][1]} does not see '{file}', which rank {other} on host {seen[other][1]} "
             "sees: all hosts need one shared directory"
         )
-    return own
+    return seen[comm.rank][0]
 
 
 def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
@@ -83,8 +91,9 @@ def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
         CheckpointNotFound: on all ranks, if it is not there, or no checkpoint is in it; the text says which tags are.
     """
     directory = Path(load_dir, tag).absolute()
-    here = together(comm, lambda: tag != "" and _holds_checkpoint(directory), LoadFailed)
-    told = comm.gather((tag, platform.node(), here))
+    told = told_together(
+        comm, lambda: (tag, platform.node(), tag != "" and _holds_checkpoint(directory)), LoadFailed
+    )
     tags = [one for one, *_ in told]
     if len(set(tags)) > 1:
         raise LoadFailed(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dsq_ckpt.comm import Communicator, together
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
+from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import Captured
 from dsq_ckpt.lowdiff.consensus import Consensus, cpu_group
@@ -134,6 +135,7 @@ class Crew(ABC):
         self._subject.hyper()
         self._subject.states_now()
 
+    @held_signals()
     def _begin_first(self) -> None:
         """Start, and wait until the first snapshot is on disk: from then on every step counts."""
         try:

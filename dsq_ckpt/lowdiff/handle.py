@@ -15,6 +15,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.lowdiff.arena import Arena, aligned
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 
@@ -196,6 +197,7 @@ class Handle:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ProcessGone(f"the checkpointing process was not {condition} within {timeout:.0f} s")
+            let_signals_through()
             self.poll(min(left, _PATIENCE))
 
     def close(self, timeout: float | None, done: bool = False) -> str | None:

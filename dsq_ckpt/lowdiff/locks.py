@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.lowdiff.segments import LOG
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -61,6 +62,7 @@ def wait_for_writers(
                     f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "
                     "another job logs there, or its disk is slow; wait for it, or end it"
                 )
+            let_signals_through()
             time.sleep(0.02)
 
 

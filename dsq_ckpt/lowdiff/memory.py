@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import Communicator, together
-from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
+from dsq_ckpt.comm import Communicator, told_together
+from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
@@ -170,8 +170,10 @@ class Survivors:
             return None
         step = min(int(status[0]["newest"]) for status in told)
         session = told[0][0]["session"]
-        behind = together(self._comm, lambda: self._comm.rank == 0 and self._left_behind(session, step))
-        if self._comm.broadcast(behind):
+        behind = told_together(
+            self._comm, lambda: self._comm.rank == 0 and self._left_behind(session, step), LoadFailed
+        )
+        if behind[0]:
             return None
         own = self._ask({"kind": "state", "step": step}, {"tensors", "meta"}, _TRANSFER)
         if not all(self._comm.gather(own is not None)):

@@ -42,7 +42,7 @@ def main(descriptor: int) -> int:
         server.serve()
     except ChannelClosed:
         return 0
-    except Exception as error:
+    except BaseException as error:  # whatever ends this process, training is told
         last = traceback.extract_tb(error.__traceback__)[-1]
         with suppress(ChannelClosed):
             channel.send({"kind": "failed", "text": f"{describe(error)} ({Path(last.filename).name}:{last.lineno})"})

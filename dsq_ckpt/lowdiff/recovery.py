@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsq_ckpt.comm import Communicator, communicator, together
+from dsq_ckpt.comm import Communicator, communicator, together, told_together
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.linear import check_linear
 from dsq_ckpt.lowdiff.locks import wait_for_writers
@@ -136,6 +137,7 @@ def recover(
     )
 
 
+@held_signals()
 def recover_subject(
     directory: Path, subject: Subject, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
     memory: bool = True, merge: bool = False, timeout: float = 300.0,
@@ -156,14 +158,16 @@ def recover_subject(
         return recovered
     survivors.dismiss()
     together(comm, lambda: _wait(directory, timeout), LoadFailed)
-    chosen = comm.broadcast(together(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed))
+    chosen = told_together(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed)[0]
     if chosen is None:
         return None
-    path, last, ended = chosen
+    path, step, ended = chosen
+    last: int | None = step
     if not replay_log:
         last, ended = None, None
 
     def load() -> Recovered:
+        let_signals_through()
         with Snapshot(path) as snapshot, snapshot.naming():
             recovered = _restore(subject, snapshot, comm, partial)
         recovered.seconds = (time.perf_counter() - started, 0.0)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.errors import DSQError
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.lowdiff.linear import Merging
 from dsq_ckpt.lowdiff.segments import Segment
 from dsq_ckpt.lowdiff.subject import Subject
@@ -74,6 +75,7 @@ def replay(
     buffers: dict[str, torch.Tensor] = {}
     with way, _ahead(course, first, rank) as steps:
         for step in steps:
+            let_signals_through()
             if isinstance(step, DSQError):
                 ended = f"step {first + done} cannot be read: {step}"
                 break

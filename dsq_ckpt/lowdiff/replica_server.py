@@ -215,7 +215,7 @@ class ReplicaServer(Server):
         assert meta is not None
         try:
             everybody = self._communicator().gather({"saves": step, "plain": meta["plain"]})
-        except Exception as error:
+        except BaseException as error:
             self._failed(step, error)
             return
         if any(other.get("saves") != step for other in everybody):
@@ -227,7 +227,7 @@ class ReplicaServer(Server):
         if self._persisted == step:  # it did not fail
             self._problem = ""
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, error: BaseException) -> None:
         self._persisted = -1
         self._problem = self._problem or f"the state after step {step} was not saved: {describe(error)}"
         if isinstance(error, RankUnreachable):
@@ -264,7 +264,7 @@ class ReplicaServer(Server):
                     self.advance(step)
                     if self._persisted != step:
                         self._persist()
-        except Exception as error:  # other hosts may be gone; what this one has is good all the same
+        except BaseException as error:  # other hosts may be gone; what this one has is good all the same
             self._problem = self._problem or describe(error)
         self.wait()
         if not closing:

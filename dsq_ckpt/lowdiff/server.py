@@ -133,10 +133,10 @@ class Server(ABC):
                 snapshots.retire(self.run, self._keep, step)
             size = manifest.bytes_in("own", "refinement", "index")
             self._tell({"kind": "snapshot", "step": step, "bytes": size, "seconds": time.perf_counter() - started})
-        except Exception as error:
+        except BaseException as error:  # of a thread, which nobody else would tell
             self._failed(step, error)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, error: BaseException) -> None:
         self._tell({"kind": "failed", "text": f"the snapshot after step {step} was not saved: {describe(error)}"})
 
     def _communicator(self) -> Communicator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import time
 
 import pytest
@@ -10,9 +11,23 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 
+import dsq_ckpt
+from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.config import StorageConfig
-from dsq_ckpt.lowdiff import replay
-from tests.lowdiff.loops import ADAM, Case, Loop, Sometimes, check_every_step, cut, normalized, recorded, seeded
+from dsq_ckpt.lowdiff import recovery, replay, server
+from dsq_ckpt.lowdiff.subject import Subject
+from tests.lowdiff.loops import (
+    ADAM,
+    Case,
+    Loop,
+    Sometimes,
+    check_every_step,
+    cut,
+    differences,
+    normalized,
+    recorded,
+    seeded,
+)
 
 pytestmark = pytest.mark.usefixtures("in_thread", "one_thread")
 STEPS = 6
@@ -148,3 +163,36 @@ def test_states_are_in_the_order_of_training(tmp_path, monkeypatch):
         for one in (loop, other)
     )
     assert found == expected and len(found) > 2
+
+
+def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):
+    """One that comes between two collectives waits for the next, where the others learn of it."""
+    recorded(ADAM, tmp_path, 2)
+    monkeypatch.undo()  # signals are signals again
+    told = []
+
+    class Recording(SingleProcess):
+        def gather(self, value):
+            told.append(value)
+            return [value]
+
+    def interrupted(subject):
+        signal.raise_signal(signal.SIGINT)
+        return unchanged(subject)
+
+    loop, unchanged = Loop(ADAM, seed=1), recovery.unchanged_on_failure
+    before = loop.state()
+    monkeypatch.setattr(recovery, "unchanged_on_failure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recovery.recover_subject(tmp_path, Subject(loop.model, loop.optimizer, loop.states), Recording())
+    assert told[-1][:2] == (False, "KeyboardInterrupt")
+    assert differences(loop.state(), before) == []
+
+
+def test_whatever_ends_the_thread_of_a_snapshot_is_told(tmp_path, monkeypatch):
+    def ends(*args):
+        raise SystemExit("the end")
+
+    monkeypatch.setattr(server.snapshots, "save", ends)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="SystemExit: the end"):
+        Loop(ADAM).log(tmp_path)
