@@ -161,6 +161,8 @@ def _heading(made: Mapping[str, Any]) -> str:
 
 
 Panel = Callable[["Axes"], None]
+RESTART_EVERY = 5
+"""Steps between evaluations after a restart."""
 _COLOURS = 10  # of matplotlib, before they come again
 
 
@@ -200,6 +202,48 @@ def _ablations(rows: Sequence[Row]) -> list[Panel]:
     if "timings" in parts:
         panels.append(lambda axis: _timings(axis, parts["timings"]))
     return panels
+
+
+def _resume(rows: Sequence[Row]) -> list[Panel]:
+    """The losses of one restart; then, for each workload, how far behind the exact run restarted ones are."""
+    restarts = [row for part in rows for row in part["rows"]]
+    workloads = list(dict.fromkeys(row["workload"] for row in restarts))
+    return [partial(_restart, rows=restarts), *(
+        partial(_behind, rows=[row for row in restarts if row["workload"] == workload], title=workload)
+        for workload in workloads
+    )] if restarts else []
+
+
+def _restart(axis: Axes, rows: Sequence[Row]) -> None:
+    """Held-out losses after the first restart there is."""
+    first = [row for row in rows if all(row[key] == rows[0][key] for key in ("workload", "seed", "step"))]
+    steps = _steps(first[0])
+    axis.plot(steps, first[0]["exact_losses"], color="black", linewidth=2.5, label="without a restart")
+    for row in first:
+        if row["system"] != "floor":
+            axis.plot(steps, row["losses"], label=row["system"], linestyle="--")
+    axis.set(xlabel="steps after the restart", ylabel="held-out loss",
+             title="{workload}, seed {seed}, restarted at step {step}".format(**first[0]))
+    axis.legend(fontsize=7)
+
+
+def _behind(axis: Axes, rows: Sequence[Row], title: str) -> None:
+    """Steps that restarted runs are behind, by system: the mean of all restarts, and each of them faintly."""
+    for number, system in enumerate(dict.fromkeys(row["system"] for row in rows)):
+        curves = [
+            [(own - exact) / row["slope"] for own, exact in zip(row["losses"], row["exact_losses"], strict=True)]
+            for row in rows if row["system"] == system and row["slope"] > 0
+        ]
+        for curve in curves:
+            axis.plot(_steps(rows[0]), curve, color=f"C{number}", linewidth=0.6, alpha=0.3)
+        mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+        axis.plot(_steps(rows[0])[: len(mean)], mean, color=f"C{number}", label=system)
+    axis.set(xlabel="steps after the restart", ylabel="steps behind the run without it", title=title)
+    axis.legend(fontsize=7)
+
+
+def _steps(row: Row) -> list[int]:
+    return [RESTART_EVERY * number for number in range(len(row["losses"]))]
 
 
 def _ratios(axis: Axes, rows: Sequence[Row], title: str) -> None:
@@ -283,6 +327,6 @@ def _timings(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 PANELS: dict[str, Callable[[Sequence[Row]], list[Panel]]] = {
-    "offline": _offline, "ablations": _ablations, "online": _online,
+    "offline": _offline, "ablations": _ablations, "online": _online, "resume": _resume,
 }
 """By what was measured: from a document's rows to what is drawn of it."""

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import dsq_ckpt
 from evaluation.recording import _one_thread
-from evaluation.report import Column, Row, digits, percent, ratio
+from evaluation.report import RESTART_EVERY, Column, Row, digits, percent, ratio
 from evaluation.workloads import Workload, create
 
-STEPS, EVERY, COUNTED = 100, 5, 50
+STEPS, EVERY, COUNTED = 100, RESTART_EVERY, 50
 """Steps that are continued, between evaluations, and over which lost steps are averaged."""
 NOISE = 1e-6
 FLOOR = "floor"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from evaluate import app
-from evaluation import report
+from evaluation import report, resume_deepspeed
 from matplotlib.figure import Figure
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -59,6 +59,32 @@ def test_runs_have_panels_of_their_own() -> None:
     assert len(drawn([*ROWS, row("dsq", "progress 0.05", 2.2, 90.0, 60.0, seed=1)])) == 4
     assert list(drawn(ROWS[:1])) == ["gpt, seed 0: everything"]
     assert drawn(ROWS[-1:]) == {}
+
+
+def test_restarts_are_drawn_in_steps_behind() -> None:
+    exact = [3 - 0.05 * place for place in range(5)]  # 0.01 a step, evaluated every fifth
+
+    def row(system: str, late: float, step: int) -> dict:
+        return {"workload": "gpt", "seed": 0, "step": step, "system": system, "slope": 0.01, "exact_losses": exact,
+                "losses": [loss + 0.01 * late for loss in exact]}
+
+    rows = [{"rows": [row("floor", 0.0, 20), row("default", 1.0, 20), row("floor", 0.0, 40), row("default", 3.0, 40)]}]
+    restart, behind = [Figure().subplots() for _ in range(2)]
+    for axis, panel in zip((restart, behind), report.PANELS["resume"](rows), strict=True):
+        panel(axis)
+    assert [line.get_label() for line in restart.lines] == ["without a restart", "default"]
+    lines = {line.get_label(): line for line in behind.lines if not line.get_label().startswith("_")}
+    assert list(lines["default"].get_ydata()) == pytest.approx([2.0] * 5)
+    assert list(lines["floor"].get_ydata()) == [0.0] * 5 and list(lines["floor"].get_xdata()) == [0, 5, 10, 15, 20]
+
+
+def test_the_median_restart_under_deepspeed_is_told() -> None:
+    rows = [
+        {"system": system, "lost_steps": float(lost), "behind": 0.01, "behind_at_end": 0.0, "written": written}
+        for system, written in (("DeepSpeed's own tags", None), ("default", 6.0)) for lost in (0, 1, 5)
+    ]
+    told = resume_deepspeed.summary(rows)
+    assert [(row["lost_steps"], row["worst"], row["written"]) for row in told] == [(1, 5, None), (1, 5, 6.0)]
 
 
 def test_report_of_online_results(tmp_path) -> None:
