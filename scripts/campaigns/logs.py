@@ -25,6 +25,7 @@ from campaigns.accidents import ALTERATIONS, other_file
 from campaigns.forging import Container
 from campaigns.harness import Campaign, Found, told
 from tests.lowdiff.loops import Case, Loop, digest, recorded
+from tests.lowdiff.nursery import Nursery
 
 STEPS = 22
 _CASES = {
@@ -131,6 +132,7 @@ class Logs(Campaign):
 
     def prepare(self) -> None:
         """Record a run with each compressor."""
+        Nursery()
         for spec in _CASES:
             run = self.directory / "base" / spec.replace(":", "-") / "run"
             table = recorded(_case(spec), run, STEPS)
