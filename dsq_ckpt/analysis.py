@@ -281,6 +281,7 @@ def measure(
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
+        let_signals_through()
         add_joint(sound, joint, {group: book.window for group, book in books.items()}, workers)
         for group, counts in by_importance.items():
             for chunk in sound:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from dsq_ckpt.shard import RecordRef
 
 _LONGEST = 100_000  # records of a chain
 _DATA_NAME = re.compile(r"(?P<save>[0-9a-f]{16})-(?P<rank>\d{5,9})\.(?P<kind>dsq|refinement)")
+_KEPT = 1 << 25
+"""Bytes of packs of small records that are kept, since the next record is mostly in the same one."""
 _OFTEN = 5  # a checkpoint that is overwritten more often while it is opened is given up
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -53,7 +56,7 @@ class CheckpointFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._readers: dict[str, ContainerReader] = {}
-        self._packs: dict[tuple[str, int], bytes] = {}
+        self._packs: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # the last used at the end
         self._chunks: dict[str, dict[tuple[int, ...], tuple[list[int], int, int]]] = {}
         self._lock = threading.Lock()
         for attempt in range(_OFTEN):
@@ -310,12 +313,17 @@ class CheckpointFiles:
         return piece
 
     def _pack(self, file: str, place: int, keep: bool) -> bytes:
-        if (file, place) in self._packs:
-            return self._packs[file, place]
+        with self._lock:
+            if (known := self._packs.get((file, place))) is not None:
+                self._packs.move_to_end((file, place))
+                return known
         block, itemsize, size = self.reader(file).contents["packs"][place]
         data = self._unshuffled(file, Block(*block), itemsize, size)
         if keep:
-            self._packs[file, place] = data
+            with self._lock:
+                self._packs[file, place] = data
+                while len(self._packs) > 1 and sum(map(len, self._packs.values())) > _KEPT:
+                    self._packs.popitem(last=False)
         return data
 
     def _unshuffled(self, file: str, block: Block, itemsize: int, size: int) -> bytes:

@@ -75,14 +75,14 @@ def quantize_items(
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
     agreement = with_sound_parent(agreement, comm, workers)
-    if lossy_items(items):
-        warmup.wait("save")
     opened: list[Parent] = []
     chooser = all_exact if agreement.exact else chooser
     if agreement.parent is None and agreement.previous is not None:
         release_resident(Path(agreement.previous.path))
 
     def parent() -> Parent | None:
+        if lossy_items(items):
+            warmup.wait("save")
         if agreement.parent is not None and agreement.model is not None:
             opened.append(Parent(ParentRef(*agreement.parent), agreement.model, workers))
             return opened[0]

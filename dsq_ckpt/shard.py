@@ -17,6 +17,7 @@ from dsq_ckpt.coding import HuffmanCoder, coder_class, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config import DeltaConfig, DSQConfig
 from dsq_ckpt.container import Block, ContainerWriter, FileInfo
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.workers import Workers
 
 _PACKED = 1 << 16  # smaller exact items share a compressed block
@@ -146,6 +147,7 @@ class ShardWriter:
         refined: list[Block] = []
         protected: list[Bits] = []
         for task, data, beside in self._workers.map(_Task.run, tasks()):
+            let_signals_through()
             protected.append(beside.protected)
             if len(task.piece.source.codes):
                 base.append(None if data is None else self._base.add(data))

@@ -46,15 +46,21 @@ def checksum(tensor: torch.Tensor) -> Hashable:
 def _weighted_sum(values: torch.Tensor) -> int:
     """Return the sum of flat elements, as integers of their bits, times odd numbers that tell places apart."""
     bits = values.view(_INTEGERS[values.itemsize])
-    random = torch.Generator().manual_seed(1)
-    limits = torch.iinfo(torch.int64)
-    odd = torch.randint(limits.min, limits.max, (min(_BLOCK, len(bits)),), generator=random).to(bits.device) | 1
+    odd = _odd_numbers(min(_BLOCK, len(bits)), bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block in bits.split(_BLOCK):
         wide = block.long()
         mixed = wide ^ (wide >> 32 & 0xFFFFFFFF)  # the sign of a double is the highest bit, which no odd number moves
         total = total * 0x9E3779B1 + (mixed * odd[: len(block)]).sum()
     return int(total)
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd int64 numbers without a pattern, made on a device: those of splitmix64, from 1 on."""
+    mixed = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
 
 
 def named(changed: list[Any]) -> str:

@@ -29,6 +29,7 @@ from dsq_ckpt.codebook.adaptive import adaptive_range
 from dsq_ckpt.codebook.kmeans import exact_kmeans
 from dsq_ckpt.codebook.table import rate_distortion_table
 from dsq_ckpt.coding import HuffmanCoder, RansCoder, huffman_bits
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.keys import FULL
 
 logger = logging.getLogger(__name__)
@@ -155,17 +156,32 @@ class _Background:
             self.queue = [*groups, *(group for group in self.queue if group not in groups)]
             self.queue = [group for group in self.queue if group not in self.done]
             if self.queue and self.thread is None and not self.stopped:
-                self.thread = threading.Thread(target=self.run, name="dsq_ckpt-compile", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self.run, name="dsq_ckpt-compile", daemon=True)
+                thread.start()
+                self.thread = thread
 
     def run(self) -> None:
-        while (group := self.next()) is not None:
-            try:
-                compile_group(group, lambda: self.stopped)
-            finally:  # whatever failed, nobody is to wait for it: calls compile what they need
-                with self.changed:
-                    self.done.add(group)
-                    self.changed.notify_all()
+        try:
+            while (group := self.next()) is not None:
+                try:
+                    compile_group(group, lambda: self.stopped)
+                finally:  # whatever failed, nobody is to wait for it: calls compile what they need
+                    with self.changed:
+                        self.done.add(group)
+                        self.changed.notify_all()
+        finally:
+            with self.changed:
+                if self.thread is threading.current_thread():  # it failed; another one does what else is asked for
+                    self.thread = None
+                self.changed.notify_all()
+
+    def has_yet_to_do(self, group: Group) -> bool:
+        """Whether a group is not done and a thread lives to do it; waits for a moment where it is so."""
+        with self.changed:
+            def waits() -> bool:
+                return group not in self.done and self.thread is not None and self.thread.is_alive()
+
+            return not self.changed.wait_for(lambda: not waits(), _SILENT)
 
     def next(self) -> Group | None:
         with self.changed:
@@ -185,22 +201,21 @@ def start() -> None:
 
 
 def wait(group: Group) -> None:
-    """Wait until kernels are compiled; says so on rank 0 where it takes longer than a moment."""
+    """Wait until kernels are compiled; says so on rank 0 where it takes longer than a moment.
+
+    What a signal's handler raises is raised here.
+    """
     if group in _background.done:
         return
     with suppress(Exception):  # what is not compiled here is compiled when it is called
-        _wait(group)
-
-
-def _wait(group: Group) -> None:
-    _background.ask((group,))
+        _background.ask((group,))
     began = time.monotonic()
     told = False
-    with _background.changed:
-        while group not in _background.done and _background.thread is not None:
-            _background.changed.wait(_SILENT)
-            if not told and time.monotonic() - began >= _SILENT and jit.compilations():
-                told = True
+    while _background.has_yet_to_do(group):
+        let_signals_through()
+        if not told and time.monotonic() - began >= _SILENT and jit.compilations():
+            told = True
+            with suppress(Exception):
                 _tell()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt import quantizing, warmup
+from dsq_ckpt.chunk import QuantizingChunk
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from tests.states import loaded, same
 from tests.training import Net, loss_of
@@ -137,3 +140,42 @@ def test_an_interrupted_load(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         dsq_ckpt.load({name: value.as_subclass(Signals) for name, value in state.items()}, tmp_path / "a")
     loaded(tmp_path / "a", state)
+
+
+def test_a_save_of_one_large_tensor_does_not_go_on(tmp_path, monkeypatch):
+    """No more than the few blocks that threads have taken."""
+    original, blocks = QuantizingChunk.block, []
+
+    def block(self, where):
+        blocks.append(where)
+        if len(blocks) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, where)
+
+    monkeypatch.setattr(QuantizingChunk, "block", block)
+    config = {"storage": {"block_elements": 1 << 12, "threads": 1}}
+    with pytest.raises(KeyboardInterrupt):
+        dsq_ckpt.save({"a.weight": torch.randn(512, 512)}, tmp_path / "x", config=config)
+    assert len(blocks) <= 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_save_does_not_wait_for_kernels(tmp_path, monkeypatch):
+    """A signal ends it although the thread that compiles goes on."""
+    compiled, asked = threading.Event(), threading.Event()
+    background, killed = warmup._Background(), list[bool]()
+
+    def compiles(group, stopped):
+        if not killed:
+            killed.append(asked.wait(60))
+            os.kill(os.getpid(), signal.SIGINT)
+        compiled.wait(60)
+
+    monkeypatch.setattr(warmup, "compile_group", compiles)
+    monkeypatch.setattr(warmup, "_background", background)
+    gather = quantizing.with_sound_parent
+    monkeypatch.setattr(quantizing, "with_sound_parent", lambda *args: asked.set() or gather(*args))
+    with pytest.raises(KeyboardInterrupt):
+        dsq_ckpt.save({"a.weight": torch.randn(100, 100)}, tmp_path / "x")
+    compiled.set()
+    assert not (tmp_path / "x").exists()

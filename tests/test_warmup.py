@@ -6,10 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from dsq_ckpt import warmup
 from tests import processes
 
 SAVE = """
@@ -176,3 +178,36 @@ def test_python_m_and_completion():
         [sys.executable, "-m", "dsq_ckpt", "--help"], capture_output=True, text=True, check=True, cwd=processes.ROOT,
     ).stdout
     assert "--install-completion" in shown and "warmup" in shown
+
+
+def no_more(thread):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_compile_thread_that_died(monkeypatch):
+    """Nor for one that could not be started; the next request starts another."""
+    died, begun = threading.Event(), []
+
+    def fails(group, stopped):
+        begun.append(group)
+        if len(begun) == 1:
+            died.wait(60)
+            raise SystemExit("as where memory ran out")
+
+    monkeypatch.setattr(warmup, "compile_group", fails)
+    monkeypatch.setattr(warmup, "_background", warmup._Background())
+    warmup.start()
+    waiters = [threading.Thread(target=warmup.wait, args=(group,), daemon=True) for group in ("load", "save")]
+    for waiter in waiters:
+        waiter.start()
+    died.set()
+    for waiter in waiters:
+        waiter.join(60)
+        assert not waiter.is_alive()
+    monkeypatch.setattr(warmup, "_background", warmup._Background())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        warmup.wait("more")
+    warmup.wait("more")
+    assert begun[-1] == "more"

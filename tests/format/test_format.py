@@ -365,3 +365,17 @@ def test_two_ranks(tmp_path: Path) -> None:
             with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
                 parts = [checkpoint.tensor(ref, refinement, workers) for _, ref in checkpoint.chunks()]
             assert reader.tensor("layer.weight", refinement) == raw(torch.cat(parts))
+
+
+def test_packs_of_small_tensors_do_not_stay_in_memory(tmp_path, monkeypatch):
+    """A few are kept for the records that follow, whatever the number of tensors."""
+    monkeypatch.setattr("dsq_ckpt.shard._PIECE", 1 << 12)
+    monkeypatch.setattr("dsq_ckpt.files._KEPT", 1 << 14)
+    state = {f"{number}.bias": torch.randn(50) for number in range(300)}
+    dsq_ckpt.save(state, tmp_path / "a")
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        for name in sorted(state, key=lambda name: name[::-1]):
+            ref = checkpoint.find(name, (0,))
+            with Workers(1, 1 << 20) as workers:
+                assert torch.equal(checkpoint.tensor(ref, False, workers), state[name])
+            assert sum(map(len, checkpoint._packs.values())) <= 1 << 14
