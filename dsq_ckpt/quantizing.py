@@ -16,7 +16,7 @@ from dsq_ckpt.ancestry import with_sound_parent
 from dsq_ckpt.chain import Parent
 from dsq_ckpt.choice import Choice, Chooser, all_exact, as_configured
 from dsq_ckpt.chunk import Chunk, ChunkKey
-from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.comm import Communicator, together, told_together
 from dsq_ckpt.config import DSQConfig, Update
 from dsq_ckpt.device.coding import TablesOf
 from dsq_ckpt.errors import DSQError, SaveFailed
@@ -28,6 +28,7 @@ from dsq_ckpt.session import (
     Agreement,
     Coded,
     Item,
+    beyond_units,
     check_nonfinite,
     load_chunk,
     lossy_items,
@@ -115,9 +116,12 @@ def quantize_items(
     choice = chooser(sketches, [*mine, *others], config, comm, workers)
     if searches:
         together(comm, lambda: _check_unchanged(before, _state(items, replicas, workers)))
-    warning = check_nonfinite(Analysis({}, {}, sketches.nonfinite), config)
-    if warning and comm.rank == 0:
-        warn(warning)
+    if sketches.nonfinite:
+        told = told_together(comm, lambda: _not_finite(items, sketches.nonfinite))
+        beyond = sketches.nonfinite.difference(*told)
+        for warning in (beyond_units(beyond), check_nonfinite(sketches.nonfinite - beyond, config)):
+            if warning and comm.rank == 0:
+                warn(warning)
     if comm.rank == 0:
         _warn_of_updates(choice.analysis, agreement.layout)
     chunks = deque(
@@ -137,6 +141,14 @@ def quantize_items(
         coded(),
         [item for item in items if item.key not in written], choice,
     )
+
+
+def _not_finite(items: list[Item], suspected: frozenset[str]) -> set[str]:
+    """Of tensors whose sketch has NaN or Inf, those that hold such values themselves, or negative second moments."""
+    return {
+        item.key.fqn for item in lossy_items(items)
+        if item.key.fqn in suspected and (item.second_moment is None or not bool(item.load().isfinite().all()))
+    }
 
 
 def _state(items: list[Item], replicas: list[Item], workers: Workers) -> dict[ChunkKey, Hashable]:

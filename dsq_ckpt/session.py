@@ -9,7 +9,7 @@ import os
 import platform
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -156,22 +156,35 @@ def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]
     return kept, {key: chosen for key, chosen in first.items() if key != chosen}
 
 
-def check_nonfinite(analysis: Analysis, config: DSQConfig) -> str | None:
+def check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
     """A warning naming tensors with NaN or Inf.
 
     Raises:
         NonFiniteTensor: the configuration asks for an error.
     """
-    if not analysis.nonfinite:
+    if not found:
         return None
-    names = sorted(analysis.nonfinite)
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    message = f"{len(names)} tensor(s) hold NaN or Inf: {shown}"
+    names = sorted(found)
+    message = f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
     if any(kind_of(name) == "exp_avg_sq" for name in names):
         message += " (of exp_avg_sq, negative values count as such)"
     if config.quantize.nonfinite == "error":
         raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
     return message + "; stored exactly in this checkpoint"
+
+
+def beyond_units(found: Collection[str]) -> str | None:
+    """A warning naming first moments that are finite, and too large in units of Adam's update."""
+    if not found:
+        return None
+    return (
+        f"{len(found)} tensor(s) of first moments hold values past the largest number in units of Adam's update, since "
+        f"their second moments are nearly zero: {_first(sorted(found))}; stored exactly in this checkpoint"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:

@@ -311,3 +311,16 @@ def test_moments_that_share_memory_with_others(tmp_path) -> None:
 def test_codebooks_of_moments_are_for_these_alone(name, fit) -> None:
     with pytest.raises(dsq_ckpt.ConfigError, match=f"{name}: fit '{fit}' is for exp_avg"):
         DSQConfig.create({"quantize": {name: {"codebook": {"fit": fit}}}})
+
+
+def test_first_moments_too_large_for_their_units_are_not_called_infinite(tmp_path, recwarn):
+    """Each is stored exactly, with a warning that says why; and an error for NaN is none for these."""
+    own = moments()
+    own["exp_avg"][0, 0], own["exp_avg_sq"][0, 0] = 1e25, 1e-36
+    dsq_ckpt.save({"state": {"w": own}}, tmp_path / "a", config={"quantize": {"nonfinite": "error"}})
+    [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
+    assert "state.w.exp_avg;" in said and "units of Adam's update" in said and "Inf" not in said
+    assert torch.equal(restored(tmp_path / "a", {"state": {"w": own}})["exp_avg"], own["exp_avg"])
+    own["exp_avg"][1, 1] = float("nan")
+    with pytest.warns(UserWarning, match="hold NaN or Inf: state.w.exp_avg;"):
+        dsq_ckpt.save({"state": {"w": own}}, tmp_path / "b")
