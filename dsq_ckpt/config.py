@@ -242,7 +242,10 @@ class QuantizeConfig(_Strict):
     share: Literal["layer", "tensor"] = Field(
         "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
     )
-    min_elements: int = Field(4096, ge=1, description="smaller tensors are exact")
+    min_elements: int = Field(4096, ge=1, description="smaller tensors are not quantized; weights are exact")
+    small_moments: Literal["bf16", "exact"] = Field(
+        "bf16", description="moments of tensors that are not quantized: small ones, norms and biases"
+    )
     nonfinite: Literal["exact", "error"] = Field("exact", description="what to do with a tensor with NaN or Inf")
     outlier_octaves: int = Field(
         3, ge=0, le=64,

@@ -100,11 +100,11 @@ def assign(
             layer = _layer_from_name(parameter, shape)
         one_dimensional = len([size for size in shape if size > 1]) < 2
         if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):
-            return Assignment(EXACT, EXACT, None)
+            return _unquantized(kind, config)
         group = "other" if layer == "flat" else layer
     settings = group if kind == "weights" and group in config.groups else None
     if math.prod(shape) < config.min_elements:
-        return Assignment(EXACT, EXACT, None, settings)
+        return _unquantized(kind, config, settings)
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
@@ -117,6 +117,14 @@ def assign(
     if isinstance(chosen.codebook, Update | Octaves):
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
+
+
+def _unquantized(kind: str, config: QuantizeConfig, settings: str | None = None) -> Assignment:
+    """How tensors are stored that are too small or too sensitive for a codebook: weights exactly, moments as asked."""
+    chosen: TensorConfig = getattr(config, kind)
+    if kind == "weights" or chosen.method == "exact" or config.small_moments == "exact":
+        return Assignment(EXACT, EXACT, None, settings)
+    return Assignment(kind, f"{kind}/small", chosen.model_copy(update={"method": "bf16"}), settings)
 
 
 def _second_moment(

@@ -1,18 +1,25 @@
 """What a run keeps and reads on account of its chain: refinement layers, copies of keyframes, checks of ancestors.
 
     python scripts/measure_chain.py --json chain.json
+    python scripts/measure_chain.py --workload vit --saves 18 --json bytes.json
 
 A random walk of weights and Adam's moments is saved 33 times in one chain, with `refinement.keep_last` 1 and 3, and
 with `storage.replicate_keyframes`. Bytes are those on the device, each hard-linked file once.
+
+With `--workload`, one of `scripts/evaluate.py` is trained instead, and saved by a `Compressor` with its defaults: what
+the bytes that are kept were spent on, with moments of small tensors in bf16, as by default, and exact.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +27,8 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.ancestry import CHECKED_EVERY, damaged, due
+from dsq_ckpt.container import ContainerReader
+from dsq_ckpt.groups import kind_of
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.remembered import ParentRef
 from dsq_ckpt.workers import Workers
@@ -88,16 +97,91 @@ def measure(layers: int, saves: int, directory: Path) -> dict[str, Any]:
     return {"parameters": layers * 10**6, "saves": saves, "checked_every": CHECKED_EVERY, "settings": rows}
 
 
+def spent(run: Path) -> dict[str, int]:
+    """Return the bytes of all files of a run by what they were spent on."""
+    found: Counter[str] = Counter()
+    for path in sorted(run.iterdir()):
+        manifest = Manifest.read(path)
+        found["manifests"] += (path / "manifest.json").stat().st_size
+        found["indices"] += manifest.bytes_in("index")
+        when = "deltas" if manifest.depth else "keyframes"
+        for own in manifest.files:
+            if own.role != "own":
+                continue
+            contents = _contents(path / own.name)
+            parts = Counter({f"models of the coder, {when}": sum(g["model"][1] for g in contents["groups"].values())})
+            for record in contents["records"]:
+                parts[_cause(record, when)] += _size(record, contents["packs"])
+            parts["tables of base files"] = own.size - sum(parts.values())
+            layer = path / own.name.replace(".dsq", ".refinement")
+            if layer.exists():
+                for number, entry in _contents(layer)["records"].items():
+                    kind = contents["records"][int(number)]["group"].partition("/")[0]
+                    parts[f"{kind}, refinement of the newest"] += _size(entry, [])
+                parts["tables of refinement files"] += layer.stat().st_size - sum(
+                    size for cause, size in parts.items() if cause.endswith("newest")
+                )
+            found.update(parts)
+    return dict(sorted(found.items()))
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    reader = ContainerReader(path)
+    reader.close()
+    return reader.contents
+
+
+def _cause(record: dict[str, Any], when: str) -> str:
+    if record["type"] == "coded":
+        return f"{record['group'].partition('/')[0]}, codes of {when}"
+    if record["type"] == "bytes":
+        return "objects"
+    return "steps of the optimizer" if record["fqn"].endswith(".step") else f"{kind_of(record['fqn'])}, not quantized"
+
+
+def _size(record: dict[str, Any], packs: list[Any]) -> int:
+    """Return the bytes of a record's blocks; of a pack that it shares, its share."""
+    places = [place for place in (*record.get("blocks", ()), record.get("protected")) if place is not None]
+    shared = [packs[number] for number in record.get("packs", ())]
+    return sum(place[1] for place in places) + round(sum(place[1] * record["size"] / raw for place, _, raw in shared))
+
+
+def train(workload: str, saves: int, directory: Path) -> dict[str, Any]:
+    """Return ratios and what bytes were spent on, by how moments of small tensors are stored."""
+    from evaluation import create
+
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+    for how in ("bf16", "exact"):
+        made, run = create(workload), directory / how
+        config = {"quantize": {"small_moments": how}}
+        with dsq_ckpt.Compressor(made.model, made.optimizer, config, made.evaluate) as compressor:
+            for number in range(saves):
+                made.train(number * made.checkpoint_every, (number + 1) * made.checkpoint_every)
+                compressor.save(run / f"{number:03d}")
+        reports = [dsq_ckpt.describe(path) for path in sorted(run.iterdir())]
+        logical = sum(report["bytes_logical"] for report in reports)
+        rows[how] = {
+            "bytes_logical": logical, "ratio_kept": logical / sum(report["bytes_kept"] for report in reports),
+            "ratio_written": logical / sum(report["bytes_written"] for report in reports), "bytes": spent(run),
+        }
+    return {"workload": workload, "saves": saves, "small_moments": rows}
+
+
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=10, help="of a million weights each")
     parser.add_argument("--saves", type=int, default=33)
+    parser.add_argument("--workload", help="of scripts/evaluate.py, to be trained and saved by a Compressor")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        result = measure(arguments.layers, arguments.saves, Path(directory))
-    text = json.dumps({"command": "python scripts/measure_chain.py", **result}, indent=1)
+        if arguments.workload is None:
+            result = measure(arguments.layers, arguments.saves, Path(directory))
+        else:
+            result = train(arguments.workload, arguments.saves, Path(directory))
+    text = json.dumps({"command": shlex.join(["python", *sys.argv]), **result}, indent=1)
     print(text)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n")

@@ -30,7 +30,9 @@ F32 = torch.float32
     ("optimizer.state.conv.weight.momentum_buffer", (64, 64, 3, 3), "momentum/conv"),
     ("optimizer.state.wq.weight.step", (), "exact"),
     ("optimizer.state.wq.weight.preconditioner", (256, 256), "exact"),  # unknown state has no known bound
-    ("optimizer.state.norm.weight.exp_avg", (8192,), "exact"),
+    ("optimizer.state.norm.weight.exp_avg", (8192,), "exp_avg/small"),
+    ("optimizer.state.fc.bias.exp_avg_sq", (100,), "exp_avg_sq/small"),
+    ("optimizer.state.small.weight.momentum_buffer", (63, 65), "momentum/small"),
 ])
 def test_names_and_shapes(fqn, shape, group):
     assert assign(fqn, shape, F32, CONFIG).group == group
