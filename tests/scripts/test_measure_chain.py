@@ -1,0 +1,18 @@
+"""What the bytes of a run were spent on adds up to the bytes that it keeps."""
+
+from __future__ import annotations
+
+import measure_chain
+import pytest
+
+import dsq_ckpt
+from tests.small_run import small_run
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_byte_has_a_cause(tmp_path):
+    small_run(tmp_path / "run")
+    found = measure_chain.spent(tmp_path / "run")
+    kept = sum(dsq_ckpt.describe(path)["bytes_kept"] for path in (tmp_path / "run").iterdir())
+    assert sum(found.values()) == kept and min(found.values()) > 0
+    assert {"weights, not quantized", "exp_avg, not quantized", "manifests", "objects"} < set(found)
