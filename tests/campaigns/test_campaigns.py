@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from campaign import CAMPAIGNS
 from campaigns import harness
 from campaigns.harness import Campaign, Found
 
@@ -22,6 +24,17 @@ def test_campaigns() -> None:
     status, output = processes.run([SCRIPT, "all", "--seed", "7", "--short", "--lanes", "2"], 900)
     print(output)
     assert status == 0, output[-8000:]
+
+
+def test_the_documentation_has_the_last_results() -> None:
+    """Full runs of all campaigns, in which nothing was wrong, crashed or hung."""
+    text = (processes.ROOT / "docs" / "design.md").read_text()
+    for kind in CAMPAIGNS.values():
+        tree = json.loads((processes.ROOT / "benchmarks" / "results" / f"campaign-{kind.name}.json").read_text())
+        found = [tree["all"][outcome] for outcome in ("tried", *harness.OUTCOMES)]
+        assert found[0] >= kind.full and not any(found[-len(harness.BAD):]), kind.name
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| `{kind.name}` |"))
+        assert row.endswith(f"| {' | '.join(f'{number:,}' for number in found)} |"), row
 
 
 class Mixed(Campaign):
