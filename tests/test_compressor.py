@@ -11,8 +11,9 @@ import dsq_ckpt
 from dsq_ckpt.api import save_async_with
 from dsq_ckpt.choice import as_configured
 from dsq_ckpt.dcp.staging import staged_payloads
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.search.trial import TrialModel
 from tests.training import Net, batch, loss_of, train
 
 SYSTEMS = ["dsq", "uniform", "adaptive", "kmeans", "exact"]
@@ -132,6 +133,20 @@ def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
         compressor.load(tmp_path / "b", refinement=True)
     with pytest.raises(dsq_ckpt.DSQError, match="dropped its refinement"):
         compressor.load(tmp_path / "a", refinement=True)
+
+
+def test_what_fails_around_evaluate_is_not_its_fault(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    before = bits_of(model)
+
+    def exhausted(*arguments):
+        raise MemoryError("no room to decode a trial")
+
+    monkeypatch.setattr(TrialModel, "_decoded", exhausted)
+    with pytest.raises(SaveFailed, match="MemoryError: no room to decode a trial") as failure:
+        compressor.save(tmp_path / "a")
+    assert "evaluate" not in str(failure.value) and same_bits(model, before) and not (tmp_path / "a").exists()
 
 
 def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):

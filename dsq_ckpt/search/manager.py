@@ -30,7 +30,7 @@ from dsq_ckpt.search.folds import Fold, agree
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.space import Point
-from dsq_ckpt.search.trial import ModelChanged, TrialModel
+from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, TrialModel
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.workers import Workers
 
@@ -328,9 +328,9 @@ class ConfigManager:
                 let_signals_through()
         except ModelChanged as error:
             changed = str(error)
-        except Exception as error:
-            failure = f"`{fold.name}` raised {described(error)}"
-        except BaseException as error:  # an interrupt ends the save, on all ranks
+        except EvaluateRaised as error:
+            failure = str(error)
+        except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
             stopped = error
         save.evaluations[fold.name] += -(-len(analyses) // comm.size) if spread else len(analyses)
         gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))

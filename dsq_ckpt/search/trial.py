@@ -17,10 +17,14 @@ from dsq_ckpt.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_b
 from dsq_ckpt.codebook import Fitted
 from dsq_ckpt.comm import Communicator, SingleProcess, together
 from dsq_ckpt.device.coding import TablesOf, decode
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.unchanged import checksums, named
 from dsq_ckpt.workers import Workers
+
+
+class EvaluateRaised(Exception):
+    """A function of the user's, and nothing around it, failed."""
 
 
 class ModelChanged(Exception):
@@ -113,12 +117,15 @@ class TrialModel:
             name: of `evaluate`, for errors.
 
         Raises:
+            EvaluateRaised: `evaluate` did, or what it gave is no number.
             ModelChanged: parameters have other values, other memory or other gradients afterwards.
         """
         self._store(analysis, refinement_bits)
         before = self._marks()
         try:
             metric = float(evaluate())
+        except Exception as error:
+            raise EvaluateRaised(f"`{name}` raised {described(error)}") from error
         finally:
             self._undo()
         self._shard()
