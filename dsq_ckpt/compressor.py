@@ -24,6 +24,7 @@ from dsq_ckpt.analysis import Fractions
 from dsq_ckpt.api import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.arguments import expect, expect_extra, expect_folds, expect_path, shown
 from dsq_ckpt.choice import as_configured
+from dsq_ckpt.comm import communicator
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
@@ -32,6 +33,7 @@ from dsq_ckpt.groups import is_lossy
 from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.result import SaveResult
+from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sensitivity import GradientAverage, names_of
 from dsq_ckpt.systems import SYSTEMS
@@ -93,6 +95,7 @@ class Compressor:
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
         self._hooks = hooks
+        self._functions = evaluate, check
         self._manager = None if evaluate is None else ConfigManager(model, evaluate, check=check)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
@@ -158,10 +161,12 @@ class Compressor:
 
         Raises:
             CheckpointExists: a complete checkpoint is at `path`; before the search, and as SaveFailed on other ranks.
+            SaveFailed: ranks have other functions than each other; on all ranks.
             DSQError: what else failed, on every rank; earlier checkpoints are untouched, and so is the model.
         """
         expect_path("path", path)
         expect_extra(extra)
+        agree(*self._functions, communicator(self._group))
         manager = self._manager
         writer = DSQStorageWriter(
             path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,

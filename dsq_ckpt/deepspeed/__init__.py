@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 from dsq_ckpt.arguments import expect_folds
 from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.comm import timeout_of
+from dsq_ckpt.comm import TorchCommunicator, timeout_of
 from dsq_ckpt.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.tags import tags_in
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.notices import warn
+from dsq_ckpt.search.folds import agree
 
 if TYPE_CHECKING:
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
@@ -92,6 +93,7 @@ def attach(
 
     Raises:
         ConfigError: an argument or the configuration is wrong, or asks for storage that ranks do not share.
+        SaveFailed: on all ranks, if only some were given `evaluate`, or `check`.
     """
     expect_folds(evaluate, check)
     _deepspeed()
@@ -115,6 +117,7 @@ def attach(
         group, inner = inner.group, inner.inner
     else:
         group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+    agree(evaluate, check, TorchCommunicator(group))
     gradients = None
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsq_ckpt.comm import Communicator
@@ -28,15 +28,17 @@ class Fold:
     sound: bool = False
 
 
-def agree(folds: Sequence[Fold], comm: Communicator) -> None:
-    """Make sure that all ranks have the same folds; collective.
+def agree(evaluate: Callable[[], float] | None, check: Callable[[], float] | None, comm: Communicator) -> None:
+    """Make sure that all ranks have the same functions; collective.
 
     Raises:
-        SaveFailed: on all ranks, if only some have a `check`: they would wait for evaluations that others never begin.
+        SaveFailed: on all ranks, if one has a function that another has not: it would wait for evaluations that the
+            other never begins.
     """
-    told = comm.gather(len(folds))
-    if min(told) < max(told):
-        raise SaveFailed(
-            f"rank {told.index(max(told))} was given a `check`, and rank {told.index(min(told))} none; all ranks "
-            "evaluate together: give it to all of them, or to none"
-        )
+    told = comm.gather((evaluate is not None, check is not None))
+    for name, given in zip(("evaluate", "check"), zip(*told, strict=True), strict=True):
+        if any(given) and not all(given):
+            raise SaveFailed(
+                f"rank {given.index(True)} was given a function `{name}`, and rank {given.index(False)} none; all "
+                "ranks evaluate together: give it to all of them, or to none"
+            )

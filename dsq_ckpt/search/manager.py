@@ -26,7 +26,7 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
-from dsq_ckpt.search.folds import Fold, agree
+from dsq_ckpt.search.folds import Fold
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.space import Point
@@ -108,8 +108,7 @@ class ConfigManager:
         """Search, and choose; collective over `comm`.
 
         Raises:
-            SaveFailed: on all ranks, if `evaluate` or `check` changed the model; its parameters are put back. Or if
-                only some ranks were given a `check`.
+            SaveFailed: on all ranks, if `evaluate` or `check` changed the model; its parameters are put back.
         """
         started = time.perf_counter()
         space = SYSTEMS[config.system].space
@@ -120,7 +119,6 @@ class ConfigManager:
         if space is None or not groups:
             return Choice(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
-        agree(self.folds, comm)
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
         model = together(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
         save = SaveSearch(sketches, config, space, comm, model, usual, groups)

@@ -98,17 +98,25 @@ def changed_on_one_rank(kind: str, path: Path, rank: int, size: int) -> None:
     done(f"{kind} changed")
 
 
-def check_on_one_rank(path: Path, rank: int, size: int) -> None:
-    """Ranks evaluate together: one that has a `check` would wait for the others."""
+def functions_on_one_rank(path: Path, rank: int, size: int) -> None:
+    """Ranks evaluate together: one that has an `evaluate` or a `check` alone would wait for the others."""
     model = wrapped("ddp", size)
     inner = model.module
     assert isinstance(inner, nn.Module)
-    compressor = dsq_ckpt.Compressor(
-        model, evaluate=lambda: loss_of(inner), check=(lambda: loss_of(inner, 1)) if rank == 1 else None
-    )
-    fails_everywhere(lambda: compressor.save(path), "rank 1 was given a `check`, and rank 0 none")
+
+    def confirm() -> float:
+        return loss_of(inner, 1)
+
+    for name, evaluate, check in (
+        ("check", lambda: loss_of(inner), confirm if rank == 1 else None),
+        ("evaluate", confirm if rank == 1 else None, None),
+    ):
+        compressor = dsq_ckpt.Compressor(model, evaluate=evaluate, check=check)
+        told = f"rank 1 was given a function `{name}`, and rank 0 none"
+        fails_everywhere(lambda: compressor.save(path), told)  # noqa: B023
+        fails_everywhere(lambda: compressor.save(path, background=True), told)  # noqa: B023
     assert not is_complete(path)
-    done("check on one rank")
+    done("functions on one rank")
 
 
 def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
@@ -141,5 +149,5 @@ if __name__ == "__main__":
         refused(size)
         for kind in ("fsdp", "ddp"):
             changed_on_one_rank(kind, Path(sys.argv[1]) / kind / "a", rank, size)
-        check_on_one_rank(Path(sys.argv[1]) / "one" / "a", rank, size)
+        functions_on_one_rank(Path(sys.argv[1]) / "one" / "a", rank, size)
         check_that_fails_on_one_rank(Path(sys.argv[1]) / "fails" / "a", rank, size)
