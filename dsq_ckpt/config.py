@@ -156,6 +156,16 @@ class Update(_Strict):
         0.25, ge=0, le=1, description="relative error that a restore may give Adam's next update: the refinement takes "
         "as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
     )
+
+    @model_validator(mode="after")
+    def _error_can_be_kept(self) -> Update:
+        if 0 < self.error <= 0.1:  # moments.UNIT_ERROR, which would import torch
+            raise ValueError(
+                f"error is {self.error:g}, and the octaves of second moments alone change the update by 10%: choose "
+                "more, 0 (no bound), or store exp_avg and exp_avg_sq with method exact"
+            )
+        return self
+
     rate_distortion: float = Field(
         0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
     )
@@ -217,8 +227,6 @@ BY_SIZE = {
 def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a kind that a block goes over."""
     codebook = given.get("codebook")
-    if kind == "exp_avg_sq" and "codebook" not in given and given.get("refinement_bits"):
-        return BY_SIZE[kind].model_dump()  # of versions whose second moments had a refinement
     if kind in BY_SIZE and isinstance(codebook, dict):
         usual = default.codebook
         if codebook.get("fit", usual.fit) != usual.fit or not set(codebook) <= set(type(usual).model_fields):
@@ -280,11 +288,6 @@ class QuantizeConfig(_Strict):
             for kind, fit in (("exp_avg", Update), ("exp_avg_sq", Octaves)):
                 if isinstance(block.codebook, fit) and name != kind:
                     raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
-            if isinstance(block.codebook, Octaves) and block.refinement_bits:
-                raise ValueError(
-                    f"{name}: octaves have no refinement, and refinement_bits is {block.refinement_bits}; set it to 0, "
-                    "or choose a codebook with cells (fit: kmeans)"
-                )
         return self
 
     @model_validator(mode="after")

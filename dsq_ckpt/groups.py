@@ -20,6 +20,7 @@ from dsq_ckpt.config import BY_SIZE, DSQConfig, Octaves, QuantizeConfig, Rule, T
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
+_SMALL = QuantizeConfig.model_fields["min_elements"].default
 
 # Names that optimizers of PyTorch and DeepSpeed give to the state they keep per parameter.
 _MOMENTS = {
@@ -104,6 +105,8 @@ def assign(
         group = "other" if layer == "flat" else layer
     settings = group if kind == "weights" and group in config.groups else None
     if math.prod(shape) < config.min_elements:
+        if math.prod(shape) >= _SMALL:  # who raises the limit means to keep what is below it
+            return Assignment(EXACT, EXACT, None, settings)
         return _unquantized(kind, config, settings)
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
@@ -120,7 +123,7 @@ def assign(
 
 
 def _unquantized(kind: str, config: QuantizeConfig, settings: str | None = None) -> Assignment:
-    """How tensors are stored that are too small or too sensitive for a codebook: weights exactly, moments as asked."""
+    """Assign what is too small or too sensitive for a codebook: weights are exact, moments as `small_moments` asks."""
     chosen: TensorConfig = getattr(config, kind)
     if kind == "weights" or chosen.method == "exact" or config.small_moments == "exact":
         return Assignment(EXACT, EXACT, None, settings)

@@ -14,6 +14,7 @@ from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
 from dsq_ckpt.api import as_config
 from dsq_ckpt.config import BY_SIZE, AnyCodebook, KMeans
 from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.moments import UNIT_ERROR
 from dsq_ckpt.oneshot import _said
 from dsq_ckpt.trees import preset_tree
 from tests.test_moments import error, moments, update
@@ -232,3 +233,10 @@ def test_keys_of_the_codebooks_that_moments_had_by_default_are_read():
     assert (quantize.exp_avg.refinement_bits, fitted.exp_avg_sq.refinement_bits) == (2, 1), "those of that time"
     stepped = DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"step": 0.5}}}})
     assert stepped.quantize.exp_avg.codebook.fit == "update"
+
+
+def test_bounds_that_octaves_alone_break_are_refused():
+    assert UNIT_ERROR < 0.1
+    with pytest.raises(ConfigError, match=r"error is 0.1, and the octaves of second moments alone"):
+        DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"error": 0.1}}}})
+    assert DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"error": 0.11}}}}).quantize.exp_avg.codebook.error

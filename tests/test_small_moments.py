@@ -62,6 +62,7 @@ def test_they_are_bf16_and_all_else_is_exact(tmp_path):
 @pytest.mark.parametrize("config", [
     "exact", "moments_exact", {"quantize": {"small_moments": "exact"}}, {"system": "inshrinkerator"},
     {"quantize": {"rules": [{"pattern": "optim.*", "exact": True}]}},
+    {"quantize": {"min_elements": 10**9, "small_moments": "exact"}},
 ])
 def test_whoever_asks_for_exact_ones_gets_them(tmp_path, config):
     saved = state()
@@ -69,3 +70,11 @@ def test_whoever_asks_for_exact_ones_gets_them(tmp_path, config):
     got = restored(tmp_path / "run" / "a", saved)
     for parameter, part in saved["optim"]["state"].items():
         assert all(same(got["optim"]["state"][parameter][kind], value) for kind, value in part.items())
+
+
+def test_a_raised_limit_keeps_matrices_exact(tmp_path):
+    moments = {"exp_avg": torch.randn(80, 80), "exp_avg_sq": torch.rand(80, 80, dtype=torch.float64)}
+    dsq_ckpt.save({"optim": {"state": {"w": moments}}}, tmp_path / "a", config={"quantize": {"min_elements": 10**9}})
+    empty = {name: torch.zeros_like(value) for name, value in moments.items()}
+    dsq_ckpt.load({"optim": {"state": {"w": empty}}}, tmp_path / "a")
+    assert all(torch.equal(empty[name], value) for name, value in moments.items())

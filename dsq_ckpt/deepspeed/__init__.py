@@ -206,8 +206,7 @@ def _check_and_remember_loads(engine: Any) -> None:
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
-        if tag is None:
-            tag = engine.checkpoint_engine.latest_tag(latest)
+        tag = engine.checkpoint_engine.tag_to_load(latest, tag)
         if tag is None:
             if found := tags_in(load_dir):
                 warn(
@@ -215,7 +214,7 @@ def _check_and_remember_loads(engine: Any) -> None:
                     "load, so DeepSpeed loads nothing; pass tag=", rank=dist.get_rank(),
                 )
             return original(engine, load_dir, tag, *args, **kwargs)
-        with engine.checkpoint_engine.loading(load_dir, str(tag)):
+        with engine.checkpoint_engine.loading(load_dir, tag):
             return original(engine, load_dir, tag, *args, **kwargs)
 
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)

@@ -25,7 +25,7 @@ from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
-from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, latest_tag
+from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
 from dsq_ckpt.direct import Attachment, Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.groups import is_lossy, layer_types
@@ -142,13 +142,9 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._looked_at = file, manifest.save_id, loaded
         return loaded
 
-    def latest_tag(self, file: Path) -> str | None:
-        """Return the tag that the file `latest` names, None where there is no such file; collective.
-
-        Raises:
-            LoadFailed: on all ranks, if any cannot read it, or only some of them see it.
-        """
-        return latest_tag(self._comm, file)
+    def tag_to_load(self, file: Path, tag: str | None) -> str | None:
+        """See `tags.tag_to_load`."""
+        return tag_to_load(self._comm, file, tag)
 
     @contextmanager
     def loading(self, load_dir: str, tag: str) -> Iterator[None]:

@@ -60,13 +60,18 @@ def agreed_tag(
     return first
 
 
-def latest_tag(comm: Communicator, file: Path) -> str | None:
-    """Return the tag that the file `latest` names, None where there is no such file; collective.
+def tag_to_load(comm: Communicator, file: Path, tag: str | None) -> str | None:
+    """Return the tag that this rank was given, or else the one that the file `latest` names; collective.
+
+    Returns:
+        The tag; None on all ranks where none was given and there is no such file.
 
     Raises:
-        LoadFailed: on all ranks, if any cannot read it, or only some of them see it.
+        LoadFailed: on all ranks, if any cannot read the file, or only some of them have a tag or see the file.
     """
     def read() -> str | None:
+        if tag is not None:
+            return str(tag)
         try:
             return file.read_text().strip()
         except FileNotFoundError:
@@ -77,8 +82,9 @@ def latest_tag(comm: Communicator, file: Path) -> str | None:
     if any(there) and not all(there):
         rank, other = there.index(False), there.index(True)
         raise LoadFailed(
-            f"rank {rank} on host {seen[rank][1]} does not see '{file}', which rank {other} on host {seen[other][1]} "
-            "sees: all hosts need one shared directory"
+            f"rank {rank} on host {seen[rank][1]} was given no tag and does not see '{file}', and rank {other} on host "
+            f"{seen[other][1]} loads '{seen[other][0]}': pass the same tag on all ranks, and let all hosts share one "
+            "directory"
         )
     return seen[comm.rank][0]
 

@@ -77,6 +77,10 @@ def missing_tags(run: Path) -> None:
     train(engine, 0, 1)
     for tag in ("first", "second"):
         engine.save_checkpoint(str(run), tag=tag)
+    own = None if dist.get_rank() else "second"  # the others take it from `latest`
+    check(engine.load_checkpoint(str(run), tag=own)[0] is not None, "one rank names what latest says")
+    error = error_of(lambda: engine.load_checkpoint(str(run), tag=own and "first"))
+    check(isinstance(error, LoadFailed) and "differs by rank" in str(error), f"one rank names another: {error}")
     error = error_of(lambda: engine.load_checkpoint(str(run), tag="third"))
     check(isinstance(error, CheckpointNotFound), f"a missing tag: {error}")
     check("has the tags 'first', 'second', and 'latest' says 'second'" in str(error), "says which there are")
@@ -98,6 +102,8 @@ def missing_tags(run: Path) -> None:
     dist.barrier()
     said = told(lambda: check(engine.load_checkpoint(str(run)) == (None, None), "without latest, as DeepSpeed"))
     check(dist.get_rank() > 0 or "'second' is the last" in said[0], f"but tags are told of: {said}")
+    error = error_of(lambda: engine.load_checkpoint(str(run), tag=own))
+    check(isinstance(error, LoadFailed) and "rank 1" in str(error) and "loads 'second'" in str(error), f"{error}")
     other = engine_of(settings(3), EXACT)
     error = error_of(lambda: other.load_checkpoint(str(run), tag="first"))
     check(isinstance(error, LoadFailed) and "another ZeRO stage" in str(error), f"another stage: {error}")
