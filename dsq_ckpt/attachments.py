@@ -3,7 +3,8 @@
 DeepSpeed's files have names of their own, which a second save of a tag gives to other files. The old ones step aside
 before, as links that name the save they belong to, and go when the new manifest is there. If it never comes, because
 the save fails or is killed in between, `restore` brings them back. Such names are not ours alone, so before they are
-given a journal tells which files they are: by it, and by nothing else, `dsq gc` may remove them.
+given a journal tells which files they are: by it, and by nothing else, `dsq gc` may remove them, and what stepped
+aside may replace them.
 
 A tag that DeepSpeed wrote itself has no manifest. Its files step aside before anything is written to its directory:
 links with this mark say that without a manifest it is that tag, and all that is ours in it is of a save that failed.
@@ -22,6 +23,7 @@ from dsq_ckpt.container import FileInfo, file_checksum, naming, sync_directory
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed
 from dsq_ckpt.links import link_or_copy, replace_by_link
 from dsq_ckpt.manifest import Manifest, is_complete
+from dsq_ckpt.notices import warn_safely
 from dsq_ckpt.regular import read_regular
 
 JOURNAL = ".attachments"
@@ -43,10 +45,15 @@ def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo],
 
 
 def journaled(directory: Path) -> set[str]:
-    """Names of files that a save which did not complete gave, and that are still what it wrote."""
+    """Return names of files that a save which did not complete gave, and that are still what it wrote.
+
+    Raises:
+        OSError: a file cannot be read, so that nobody knows whose it is.
+    """
     found = set()
     for path in directory.glob(f".*{JOURNAL}"):
-        with contextlib.suppress(OSError, ValueError, AttributeError, DSQError):
+        # Of a save that was killed before it gave names, or of a file that is gone.
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
             for name, told in json.loads(read_regular(path, _MOST)).items():
                 if "/" not in name and [*file_checksum(directory / name)] == told:
                     found.add(name)
@@ -113,6 +120,19 @@ def plain_aside(directory: Path) -> dict[str, Path]:
     return {path.name[1 : -len(end)]: path for path in sorted(directory.glob(f".*{end}"))}
 
 
+def replaced_plain(directory: Path) -> dict[str, Path]:
+    """Return those of `plain_aside` that are the tag's files: a save gave their names to others, or nothing has them.
+
+    Any other file of such a name was put there since, by DeepSpeed or by hand, and is the tag's.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    aside = plain_aside(directory)
+    of_a_save = journaled(directory) if aside else set()
+    return {name: path for name, path in aside.items() if name in of_a_save or not (directory / name).exists()}
+
+
 def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
     """Give finished files their names; what had such a name in the checkpoint that is there steps aside first."""
     try:
@@ -143,27 +163,45 @@ def forget(directory: Path, names: Iterable[str]) -> None:
 def restore(directory: Path) -> None:
     """Bring back files that stepped aside for a save whose manifest never came.
 
+    A file that was put in their place since is newer: it stays.
+
     Raises:
-        OSError: a file cannot be renamed.
+        OSError: a file cannot be read or renamed.
     """
     try:
         manifest = Manifest.read(directory)
     except CheckpointNotFound:
-        for name, aside in plain_aside(directory).items():  # which stays, and says what is here
-            target = directory / name
-            if not target.exists() or not aside.samefile(target):
-                replace_by_link(aside, target)
-                sync_directory(directory)
+        _restore_plain(directory)
         return
     except DSQError:
         return
-    for file in manifest.files:
-        aside = _aside(directory, file.name, manifest.save_id)
-        if file.role != "attachment" or not aside.exists():
-            continue
-        if file_checksum(aside) == (file.size, file.checksum):
-            os.replace(aside, directory / file.name)
+    asides = {file: _aside(directory, file.name, manifest.save_id) for file in manifest.files}
+    asides = {file: aside for file, aside in asides.items() if file.role == "attachment" and aside.exists()}
+    of_a_save = journaled(directory) if asides else set()
+    for file, aside in asides.items():
+        target = directory / file.name
+        known = file.name in of_a_save or not target.exists()
+        if known and file_checksum(aside) == (file.size, file.checksum):
+            os.replace(aside, target)
     sync_directory(directory)
+
+
+def _restore_plain(directory: Path) -> None:
+    replaced, newer = replaced_plain(directory), []
+    for name, aside in plain_aside(directory).items():  # which stays, and says what is here
+        target = directory / name
+        if name in replaced:
+            replace_by_link(aside, target)
+        elif not (aside.samefile(target) or file_checksum(aside) == file_checksum(target)):
+            replace_by_link(target, aside)
+            newer.append(name)
+    if replaced or newer:
+        sync_directory(directory)
+    if newer:
+        warn_safely(
+            f"'{directory}' was written again after a save over it was killed: what is there now stays, such as "
+            f"'{newer[0]}', and what was there before that save is gone"
+        )
 
 
 def _aside(directory: Path, name: str, save_id: str) -> Path:

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 import xxhash
 
-from dsq_ckpt.attachments import plain_aside
+from dsq_ckpt.attachments import replaced_plain
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.gc import is_ours
@@ -101,7 +101,7 @@ class _Copy:
         target.mkdir()
         manifest = self._checkpoint(source, target) if is_complete(source) else None
         known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
-        aside = {} if manifest else plain_aside(source)  # of a tag that a save under way, or killed, is to replace
+        aside = {} if manifest else replaced_plain(source)  # of a tag that a save under way, or killed, is to replace
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             path, goal = Path(entry.path), target / entry.name
             if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`

@@ -106,7 +106,7 @@ def collect_in(directory: Path, min_age_seconds: float) -> list[Orphan]:
     """Delete what `garbage` finds in one directory, and in none below it; returns what was deleted.
 
     Raises:
-        OSError: a file cannot be deleted.
+        OSError: a file cannot be read or deleted.
     """
     orphans = _orphans(directory, min_age_seconds)
     if orphans and plain_aside(directory):
@@ -236,7 +236,10 @@ def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
 
 
 def _needed_aside(directory: Path, manifest: Manifest) -> set[str]:
-    """Files that stepped aside for a save that did not complete, and belong to the checkpoint that is here."""
+    """Files that stepped aside for a save that did not complete, and belong to the checkpoint that is here.
+
+    With the journals, without which nobody knows what they may replace.
+    """
     found = set()
     for file in manifest.files:
         aside = f".{file.name}.{manifest.save_id}.old"
@@ -247,4 +250,4 @@ def _needed_aside(directory: Path, manifest: Manifest) -> set[str]:
                 whole = False
             if not whole:
                 found.add(aside)
-    return found
+    return found | {name for name in os.listdir(directory) if found and _JOURNAL_NAME.fullmatch(name)}

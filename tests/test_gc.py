@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt import attachments
+from dsq_ckpt.attachments import plain_aside
 from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import SingleProcess
@@ -304,6 +307,82 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
     assert not [name for name in listing(path) if name.startswith(".")]
     with Checkpoint(path) as checkpoint:
         assert not [problem for *_, problem in checkpoint.verify() if problem]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
+def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, tmp_path, how, linked):
+    """Also where a save over it fails then: what stepped aside for the killed one is not the tag any more."""
+    path, save = plain_tag
+    if not linked:
+        monkeypatch.setattr("dsq_ckpt.links.os.link", no_links)
+    with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
+        patched.setattr("dsq_ckpt.direct.commit", no_space)
+        patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        save()
+    (path / STATES).write_bytes(b"step 9, newer than what stepped aside")
+    if how == "load":
+        with pytest.warns(UserWarning, match=f"written again after a save over it was killed.*'{STATES}'"):
+            attachments.restore(path)
+        assert plain_aside(path), "it is a tag of DeepSpeed's still"
+    elif how == "copy":
+        copy(path, tmp_path / "copied")
+        path = tmp_path / "copied"
+    elif how == "save":
+        with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed), pytest.warns(UserWarning):
+            patched.setattr("dsq_ckpt.direct.commit", no_space)
+            save()
+        assert listing(path) == [STATES]
+    else:
+        now = time.time()
+        monkeypatch.setattr("dsq_ckpt.gc.time.time", lambda: now + 7200)
+        with pytest.warns(UserWarning, match="written again"):
+            collect(tmp_path)
+        assert listing(path) == [STATES]
+    assert (path / STATES).read_bytes() == b"step 9, newer than what stepped aside"
+
+
+def no_links(*args, **kwargs):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_an_unchanged_plain_tag_is_told_from_a_newer_one_without_links(plain_tag, monkeypatch):
+    """Where what steps aside is a copy, a save that was killed before it gave names leaves the same bytes twice."""
+    path, save = plain_tag
+    monkeypatch.setattr("dsq_ckpt.links.os.link", no_links)
+    attachments.keep_plain(path, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attachments.restore(path)
+    assert (path / STATES).read_bytes() == plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
+
+
+def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, monkeypatch):
+    path, save = plain_tag
+    with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
+        patched.setattr("dsq_ckpt.direct.commit", no_space)
+        patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        save()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr("dsq_ckpt.attachments.file_checksum", no_space)
+        attachments.restore(path)
+    assert plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
+
+
+def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, monkeypatch):
+    path = tmp_path / "tag"
+    contribution = tag_without_manifest(path, monkeypatch)
+    save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        tag_without_manifest(path, monkeypatch)
+    (path / STATES).write_bytes(b"newer, of DeepSpeed")
+    attachments.restore(path)
+    assert (path / STATES).read_bytes() == b"newer, of DeepSpeed"
+    with Checkpoint(path) as checkpoint:  # which is told, as by any load of it
+        assert [name for name, _, problem in checkpoint.verify() if problem] == [STATES]
 
 
 @pytest.fixture
