@@ -349,7 +349,7 @@ def no_links(*args, **kwargs):
 
 def test_an_unchanged_plain_tag_is_told_from_a_newer_one_without_links(plain_tag, monkeypatch):
     """Where what steps aside is a copy, a save that was killed before it gave names leaves the same bytes twice."""
-    path, save = plain_tag
+    path, _ = plain_tag
     monkeypatch.setattr("dsq_ckpt.links.os.link", no_links)
     attachments.keep_plain(path, False)
     with warnings.catch_warnings():
