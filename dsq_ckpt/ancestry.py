@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.comm import Communicator, told_together
 from dsq_ckpt.container import file_checksum, sync_directory
-from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
+from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.links import copy_file, replace_by_link
 from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints
 from dsq_ckpt.notices import warn
@@ -30,6 +31,9 @@ from dsq_ckpt.workers import Workers
 CHECKED_EVERY = 4
 """Of so many deltas of a chain that follow each other, each file is checked with one."""
 _MOST = 64
+_POLLED_EVERY = 0.1  # seconds
+Findings = dict[tuple[Path, str], str]
+"""Problems by checkpoint directory and name of the file, which is empty where the check itself failed."""
 _under_way: list[_Check] = []  # or done, and not asked for; oldest first
 
 
@@ -43,74 +47,122 @@ class _Check:
     def __init__(self, agreement: Agreement, parent: ParentRef, rank: int) -> None:
         self.saves = {agreement.save_id, parent.save_id}
         self._parent, self._share = parent, slice(rank, None, agreement.ranks)
-        self._found: dict[str, str] = {}
+        self._found: Findings = {}
         self._thread = threading.Thread(target=self._run, name="dsq-ancestry", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:  # the interpreter is exiting
             self._run()
 
-    def result(self) -> dict[str, str]:
-        """Wait for the end; return what is wrong, by file."""
-        if self._thread.ident is not None:
-            self._thread.join()
+    def result(self) -> Findings:
+        """Wait for the end, unless a signal's handler raises meanwhile; return what is wrong."""
+        while self._thread.is_alive():
+            self._thread.join(_POLLED_EVERY)
+            let_signals_through()
         return self._found
 
     def _run(self) -> None:
         directory = Path(self._parent.path)
-        with suppress(FileNotFoundError), Workers(1, 1) as workers:
-            try:
+        try:
+            with Workers(1, 1) as workers:
                 found = damaged(directory, due(self._parent)[self._share], workers)
-            except CheckpointNotFound:
-                return
-            except (DSQError, OSError) as error:
-                found = {"": str(error)}
-            # An older checkpoint may be deleted meanwhile: a newer one has links of its own, or could not be made.
-            self._found = {name: problem for name, problem in found.items() if (directory / name).exists()}
+        except CheckpointNotFound:
+            return
+        except Exception as error:  # what could not be checked is not known to be sound
+            found = {"": described(error)}
+        # An older checkpoint may be deleted meanwhile: a newer one has links of its own, or could not be made.
+        there = {name: problem for name, problem in found.items() if not _gone(directory / name)}
+        self._found = _in(directory, there)
 
 
 def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers) -> Agreement:
     """Return what was agreed on, without its parent if a file of that was found to be damaged; collective.
 
     The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
-    What is found here was looked for since the save before; this begins to look for the next one.
+    What is found here was looked for since the save before, and is told of whatever this save builds upon; if that is a
+    parent, this begins to look for the next save.
+
+    Raises:
+        DSQError: on all ranks, when any failed; what was found is kept for the next save.
     """
-    parent = agreement.parent
-    if parent is None or not agreement.layout.tensors:  # nothing is coded against it
+    before = agreement.parent or agreement.previous
+    if before is None:
         return agreement
-    found: dict[str, str] = {}
-    for check in [check for check in _under_way if parent.save_id in check.saves]:
-        _under_way.remove(check)
-        found |= check.result()
-    known = find(parent.save_id)
+    parent = agreement.parent if agreement.layout.tensors else None  # else nothing is coded against it
+    known = find(before.save_id)
+    checks = [check for check in _under_way if before.save_id in check.saves]
+
+    def looked_for() -> tuple[bool, bool, Findings]:
+        found = _joined([check.result() for check in checks])
+        return known is None or known.suspect, known is not None and bool(known.memory), found
+
+    told = told_together(comm, looked_for)
+    found = _joined([found for *_, found in told])
     # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole, and at once.
     # Ranks agree on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to
     # miss.
-    told = comm.gather((known is None or known.suspect, known is not None and bool(known.memory), found))
-    if any(doubtful for doubtful, *_ in told) or not any(held for _, held, _ in told):
-        try:
-            found = damaged(Path(parent.path), due(parent, everything=True)[comm.rank :: comm.size], workers)
-        except (DSQError, OSError) as error:
-            found = {"": str(error)}
-        everywhere = _joined(comm.gather(found))
-    else:
-        everywhere = _joined([found for *_, found in told])
-    if not everywhere:
+    if parent is not None and (any(doubtful for doubtful, *_ in told) or not any(held for _, held, _ in told)):
+        found |= _joined(told_together(comm, lambda: _checked(
+            parent, lambda: due(parent, everything=True)[comm.rank :: comm.size], workers
+        )))
+    builds_on_damage = False
+    if found:
+        if known is not None:
+            known.suspect = True  # should this save fail
+        builds_on_damage = told_together(comm, lambda: comm.rank == 0 and _reported(found, parent, workers))[0]
+    _under_way[:] = [check for check in _under_way if check not in checks]
+    if builds_on_damage:
+        return replace(agreement, parent=None, model=None)
+    if parent is not None:
         _under_way.append(_Check(agreement, parent, comm.rank))
         del _under_way[:-_MOST]
-        return agreement
-    if known is not None:
-        known.suspect = True  # should this save fail
-    if comm.rank == 0:
+    return agreement
+
+
+def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bool:
+    """Restore what is damaged, as far as there are copies, and warn; return whether the parent's own files were."""
+    names = {name for _, name in found}
+    own: Findings = {}
+    if parent is not None:
+        own = _checked(parent, lambda: [file for file in due(parent, everything=True) if file.name in names], workers)
+    # By run, since all checkpoints of it are restored at once.
+    once = {(run_of(path), name): (path, problem) for (path, name), problem in (found | own).items()}
+    settled = "; ".join(_settled(path, name, problem) for (_, name), (path, problem) in sorted(once.items()))
+    if parent is not None and (own or "" in names):
+        state = "is damaged" if any(names) else "could not be checked"
         warn(
-            f"the parent checkpoint '{parent.path}' is damaged; writing a keyframe, which needs none of its files. "
-            + "; ".join(_settled(Path(parent.path), name, problem) for name, problem in sorted(everywhere.items()))
+            f"the parent checkpoint '{parent.path}' {state}; writing a keyframe, which needs none of its files. "
+            + settled
         )
-    return replace(agreement, parent=None, model=None)
+        return True
+    warn(f"files of earlier checkpoints are damaged or could not be checked; this save does not need them. {settled}")
+    return False
 
 
-def _joined(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    return {name: problem for one in found for name, problem in one.items()}
+def _checked(parent: ParentRef, chosen: Callable[[], Sequence[ManifestFile]], workers: Workers) -> Findings:
+    """Return what is wrong with some files of the parent, or with what tells of them."""
+    try:
+        found = damaged(Path(parent.path), chosen(), workers)
+    except (DSQError, OSError) as error:
+        found = {"": str(error)}
+    return _in(Path(parent.path), found)
+
+
+def _in(directory: Path, found: Mapping[str, str]) -> Findings:
+    return {(directory, name): problem for name, problem in found.items()}
+
+
+def _joined(found: Sequence[Findings]) -> Findings:
+    return {place: problem for one in found for place, problem in one.items()}
+
+
+def _gone(path: Path) -> bool:
+    """Return whether there is nothing at a path; an error of its device does not tell that."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
@@ -122,8 +174,12 @@ def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
 
 def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) -> dict[str, str]:
     """Return what is wrong with files of a checkpoint, by their names."""
-    problems = workers.map(lambda file: (file.name, problem_of(directory / file.name, file)), files)
-    return {name: problem for name, problem in problems if problem is not None}
+    found: dict[str, str] = {}
+    for name, problem in workers.map(lambda file: (file.name, problem_of(directory / file.name, file)), files):
+        let_signals_through()
+        if problem is not None:
+            found[name] = problem
+    return found
 
 
 def _is_due(name: str, depth: int) -> bool:
@@ -152,18 +208,21 @@ def _forget_pages(path: Path) -> None:
             os.close(descriptor)
 
 
-def _settled(parent: Path, name: str, problem: str) -> str:
+def _settled(directory: Path, name: str, problem: str) -> str:
     """Restore a damaged file wherever an intact copy allows; return what was found and done, for people."""
     if not name:
-        return problem
-    text = f"'{parent / name}' {problem}"
+        return f"the check of '{directory}' failed: {problem}"
+    text = f"'{directory / name}' {problem}"
     try:
-        holders = {path: manifest for path, manifest in checkpoints(run_of(parent), lambda *_: None)}
-        holders.setdefault(parent, Manifest.read(parent))
+        holders = {path: manifest for path, manifest in checkpoints(run_of(directory), lambda *_: None)}
+        with suppress(CheckpointNotFound):  # deleted since
+            holders.setdefault(directory.absolute(), Manifest.read(directory))
         files = {
             path: file for path, manifest in holders.items() for file in manifest.files if file.name == name
         }
         bad, good = _sorted_by_soundness(files)
+        if not bad and directory.absolute() not in files:
+            return f"{text}; it is gone, and no checkpoint that is left has this copy"
         if not bad:
             return f"{text}, and is sound when it is read again: the disk may be failing"
         if not good:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import warnings
 from functools import partial
@@ -23,6 +24,11 @@ from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.manifest import Manifest
 from dsq_ckpt.parts import Part
 from tests.states import differences, loaded
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way():
+    ancestry._under_way.clear()
 
 
 def weights(number: int = 0) -> dict:
@@ -135,6 +141,118 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeyp
     deleted.set()
     assert saves(tmp_path, 1, first=3) == []
     assert Manifest.read(tmp_path / "03").depth == 3
+
+
+@pytest.mark.parametrize("options", [{"config": {"delta": {"max_chain": 1}}}, {"parent": None}])
+def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeypatch, options):
+    """The last delta of a chain has a check too."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 1)
+    damaged = data_file(tmp_path / "00")
+    flip(damaged)
+    assert saves(tmp_path, 1, first=1) == []
+    [said] = saves(tmp_path, 1, first=2, **options)
+    assert damaged.name in said and "this save does not need them" in said
+    assert "'00', '01' cannot be read any more" in said
+    assert saves(tmp_path, 2, first=3) == []
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 0, 1, 2]
+
+
+def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    config = {"storage": {"replicate_keyframes": True}, "delta": {"max_chain": 2}}
+    saves(tmp_path, 2, config=config)
+    flip(tmp_path / "01" / data_file(tmp_path / "00").name)
+    assert saves(tmp_path, 1, first=2, config=config) == []
+    [said] = saves(tmp_path, 1, first=3, config=config)
+    assert "restored in '01' from the intact copy in '00'" in said
+    dsq_ckpt.forget()
+    assert readable(tmp_path) == ["00", "01", "02", "03"]
+
+
+def test_a_damaged_copy_that_the_parent_does_not_share_costs_no_keyframe(tmp_path, monkeypatch):
+    """The checkpoint that has it is named, and restored; its child has the other copy."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 2, config=config)
+    damaged = tmp_path / "01" / data_file(tmp_path / "00").name
+    flip(damaged)
+    assert saves(tmp_path, 1, first=2, config=config) == []
+    [said] = saves(tmp_path, 1, first=3, config=config)
+    assert f"'{damaged}' has checksum" in said and f"'{tmp_path / '02'}" not in said and "the parent" not in said
+    assert "restored in '01' from the intact copy in '00'" in said
+    assert saves(tmp_path, 1, first=4, config=config) == []
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_copy_whose_checkpoint_was_deleted_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 2, config=config)
+    flip(tmp_path / "01" / data_file(tmp_path / "00").name)
+    saves(tmp_path, 1, first=2, config=config)
+    [check] = ancestry._under_way
+    assert check.result()
+    shutil.rmtree(tmp_path / "01")
+    [said] = saves(tmp_path, 1, first=3, config=config)
+    assert "no checkpoint that is left has this copy" in said
+    assert Manifest.read(tmp_path / "03").depth == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError("out of memory"), OSError(5, "Input/output error")])
+def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 2)
+    stat = Path.stat
+
+    def fails(*_, **__):
+        raise error
+
+    def broken(path, **options):
+        return fails() if threading.current_thread().name == "dsq-ancestry" else stat(path, **options)
+
+    if isinstance(error, MemoryError):
+        monkeypatch.setattr(ancestry, "problem_of", fails)
+    else:  # the directory of a file that is damaged cannot be looked into any more
+        flip(data_file(tmp_path / "00"))
+        monkeypatch.setattr(Path, "stat", broken)
+    assert saves(tmp_path, 1, first=2) == []
+    [check] = ancestry._under_way
+    check.result()
+    monkeypatch.undo()
+    [said] = saves(tmp_path, 1, first=3)
+    assert "writing a keyframe" in said
+    assert ("could not be checked" in said and "out of memory" in said) or "has checksum" in said
+    assert Manifest.read(tmp_path / "03").depth == 0
+
+
+def test_a_signal_does_not_wait_for_the_check(tmp_path, monkeypatch):
+    """Nor is what the check then finds lost with the save that was stopped."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 2)
+    flip(data_file(tmp_path / "00"))
+    answered = threading.Event()
+    problem_of, result = ancestry.problem_of, ancestry._Check.result
+
+    def slow(path, expected):
+        answered.wait(20)
+        return problem_of(path, expected)
+
+    def interrupted(check):
+        if not answered.is_set():
+            signal.raise_signal(signal.SIGINT)
+        return result(check)
+
+    monkeypatch.setattr(ancestry, "problem_of", slow)
+    saves(tmp_path, 1, first=2)
+    monkeypatch.setattr(ancestry._Check, "result", interrupted)
+    [check] = ancestry._under_way
+    with pytest.raises(KeyboardInterrupt):
+        saves(tmp_path, 1, first=3)
+    assert check._thread.is_alive()
+    answered.set()
+    [said] = saves(tmp_path, 1, first=3)
+    assert "'00', '01', '02' cannot be read any more" in said
 
 
 def test_every_file_is_due_once_in_so_many_saves():

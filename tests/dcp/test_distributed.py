@@ -45,7 +45,7 @@ def test_faults(tmp_path):
 
 
 def test_damaged_ancestors(tmp_path):
-    assert checks(torchrun("ancestors", 2, tmp_path)) == 2
+    assert checks(torchrun("ancestors", 2, tmp_path)) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
