@@ -236,7 +236,8 @@ def test_zeros_stay_zeros_whatever_bits_the_search_chose(tmp_path, bits, floor):
         state = {"model": {k: torch.ones_like(v) for k, v in model.state_dict().items()}}
         dsq_ckpt.load(state, tmp_path / name)
         assert not state["model"]["hidden.weight"][::3].any()
-    assert compressor.quality["refinement_bits"] != bits
+        assert compressor.quality["refinement_bits"] >= bits  # never fewer than configured
+    assert (compressor.quality["refinement_bits"] > bits) == (floor < 0.1)
 
 
 def test_a_metric_read_the_wrong_way_round_does_not_ruin_the_history(tmp_path):

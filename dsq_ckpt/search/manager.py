@@ -230,7 +230,7 @@ class ConfigManager:
         return [point in keeping for point in points]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
-        """Bits of the weights' refinement: as few as keep what a restore changes the metric by within the bound.
+        """Bits of the weights' refinement: the configured, and more where a restore breaks its bound with these.
 
         With `check` it is measured there alone: what is left of the errors of a base layer that was chosen by
         `evaluate` may suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
@@ -244,8 +244,8 @@ class ConfigManager:
         if search.higher_is_better:
             gained = 0.0 if fold.metric is None else max(0.0, exact - fold.metric)
         allowed = max(search.share * gained, search.floor * abs(exact))
-        bits = self._known.refinement_bits or configured
-        if self._known.comfortable and bits > 1 and save.evaluations["evaluate"] <= 2:  # there is one to spare
+        bits = max(self._known.refinement_bits or 0, configured)
+        if self._known.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:  # there is one to spare
             bits -= 1
         while True:
             metric = self._metrics(save, fold, [save.refined(candidate, bits)], bits)[0]
