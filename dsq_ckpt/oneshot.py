@@ -21,7 +21,7 @@ from dsq_ckpt.api import ConfigLike, as_config, finish_background
 from dsq_ckpt.arguments import expect_folds
 from dsq_ckpt.choice import Choice, as_configured
 from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.comm import Communicator, SingleProcess, together
+from dsq_ckpt.comm import Communicator, SingleProcess, together, told_together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dealing import deal
 from dsq_ckpt.description import describe
@@ -128,7 +128,8 @@ def compress(
     def about() -> dict[str, Any] | None:
         return {**describe(target), "quality": Manifest.read(target).quality} if comm.rank == 0 else None
 
-    result: dict[str, Any] = comm.broadcast(together(comm, about))
+    result = told_together(comm, about)[0]
+    assert result is not None
     return result
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dsq_ckpt.analysis import Layout
 from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.comm import Communicator, together, told_together
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.recipe import Recipe
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
@@ -63,7 +63,8 @@ def stage_codes(
         whole = [item for plan in plans for item in plan.items]
         return None if comm.rank else decide([recipe.layout(plan.items, whole) for plan in plans])
 
-    agreement = comm.broadcast(together(comm, agreed))
+    agreement = told_together(comm, agreed)[0]
+    assert agreement is not None
 
     def quantized() -> tuple[dict[str, Any], StagedCodes, Memory]:
         storage = recipe.config.storage
