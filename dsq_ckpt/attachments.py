@@ -44,14 +44,14 @@ def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo],
             sync_directory(directory)
 
 
-def journaled(directory: Path) -> set[str]:
-    """Return names of files that a save which did not complete gave, and that are still what it wrote.
+def journaled(directory: Path, save_id: str = "*") -> set[str]:
+    """Return names of files that a save which did not complete gave, this one or any, and that are still what it wrote.
 
     Raises:
         OSError: a file cannot be read, so that nobody knows whose it is.
     """
     found = set()
-    for path in directory.glob(f".*{JOURNAL}"):
+    for path in directory.glob(f".{save_id}-*{JOURNAL}"):
         # Of a save that was killed before it gave names, or of a file that is gone.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
             for name, told in json.loads(read_regular(path, _MOST)).items():
@@ -160,8 +160,8 @@ def forget(directory: Path, names: Iterable[str]) -> None:
                 old.unlink()
 
 
-def restore(directory: Path) -> None:
-    """Bring back files that stepped aside for a save whose manifest never came.
+def restore(directory: Path, save_id: str = "*") -> None:
+    """Bring back files that stepped aside for a save whose manifest never came: this one, or any.
 
     A file that was put in their place since is newer: it stays.
 
@@ -171,13 +171,13 @@ def restore(directory: Path) -> None:
     try:
         manifest = Manifest.read(directory)
     except CheckpointNotFound:
-        _restore_plain(directory)
+        _restore_plain(directory, save_id)
         return
     except DSQError:
         return
     asides = {file: _aside(directory, file.name, manifest.save_id) for file in manifest.files}
     asides = {file: aside for file, aside in asides.items() if file.role == "attachment" and aside.exists()}
-    of_a_save = journaled(directory) if asides else set()
+    of_a_save = journaled(directory, save_id) if asides else set()
     for file, aside in asides.items():
         target = directory / file.name
         known = file.name in of_a_save or not target.exists()
@@ -186,10 +186,13 @@ def restore(directory: Path) -> None:
     sync_directory(directory)
 
 
-def _restore_plain(directory: Path) -> None:
+def _restore_plain(directory: Path, save_id: str) -> None:
     replaced, newer = replaced_plain(directory), []
+    others = journaled(directory) - journaled(directory, save_id) if replaced else set()
     for name, aside in plain_aside(directory).items():  # which stays, and says what is here
         target = directory / name
+        if name in others:
+            continue
         if name in replaced:
             replace_by_link(aside, target)
         elif not (aside.samefile(target) or file_checksum(aside) == file_checksum(target)):

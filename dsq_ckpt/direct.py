@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -146,14 +145,15 @@ def save_parts(
         refuse_checkpoint(path, overwrite, attached=bool(own.attachments))
         landing = Landing(path)
         agreement = agree(path, parent, config, comm.size, layouts)
+        landing.claim(agreement.save_id, agreement.parent and agreement.parent.path)
         if own.attachments:
             attachments.keep_plain(path, config.storage.fsync)
         return agreement
 
-    agreement = told_together(comm, decide)[0]
-    assert agreement is not None
     hidden: dict[str, Path] = {}
     try:
+        agreement = told_together(comm, decide)[0]
+        assert agreement is not None
         kept: list[tuple[Choice, Memory]] = []
 
         def written() -> _Done:
@@ -173,7 +173,7 @@ def save_parts(
         except BaseException:
             if comm.rank == 0:
                 with suppress(OSError):
-                    attachments.restore(path)
+                    attachments.restore(path, agreement.save_id)
             raise
     except RankUnreachable:
         raise  # others may still write
@@ -213,7 +213,7 @@ def _written(
     let_signals_through()
     files = []
     for name, write in own.attachments.items():
-        temporary = path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        temporary = path / f".{name}.{agreement.save_id[:8]}.tmp"
         hidden[name] = temporary
         attachments.write(temporary, partial(write, save_id=agreement.save_id), storage.fsync)
         files.append(FileInfo(name, *file_checksum(temporary)))

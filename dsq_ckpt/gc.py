@@ -15,6 +15,7 @@ long as there is something in its place.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -116,6 +117,35 @@ def collect_in(directory: Path, min_age_seconds: float) -> list[Orphan]:
     return orphans
 
 
+def collect_failed(directory: Path, save_id: str, inherited: Container[str], since: float) -> None:
+    """Delete what a save that failed left in one directory, and with it what earlier ones did.
+
+    Where another save writes to the directory, only those files go that the failed one wrote itself.
+
+    Args:
+        directory: of the save.
+        save_id: of the save.
+        inherited: names of files of its parent, which it may have linked; so may another save.
+        since: when it began, seconds since the epoch: what is younger and not its own is of a save under way.
+
+    Raises:
+        OSError: a file cannot be read or deleted.
+    """
+    if plain_aside(directory):
+        restore(directory, save_id)
+    written = journaled(directory, save_id)
+    own = re.compile(rf"\.?{save_id}[-.].*|.*\.{save_id[:8]}\.tmp")
+    others = []
+    for orphan, changed in _unneeded(directory):
+        name = orphan.path.name
+        if own.fullmatch(name) or name in written:
+            orphan.path.unlink(missing_ok=True)
+        elif changed >= since and name not in inherited and not _ASIDE_NAME.fullmatch(name):
+            others.append(orphan)
+    if not others:
+        collect_in(directory, -math.inf)
+
+
 def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Left]:
     """Return what `garbage` passes over, and why.
 
@@ -203,6 +233,14 @@ def _is_absent(path: Path) -> bool:
 
 
 def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
+    found = _unneeded(directory)
+    # One that is young says that the others may still be needed.
+    young = any(time.time() - changed < min_age_seconds for _, changed in found)
+    return [] if young else sorted(orphan for orphan, _ in found)
+
+
+def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
+    """Return files of ours that no manifest names, and when each was written or linked, seconds since the epoch."""
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
@@ -228,11 +266,10 @@ def _orphans(directory: Path, min_age_seconds: float) -> list[Orphan]:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue  # a save under way just renamed it
+        orphan = Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason)
         # Linking a file into a directory leaves its mtime alone and sets its ctime.
-        if time.time() - max(status.st_mtime, status.st_ctime) < min_age_seconds:
-            return []
-        orphans.append(Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason))
-    return sorted(orphans)
+        orphans.append((orphan, max(status.st_mtime, status.st_ctime)))
+    return orphans
 
 
 def _needed_aside(directory: Path, manifest: Manifest) -> set[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +15,7 @@ from typing import IO
 
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
-from dsq_ckpt.gc import HARMLESS, collect_in, is_ours
+from dsq_ckpt.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old")
@@ -108,14 +108,30 @@ class Landing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._absent = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
+        self._since = time.time()
+        self._claimed: tuple[str, Path | None] | None = None
+
+    def claim(self, save_id: str, parent: str | None) -> None:
+        """Note which files are going to be the save's: those of this id, and links to those of its parent's directory.
+
+        What fails before has written nothing.
+        """
+        self._claimed = save_id, None if parent is None else Path(parent)
 
     def discard(self) -> None:
         """Remove what the save left, once no rank writes any more: its files, and directories that it made.
 
-        A checkpoint that is there stays, and so does all that is not ours.
+        A checkpoint that is there stays, and so does what another save is writing, and all that is not ours.
         """
+        if self._claimed is None:
+            return
+        save_id, parent = self._claimed
         with suppress(OSError, DSQError):
-            collect_in(self._path, -math.inf)
+            inherited: set[str] = set()
+            if parent is not None:
+                with suppress(DSQError):
+                    inherited = {file.name for file in Manifest.read(parent).files}
+            collect_failed(self._path, save_id, inherited, self._since)
         with suppress(OSError):  # not empty: something else lives there
             for directory in self._absent:
                 directory.rmdir()

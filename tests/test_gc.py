@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import time
 import warnings
@@ -18,6 +19,7 @@ from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.comm import SingleProcess
 from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.container import FileInfo, file_checksum
 from dsq_ckpt.copying import copy
 from dsq_ckpt.direct import Contribution, save_parts
 from dsq_ckpt.errors import CheckpointNotFound
@@ -222,7 +224,7 @@ def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     assert not [name for name in listing(path) if name.endswith((".old", ".attachments"))]
-    monkeypatch.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)  # as if it were killed
+    monkeypatch.setattr("dsq_ckpt.direct.attachments.restore", lambda *_: None)  # as if it were killed
     tag_without_manifest(path, monkeypatch)
     monkeypatch.undo()
     now = time.time()
@@ -280,7 +282,7 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr(at, no_space)
         patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda *_: None)
         save()
     assert [name for name in listing(path) if name.endswith(".dsq")]
     if how == "load":
@@ -319,7 +321,7 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.direct.commit", no_space)
         patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda *_: None)
         save()
     (path / STATES).write_bytes(b"step 9, newer than what stepped aside")
     if how == "load":
@@ -363,7 +365,7 @@ def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.direct.commit", no_space)
         patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda *_: None)
         save()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
         patched.setattr("dsq_ckpt.attachments.file_checksum", no_space)
@@ -376,13 +378,83 @@ def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, 
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     with monkeypatch.context() as patched:
-        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda directory: None)
+        patched.setattr("dsq_ckpt.direct.attachments.restore", lambda *_: None)
         tag_without_manifest(path, monkeypatch)
     (path / STATES).write_bytes(b"newer, of DeepSpeed")
     attachments.restore(path)
     assert (path / STATES).read_bytes() == b"newer, of DeepSpeed"
     with Checkpoint(path) as checkpoint:  # which is told, as by any load of it
         assert [name for name, _, problem in checkpoint.verify() if problem] == [STATES]
+
+
+@pytest.mark.parametrize("way", ["save_parts", "save"])
+@pytest.mark.parametrize("twin", [True, False])
+def test_a_save_that_fails_leaves_the_files_of_another_one_under_way(run, monkeypatch, way, twin):
+    """As a job that is ended in the directory that its successor writes to; ancestors may be links of either."""
+    path = run / "twice"
+    files = [f"{SAVE}-00000.dsq", f".{SAVE}-00001.dsq.89abcdef.tmp", f".{SAVE}-00000.attachments"] if twin else []
+    inherited = []
+
+    def fails(*args, **kwargs):
+        plant(path, *files)
+        inherited.extend(name for name in listing(path) if (run / NAMES[-1] / name).exists())
+        no_space()
+
+    state = torch.load(io.BytesIO(exported(run)))
+    part = Part(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: torch.randn(64, 96))
+    plant(path, f"{SAVE[::-1]}-00000.dsq")  # of one that was killed before
+    with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
+        if way == "save":
+            monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", fails)
+            dsq_ckpt.save(state, path, parent=run / NAMES[-1])
+        else:
+            monkeypatch.setattr("dsq_ckpt.direct.commit", fails)
+            save_parts(path, lambda: Contribution([part], attachments={STATES: written_id}), DSQConfig(),
+                       SingleProcess())
+    assert inherited or way == "save_parts"
+    assert (listing(path) if path.exists() else []) == sorted(
+        [*files, *inherited, f"{SAVE[::-1]}-00000.dsq"] if twin else []
+    )
+
+
+def written_id(stream, save_id):
+    stream.write(save_id.encode() * 10)
+
+
+def exported(run):
+    export_torch(run / NAMES[-1], run / "state.pt")
+    data = (run / "state.pt").read_bytes()
+    (run / "state.pt").unlink()
+    return data
+
+
+def test_a_save_that_fails_leaves_what_another_one_published_over_a_plain_tag(plain_tag):
+    path, _ = plain_tag
+    attachments.keep_plain(path, False)
+    plant(path, "twin")
+    attachments.journal(path, SAVE, 0, [FileInfo(STATES, *file_checksum(path / "twin"))], False)
+    os.replace(path / "twin", path / STATES)
+    attachments.restore(path, SAVE[::-1])
+    assert (path / STATES).read_bytes() == b"x" * 10
+    assert plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
+    attachments.restore(path, SAVE)
+    assert (path / STATES).read_bytes() == b"all there is of step 5"
+
+
+def test_a_plain_tag_that_could_not_step_aside_is_left_as_it_was(plain_tag, monkeypatch):
+    path, save = plain_tag
+    (path / "other_states.pt").write_bytes(b"too")
+    before = listing(path)
+
+    def second_fails(source, target, fsync):
+        if plain_aside(path):
+            no_space()
+        os.link(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
+        patched.setattr("dsq_ckpt.attachments.link_or_copy", second_fails)
+        save()
+    assert listing(path) == before
 
 
 @pytest.fixture

@@ -186,6 +186,7 @@ class DSQStorageWriter(StorageWriter):
             if self._staged is not None:
                 agreement = replace(agreement, save_id=self._staged.save_id)
         self._planned = agreement
+        self._landing.claim(agreement.save_id, agreement.parent and agreement.parent.path)
         return [replace(plan, storage_data=agreement) for plan in plans]
 
     @held_signals()

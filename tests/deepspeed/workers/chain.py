@@ -138,7 +138,7 @@ def overwriting(run: Path, stage: int) -> None:
     reload(run, stage, before, "a failed save over a tag leaves it")
 
     restored = attachments.restore
-    attachments.restore = lambda directory: None  # it is as if the job had been killed here
+    attachments.restore = lambda *_: None  # it is as if the job had been killed here
     if dist.get_rank() == 0:
         direct.commit = no_space
     error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
@@ -172,7 +172,7 @@ def over_plain_tags(run: Path, stage: int) -> None:
         same = all(torch.equal(now, then) for now, then in zip(masters(again), before, strict=True))
         check(stage == 3 or same, how)  # padding of stage 3 is whatever was in memory
         check(stage < 3 or near(again, before), how)
-        attachments.restore = lambda directory: None  # it is as if the job had been killed here
+        attachments.restore = lambda *_: None  # it is as if the job had been killed here
     attachments.restore = restored
     engine.save_checkpoint(str(run), tag="best")
     left = [file.name for file in (run / "best").iterdir() if file.name.startswith(".")]
