@@ -7,9 +7,10 @@ these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Where such a tag
 (see `attachments`). Since a save that is under way looks the same,
 a directory is left alone until its youngest such file is older than `min_age_seconds`.
 
-Copies and exports are made below a hidden name beside their target, `.NAME.xxxxxxxx.tmp`; what has such a name is
-garbage with all that is in it, once nothing in it is younger. So is what an export replaced, `.NAME.xxxxxxxx.old`, as
-long as there is something in its place.
+Copies and exports are made below a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`; what has such a name is
+garbage with all that is in it, once nothing in it is younger. So is what an export replaced, `.NAME.dsq-xxxxxxxx.old`,
+as long as there is something in its place. Names without that mark, which earlier versions gave, may be a user's: the
+digits may be a date.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PL
 _TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
 
 
-_REPLACED_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.old")
+_REPLACED_NAME = re.compile(r"\.(?P<name>.+)\.dsq-[0-9a-f]{8}\.old")
+_UNFINISHED_NAME = re.compile(r"\..+\.dsq-[0-9a-f]{8}\.tmp")
+_FORMER_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.(?:tmp|old)")
 HARMLESS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|lost\+found")
 """Names that file systems and file managers put everywhere."""
 
@@ -158,6 +161,9 @@ def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Le
     young = [orphan.path for orphan in _unfinished(path, 0) if orphan.path not in old]
     entries += [Left(one, "it is too young: a copy or an export may be under way", True) for one in young]
     for entry in sorted(path.iterdir()):
+        if _FORMER_NAME.fullmatch(entry.name) and not is_ours(entry.name):
+            why = "earlier versions named copies, exports and what these replaced so; delete it by hand if it is one"
+            entries.append(Left(entry, why, False))
         if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not os.path.lexists(path / replaced["name"]):
             why = f"what was to replace it is not there; rename it to '{replaced['name']}', or delete it by hand"
             entries.append(Left(entry, why, False))
@@ -205,10 +211,8 @@ def _unfinished(path: Path, min_age_seconds: float) -> list[Orphan]:
     found = []
     for entry in sorted(path.iterdir()):
         replaced = _REPLACED_NAME.fullmatch(entry.name)
-        if not (is_temporary(entry.name) or (replaced and os.path.lexists(path / replaced["name"]))):
+        if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and os.path.lexists(path / replaced["name"]))):
             continue
-        if _TEMPORARY_NAME.fullmatch(entry.name):
-            continue  # of a save
         try:
             states = [os.lstat(one) for one in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
         except FileNotFoundError:

@@ -31,7 +31,7 @@ _HEAD = re.compile(
     rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
     rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
 )
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # without the mark: of earlier versions
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 

@@ -141,7 +141,7 @@ class Landing:
 def temporary(goal: Path) -> Iterator[Path]:
     """A hidden name beside the target, so that the last rename stays on one file system; gone afterwards."""
     goal.parent.mkdir(parents=True, exist_ok=True)
-    path = goal.with_name(f".{goal.name}.{uuid.uuid4().hex[:8]}.tmp")
+    path = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield path
     finally:
@@ -161,7 +161,7 @@ def publish(stream: IO[bytes], hidden: Path, goal: Path) -> None:
 
 def replace_directory(hidden: Path, goal: Path) -> None:
     """Rename a directory into place; an old one steps aside first, because directories cannot be replaced."""
-    aside = goal.with_name(f".{goal.name}.{uuid.uuid4().hex[:8]}.old")
+    aside = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.old")
     old = os.path.lexists(goal)
     if old:
         os.rename(goal, aside)

@@ -27,6 +27,7 @@ from dsq_ckpt.export import export_dcp, export_torch
 from dsq_ckpt.gc import collect, garbage, is_ours, left
 from dsq_ckpt.manifest import MANIFEST, Manifest
 from dsq_ckpt.parts import Part
+from dsq_ckpt.targets import temporary
 from tests.small_run import NAMES, small_run
 from tests.states import differences, loaded
 
@@ -466,7 +467,7 @@ def killed(tmp_path, run, monkeypatch):
     @contextmanager
     def stays(goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
-        yield goal.with_name(f".{goal.name}.89abcdef.tmp")
+        yield goal.with_name(f".{goal.name}.dsq-89abcdef.tmp")
 
     last = run / NAMES[-1]
     for module in ("copying", "export"):
@@ -481,7 +482,7 @@ def killed(tmp_path, run, monkeypatch):
         for export, target in ((export_dcp, "plain"), (export_torch, "model.v1.pt")):
             with pytest.raises(KeyboardInterrupt):
                 export(last, run / target)
-    return [f".{name}.89abcdef.tmp" for name in ("model.v1.pt", "plain", "zz-copied")]
+    return [f".{name}.dsq-89abcdef.tmp" for name in ("model.v1.pt", "plain", "zz-copied")]
 
 
 def test_copies_and_exports_that_were_killed(run, killed, later):
@@ -506,9 +507,32 @@ def test_copies_and_exports_under_way_are_left_alone(run, killed, monkeypatch, t
 
 def test_what_an_export_was_to_replace(run, later):
     """It is garbage once something is in its place, and not before."""
-    aside = run / ".plain.89abcdef.old"
+    aside = run / ".plain.dsq-89abcdef.old"
     plant(aside, ".metadata")
     assert collect(run) == []
     assert [entry.path for entry in left(run)] == [aside]
     plant(run / "plain", ".metadata")
     assert [orphan.path for orphan in collect(run)] == [aside] and left(run) == []
+
+
+def test_hidden_names_with_a_date_are_the_users(run, later):
+    plant(run / "backup", "a")
+    plant(run / ".backup.20240101.old", "b")
+    plant(run / ".notes.20250630.tmp", "c")
+    before = listing(run)
+    assert garbage(run) == collect(run) == [] and listing(run) == before
+    assert [entry.path.name for entry in left(run)] == [".backup.20240101.old", ".notes.20250630.tmp"]
+
+
+@pytest.mark.parametrize("target", ["model.pt", "plain"])
+def test_what_a_killed_export_leaves_has_a_name_of_ours(run, later, tmp_path, target):
+    """By the names that exports really give."""
+    goal = run / target
+    plant(run / "kept", "a")
+    with temporary(goal) as hidden:
+        hidden.write_bytes(b"x") if goal.suffix else plant(hidden, "a")
+        hidden.rename(tmp_path / hidden.name)
+    (tmp_path / hidden.name).rename(hidden)
+    before = dsq_ckpt.latest(run)
+    assert [orphan.path for orphan in collect(run)] == [hidden] and not hidden.exists()
+    assert dsq_ckpt.latest(run) == before
