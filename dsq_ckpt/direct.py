@@ -164,11 +164,18 @@ def save_parts(
 
         everybody = told_together(comm, written)
         choice, memory = kept[0]
+        plan: _Plan | None = None
+
+        def published() -> None:
+            nonlocal plan
+            plan = _planned(everybody)  # fails on all ranks alike, before any gives a name to anything
+            attachments.publish(path, hidden, config.storage.fsync)
+
         try:
             if any(done.attachments for done in everybody):
-                together(comm, lambda: attachments.publish(path, hidden, config.storage.fsync))
+                together(comm, published)
             together(comm, lambda: None if comm.rank else _committed(
-                path, agreement, everybody, choice, overwrite, pinned, started
+                path, agreement, everybody, plan or _planned(everybody), choice, overwrite, pinned, started
             ))
         except BaseException:
             if comm.rank == 0:
@@ -244,10 +251,9 @@ def _planned(everybody: Sequence[_Done]) -> _Plan:
 
 
 def _committed(
-    path: Path, agreement: Agreement, everybody: Sequence[_Done], choice: Choice, overwrite: bool, pinned: bool,
-    started: float,
+    path: Path, agreement: Agreement, everybody: Sequence[_Done], plan: _Plan, choice: Choice, overwrite: bool,
+    pinned: bool, started: float,
 ) -> None:
-    plan = _planned(everybody)
     attached = [file for done in everybody for file in done.attachments]
     committed = commit(
         path, agreement, [done.result for done in everybody], plan.tensors, plan.objects, plan.nesting.as_json(),

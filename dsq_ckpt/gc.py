@@ -80,7 +80,7 @@ def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     """
     path = expanded(path)
     found = [orphan for directory in _directories(path) for orphan in _orphans(directory, min_age_seconds)]
-    return [*found, *_unfinished(path, min_age_seconds)]
+    return [*found, *(orphan for orphan, age in _unfinished(path) if age >= min_age_seconds)]
 
 
 def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
@@ -97,12 +97,15 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
         if orphans and directory != path:
             with contextlib.suppress(OSError):  # not empty: something else lives there
                 directory.rmdir()
-    for orphan in _unfinished(path, min_age_seconds):
-        if _is_directory(orphan.path):
-            shutil.rmtree(orphan.path)
-        else:
-            orphan.path.unlink(missing_ok=True)
-        removed.append(orphan)
+    for orphan, age in _unfinished(path):
+        if age < min_age_seconds:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it was just completed, or another one collects
+            if _is_directory(orphan.path):
+                shutil.rmtree(orphan.path)
+            else:
+                orphan.path.unlink()
+            removed.append(orphan)
     return removed
 
 
@@ -157,8 +160,7 @@ def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Le
     """
     path = expanded(path)
     entries = [found for directory in _directories(path) if (found := _left(directory, min_age_seconds))]
-    old = {orphan.path for orphan in _unfinished(path, min_age_seconds)}
-    young = [orphan.path for orphan in _unfinished(path, 0) if orphan.path not in old]
+    young = [orphan.path for orphan, age in _unfinished(path) if age < min_age_seconds]
     entries += [Left(one, "it is too young: a copy or an export may be under way", True) for one in young]
     for entry in sorted(path.iterdir()):
         if _FORMER_NAME.fullmatch(entry.name) and not is_ours(entry.name):
@@ -206,8 +208,11 @@ def _directories(path: Path) -> Iterator[Path]:
                 yield entry
 
 
-def _unfinished(path: Path, min_age_seconds: float) -> list[Orphan]:
-    """Return the copies and exports directly in a directory that did not complete, and what others replaced."""
+def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
+    """Return copies and exports directly in a directory that did not complete, and what others replaced.
+
+    With the age in seconds of what is youngest in each.
+    """
     found = []
     for entry in sorted(path.iterdir()):
         replaced = _REPLACED_NAME.fullmatch(entry.name)
@@ -217,9 +222,9 @@ def _unfinished(path: Path, min_age_seconds: float) -> list[Orphan]:
             states = [os.lstat(one) for one in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
         except FileNotFoundError:
             continue  # it was just completed
-        if time.time() - max(max(state.st_mtime, state.st_ctime) for state in states) >= min_age_seconds:
-            size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
-            found.append(Orphan(entry, size, "replaced" if replaced else "a copy or an export did not complete"))
+        age = time.time() - max(max(state.st_mtime, state.st_ctime) for state in states)
+        size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
+        found.append((Orphan(entry, size, "replaced" if replaced else "a copy or an export did not complete"), age))
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import time
 import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt import attachments
@@ -536,3 +538,39 @@ def test_what_a_killed_export_leaves_has_a_name_of_ours(run, later, tmp_path, ta
     before = dsq_ckpt.latest(run)
     assert [orphan.path for orphan in collect(run)] == [hidden] and not hidden.exists()
     assert dsq_ckpt.latest(run) == before
+
+
+def test_an_export_that_completes_while_it_is_collected(run, later, monkeypatch):
+    plant(run / ".a.dsq-89abcdef.tmp", "a")
+    plant(run / ".b.dsq-89abcdef.tmp", "b")
+    remove = shutil.rmtree
+
+    def completed(path):
+        if path.name.startswith(".a"):
+            path.rename(run / "a")
+        remove(path)
+
+    monkeypatch.setattr("dsq_ckpt.gc.shutil.rmtree", completed)
+    assert [orphan.path.name for orphan in collect(run)] == [".b.dsq-89abcdef.tmp"]
+    assert listing(run / "a") == ["a"]
+
+
+def test_a_save_of_part_of_a_tensor_replaces_no_attachment(plain_tag, monkeypatch):
+    path, _ = plain_tag
+    part = Part(ChunkKey("w", (0, 0), (32, 96)), (64, 96), torch.float32, lambda: torch.randn(32, 96))
+    published = []
+    monkeypatch.setattr("dsq_ckpt.direct.attachments.publish", lambda *args: published.append(args))
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* was brought so that"):
+        save_parts(path, lambda: Contribution([part], attachments={STATES: written_id}), DSQConfig(), SingleProcess(),
+                   overwrite=True)
+    assert published == [] and listing(path) == [STATES]
+
+
+def test_a_writer_whose_save_completed_has_nothing_to_discard(tmp_path):
+    """Whatever fails in its next save before that is planned: the checkpoint of the last one is not its to touch."""
+    writer = dsq_ckpt.DSQStorageWriter(tmp_path / "c")
+    dcp.save({"weight": torch.randn(8, 8)}, storage_writer=writer, no_dist=True)
+    (tmp_path / "c" / MANIFEST).rename(tmp_path / MANIFEST)
+    before = listing(tmp_path)
+    writer.discard()
+    assert listing(tmp_path) == before

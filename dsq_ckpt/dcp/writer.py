@@ -145,7 +145,7 @@ class DSQStorageWriter(StorageWriter):
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
         if self._staged is None:  # else `stage` began the save
-            self._started = time.time()
+            self._started, self._landing = time.time(), None
         self._planned = None
         self._choice = None
 
@@ -259,6 +259,7 @@ class DSQStorageWriter(StorageWriter):
             path, agreement, ranks, tensors, objects, planner, self._choice,
             overwrite=self._overwrite, pinned=self._pinned, started=self._started,
         )
+        self._landing = None  # there is nothing to discard any more
         remember_committed(path, agreement.save_id)
         if committed.flushed:
             retire(path, self.config)
