@@ -26,7 +26,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.keys import FULL, KeyWindow
 from dsq_ckpt.moments import WINDOW
-from dsq_ckpt.passes import Sparse, add_by_class, add_joint, add_shifted, importance_of, sparse_of
+from dsq_ckpt.passes import Sparse, add_by_class, add_joint, add_shifted, importance_of, sparse_of, vanishes
 from dsq_ckpt.scales import GRADIENT, OCTAVES, Scales, choose_scales, gauges_of, octaves_of
 from dsq_ckpt.workers import Workers
 
@@ -279,6 +279,9 @@ def measure(
             octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
+        for chunk in chunks:
+            if vanishes(chunk.flat()):
+                octaves[index[chunk.key.fqn], -1] += 1
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
         let_signals_through()

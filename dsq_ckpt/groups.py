@@ -101,13 +101,13 @@ def assign(
             layer = _layer_from_name(parameter, shape)
         one_dimensional = len([size for size in shape if size > 1]) < 2
         if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):
-            return _unquantized(kind, config)
+            return _unquantized(kind, dtype, config)
         group = "other" if layer == "flat" else layer
     settings = group if kind == "weights" and group in config.groups else None
     if math.prod(shape) < config.min_elements:
         if math.prod(shape) >= _SMALL:  # who raises the limit means to keep what is below it
             return Assignment(EXACT, EXACT, None, settings)
-        return _unquantized(kind, config, settings)
+        return _unquantized(kind, dtype, config, settings)
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
@@ -122,10 +122,11 @@ def assign(
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
 
 
-def _unquantized(kind: str, config: QuantizeConfig, settings: str | None = None) -> Assignment:
+def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
     """Assign what is too small or too sensitive for a codebook: weights are exact, moments as `small_moments` asks."""
     chosen: TensorConfig = getattr(config, kind)
-    if kind == "weights" or chosen.method == "exact" or config.small_moments == "exact":
+    exact = "exact" in (chosen.method, config.small_moments)
+    if kind == "weights" or exact or dtype == torch.float64:  # whose range bf16 does not have
         return Assignment(EXACT, EXACT, None, settings)
     return Assignment(kind, f"{kind}/small", chosen.model_copy(update={"method": "bf16"}), settings)
 

@@ -47,9 +47,8 @@ Floats32 = npt.NDArray[np.float32]
 
 def _units() -> Floats32:
     exponent = np.arange(256, dtype=np.float64)
-    units = np.exp2((exponent - 127 + 0.5) / 2)
-    units[0] = 1.0  # zero and subnormal numbers: there is no update to measure
-    return units.astype(np.float32)
+    # Of zero and subnormal numbers too: a first moment there is past all levels, so it is protected, and not lost.
+    return np.exp2((exponent - 127 + 0.5) / 2).astype(np.float32)
 
 
 UNITS = _units()

@@ -20,6 +20,7 @@ from dsq_ckpt.keys import FULL, KEYS_PER_OCTAVE, KeyWindow
 from dsq_ckpt.workers import Workers
 
 Counts = npt.NDArray[np.int64]
+_SMALLEST = float(np.finfo(np.float32).tiny) * 2.0**24
 
 
 class Sparse(NamedTuple):
@@ -40,6 +41,14 @@ def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
     settle_streams(chunk.tensor for chunk in far)
     pieces = [piece for share in _shares(far, workers) for piece in share]
     return made + list(workers.map(partial(_sparse, workers=workers), pieces))
+
+
+def vanishes(flat: torch.Tensor) -> bool:
+    """Return whether a chunk that is not zero would be nearly nothing but zeros in float32."""
+    if flat.dtype != torch.float64 or not flat.numel():
+        return False
+    largest = float(flat.abs().max())
+    return 0 < largest < _SMALLEST
 
 
 def _sparse(chunk: Chunk, workers: Workers) -> Sparse:

@@ -28,11 +28,11 @@ from dsq_ckpt.session import (
     Agreement,
     Coded,
     Item,
-    beyond_units,
     check_nonfinite,
     load_chunk,
     lossy_items,
     measured_items,
+    out_of_range,
     quantize,
     sketch,
 )
@@ -119,7 +119,7 @@ def quantize_items(
     if sketches.nonfinite:
         told = told_together(comm, lambda: _not_finite(items, sketches.nonfinite))
         beyond = sketches.nonfinite.difference(*told)
-        for warning in (beyond_units(beyond), check_nonfinite(sketches.nonfinite - beyond, config)):
+        for warning in (out_of_range(beyond), check_nonfinite(sketches.nonfinite - beyond, config)):
             if warning and comm.rank == 0:
                 warn(warning)
     if comm.rank == 0:
@@ -145,10 +145,11 @@ def quantize_items(
 
 def _not_finite(items: list[Item], suspected: frozenset[str]) -> set[str]:
     """Of tensors whose sketch has NaN or Inf, those that hold such values themselves, or negative second moments."""
-    return {
-        item.key.fqn for item in lossy_items(items)
-        if item.key.fqn in suspected and (item.second_moment is None or not bool(item.load().isfinite().all()))
-    }
+    def has(item: Item) -> bool:
+        values = item.load()
+        return not bool(values.isfinite().all()) or (item.kind == "exp_avg_sq" and bool((values < 0).any()))
+
+    return {item.key.fqn for item in lossy_items(items) if item.key.fqn in suspected and has(item)}
 
 
 def _state(items: list[Item], replicas: list[Item], workers: Workers) -> dict[ChunkKey, Hashable]:

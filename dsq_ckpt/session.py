@@ -173,13 +173,14 @@ def check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
     return message + "; stored exactly in this checkpoint"
 
 
-def beyond_units(found: Collection[str]) -> str | None:
-    """A warning naming first moments that are finite, and too large in units of Adam's update."""
+def out_of_range(found: Collection[str]) -> str | None:
+    """Make a warning naming tensors that are finite, and beyond what can be quantized."""
     if not found:
         return None
     return (
-        f"{len(found)} tensor(s) of first moments hold values past the largest number in units of Adam's update, since "
-        f"their second moments are nearly zero: {_first(sorted(found))}; stored exactly in this checkpoint"
+        f"{len(found)} tensor(s) hold finite values beyond the range of float32, in which they are quantized (first "
+        "moments in units of Adam's update, where their second moments are nearly zero): "
+        f"{_first(sorted(found))}; stored exactly in this checkpoint"
     )
 
 

@@ -328,7 +328,7 @@ class Reader:  # a checkpoint directory
         other = self._record(*found)
         require("unit" not in other and "residual" not in record, "units are not measured")
         exponents = self._sum(*found, record["shape"], False).view(np.uint32) >> 23 & 0xFF
-        units = [1.0] + [2.0 ** ((e - 126.5) / 2) for e in range(1, 256)]
+        units = [2.0 ** ((e - 126.5) / 2) for e in range(256)]
         with np.errstate(over="ignore"):
             product = values * np.array(units, np.float32)[exponents]
         return np.where(np.isinf(product), np.copysign(np.finfo(np.float32).max, product), product)
