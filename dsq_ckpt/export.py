@@ -215,8 +215,8 @@ class Opened:
             state = self.checkpoint.manifest.refinement
             if refinement is True and state != "kept":
                 raise CheckpointNotFound(
-                    f"'{path}' has no refinement layer ({state}); only the newest checkpoint of a run keeps it. "
-                    "Export that one, or the base layer alone"
+                    f"'{path}' has no refinement layer ({state}); only the newest checkpoints of a run keep theirs "
+                    "(refinement.keep_last). Export one of those, which `dsq log` shows, or the base layer alone"
                 )
             self.refined = refinement is not False and state == "kept"
             with self.checkpoint.naming():
