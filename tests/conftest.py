@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +19,9 @@ if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Trit
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let every checkout build DeepSpeed's extensions for itself: in a common directory they rebuild each other's."""
+    """Let signals end processes, and every checkout build DeepSpeed's extensions for itself, not each other's anew."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; all processes inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     assert config.cache is not None
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(config.cache.mkdir("torch_extensions")))
 
