@@ -11,7 +11,6 @@ from pathlib import Path
 
 from dsq_ckpt.container import NOT_ALL, file_checksum, naming
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError
-from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.manifest import Manifest, ManifestFile, is_plain
 
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
@@ -70,6 +69,8 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
     """
     if copies > 1:
+        from dsq_ckpt.files import CheckpointFiles  # imports torch, which `dsq log` does without
+
         with CheckpointFiles(parent) as files:
             known = {file.name: file for file in files.manifest.files}
             keyframes = {name for name in names & known.keys() if files.requires(name) == {name}}

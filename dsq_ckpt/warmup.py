@@ -31,6 +31,7 @@ from dsq_ckpt.codebook.table import rate_distortion_table
 from dsq_ckpt.coding import HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.keys import FULL
+from dsq_ckpt.moments import OctaveFrame, UpdateFrame, from_units
 
 logger = logging.getLogger(__name__)
 Group = Literal["save", "load", "more"]
@@ -62,6 +63,16 @@ def _quantize(rows: int) -> None:
 
 def _refine(log: bool) -> None:
     kernels.refine(_X, _CODES, 0.5, _CELLS, _CELLS, 4, log, np.empty(64, np.uint8))
+
+
+def _measure() -> None:
+    squares = torch.from_numpy(_X * _X)
+    OctaveFrame().coded(squares, slice(None))
+    UpdateFrame("", squares).coded(torch.from_numpy(_X), slice(None))
+
+
+def _unmeasure() -> None:
+    from_units(_X.copy(), _X * _X)
 
 
 def _kmeans() -> None:
@@ -127,10 +138,10 @@ _TASKS: dict[Group, list[Callable[[], object]]] = {
     "save": [
         lambda: _sketch(64), lambda: _sketch(1 << 18), _joint_sketch, _kmeans, _table, _encode, lambda: _quantize(1),
         lambda: _quantize(5), lambda: _refine(False), lambda: _refine(True), lambda: kernels.pack(_CODES, 2),
-        lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
+        _measure, lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
     ],
     "load": [
-        _decode, lambda: _unpack(True), _dequantize, _dequantize_refined,
+        _decode, lambda: _unpack(True), _dequantize, _dequantize_refined, _unmeasure,
         lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
     ],
     "more": [
