@@ -137,7 +137,8 @@ def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
     shutil.copytree(processes.ROOT / "dsq_ckpt", site, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(processes.ROOT / "configs", site / "configs")
     for directory in Path(warmed[0]).iterdir():  # as `dsq warmup` there would have left it
-        inside = site / directory.name.rsplit("_", 1)[0]
+        inside = site.parent if directory.name.startswith("dsq_ckpt_") else site
+        inside /= directory.name.rsplit("_", 1)[0]
         for file in directory.glob("*.nb[ci]"):
             (inside / "__pycache__").mkdir(exist_ok=True)
             shutil.copy(file, inside / "__pycache__")

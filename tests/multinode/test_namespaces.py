@@ -106,7 +106,7 @@ def test_a_host_is_lost_during_a_save(job, lost, elastic):
     """The ranks left fail in time; with a host less, started by hand or by torchrun, they go on from before that."""
     gone = job.hosts[lost]
     left = [host for host in job.hosts if host is not gone]
-    options = ("--nnodes", "2:3", "--max-restarts", "3") if elastic else ("--nnodes", "2")
+    options = ("--nnodes", "2:3", "--max-restarts", "10") if elastic else ("--nnodes", "2")
     agents = job.launch(job.hosts, job.shared, *options, stalls=gone)
     target = job.shared / "step-000004"
 
