@@ -280,7 +280,7 @@ def measure(
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
         for chunk in chunks:
-            if vanishes(chunk.flat()):
+            if vanishes(chunk):
                 octaves[index[chunk.key.fqn], -1] += 1
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]

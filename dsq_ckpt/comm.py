@@ -104,7 +104,7 @@ class TorchCommunicator:
         return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in zip(found, sizes, strict=True)]
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
-        """What all ranks give, each padded to so many bytes."""
+        """Return what each rank gives, padded to `size` bytes, in rank order; collective."""
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device())
         everything = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(everything, own, group=self.group)
@@ -210,7 +210,7 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
 
 
 def told_together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> list[_T]:
-    """The results of all ranks, in rank order, of work that must succeed on all or fail on all; collective.
+    """Do work that must succeed on all ranks or fail on all, and return the results of all, in rank order; collective.
 
     As `together`, which it saves a collective after it. Results can be pickled.
     """

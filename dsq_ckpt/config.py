@@ -157,6 +157,10 @@ class Update(_Strict):
         "as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
     )
 
+    rate_distortion: float = Field(
+        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+    )
+
     @model_validator(mode="after")
     def _error_can_be_kept(self) -> Update:
         if 0 < self.error <= 0.1:  # moments.UNIT_ERROR, which would import torch
@@ -165,10 +169,6 @@ class Update(_Strict):
                 "more, 0 (no bound), or store exp_avg and exp_avg_sq with method exact"
             )
         return self
-
-    rate_distortion: float = Field(
-        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
-    )
 
 
 AnyCodebook = Annotated[

@@ -104,7 +104,7 @@ class GroupReport(BaseModel):
     refined_error: float | None = None
     """The same with the refinement layer; None where there is none, or where an older version wrote this."""
     update_error: float | None = None
-    """Of first moments in units of the update: relative error of Adam's next update after a restore."""
+    """Relative error of Adam's next update after a restore; None for groups other than first moments in its units."""
     step: float
 
 

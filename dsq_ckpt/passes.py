@@ -43,12 +43,11 @@ def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
     return made + list(workers.map(partial(_sparse, workers=workers), pieces))
 
 
-def vanishes(flat: torch.Tensor) -> bool:
+def vanishes(chunk: Chunk) -> bool:
     """Return whether a chunk that is not zero would be nearly nothing but zeros in float32."""
-    if flat.dtype != torch.float64 or not flat.numel():
+    if chunk.tensor.dtype != torch.float64 or not chunk.tensor.numel():
         return False
-    largest = float(flat.abs().max())
-    return 0 < largest < _SMALLEST
+    return 0 < float(chunk.tensor.detach().abs().max()) < _SMALLEST
 
 
 def _sparse(chunk: Chunk, workers: Workers) -> Sparse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from dsq_ckpt.chunk import Chunk, ChunkKey
 from dsq_ckpt.comm import Communicator, together, told_together
 from dsq_ckpt.config import DSQConfig, Update
 from dsq_ckpt.device.coding import TablesOf
-from dsq_ckpt.errors import DSQError, SaveFailed
-from dsq_ckpt.groups import unwrapped
+from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
+from dsq_ckpt.groups import kind_of, unwrapped
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.notices import warn
 from dsq_ckpt.remembered import ParentRef, find, release_resident
@@ -28,11 +28,9 @@ from dsq_ckpt.session import (
     Agreement,
     Coded,
     Item,
-    check_nonfinite,
     load_chunk,
     lossy_items,
     measured_items,
-    out_of_range,
     quantize,
     sketch,
 )
@@ -119,7 +117,7 @@ def quantize_items(
     if sketches.nonfinite:
         told = told_together(comm, lambda: _not_finite(items, sketches.nonfinite))
         beyond = sketches.nonfinite.difference(*told)
-        for warning in (out_of_range(beyond), check_nonfinite(sketches.nonfinite - beyond, config)):
+        for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, config)):
             if warning and comm.rank == 0:
                 warn(warning)
     if comm.rank == 0:
@@ -144,12 +142,44 @@ def quantize_items(
 
 
 def _not_finite(items: list[Item], suspected: frozenset[str]) -> set[str]:
-    """Of tensors whose sketch has NaN or Inf, those that hold such values themselves, or negative second moments."""
+    """Return the suspected tensors that hold NaN, Inf or negative second moments themselves, by name."""
     def has(item: Item) -> bool:
         values = item.load()
         return not bool(values.isfinite().all()) or (item.kind == "exp_avg_sq" and bool((values < 0).any()))
 
     return {item.key.fqn for item in lossy_items(items) if item.key.fqn in suspected and has(item)}
+
+
+def _check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
+    """Make a warning naming tensors with NaN or Inf.
+
+    Raises:
+        NonFiniteTensor: the configuration asks for an error.
+    """
+    if not found:
+        return None
+    names = sorted(found)
+    message = f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
+    if any(kind_of(name) == "exp_avg_sq" for name in names):
+        message += " (of exp_avg_sq, negative values count as such)"
+    if config.quantize.nonfinite == "error":
+        raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
+    return message + "; stored exactly in this checkpoint"
+
+
+def _out_of_range(found: Collection[str]) -> str | None:
+    """Make a warning naming tensors that are finite, and beyond what can be quantized."""
+    if not found:
+        return None
+    return (
+        f"{len(found)} tensor(s) hold finite values beyond the range of float32, in which they are quantized (first "
+        "moments in units of Adam's update, where their second moments are nearly zero): "
+        f"{_first(sorted(found))}; stored exactly in this checkpoint"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _state(items: list[Item], replicas: list[Item], workers: Workers) -> dict[ChunkKey, Hashable]:

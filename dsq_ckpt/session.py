@@ -9,7 +9,7 @@ import os
 import platform
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,8 +37,7 @@ from dsq_ckpt.config import DSQConfig, Lattice, Octaves, TensorConfig
 from dsq_ckpt.container import FileInfo, sync_directory
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
-from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
-from dsq_ckpt.groups import kind_of
+from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.manifest import Sizes
 from dsq_ckpt.moments import Frame, OctaveFrame, UpdateFrame
@@ -154,38 +153,6 @@ def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]
              for group in groups.values() for item in group}
     kept = [item for item in items if first[item.key] == item.key]
     return kept, {key: chosen for key, chosen in first.items() if key != chosen}
-
-
-def check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
-    """A warning naming tensors with NaN or Inf.
-
-    Raises:
-        NonFiniteTensor: the configuration asks for an error.
-    """
-    if not found:
-        return None
-    names = sorted(found)
-    message = f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
-    if any(kind_of(name) == "exp_avg_sq" for name in names):
-        message += " (of exp_avg_sq, negative values count as such)"
-    if config.quantize.nonfinite == "error":
-        raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
-    return message + "; stored exactly in this checkpoint"
-
-
-def out_of_range(found: Collection[str]) -> str | None:
-    """Make a warning naming tensors that are finite, and beyond what can be quantized."""
-    if not found:
-        return None
-    return (
-        f"{len(found)} tensor(s) hold finite values beyond the range of float32, in which they are quantized (first "
-        "moments in units of Adam's update, where their second moments are nearly zero): "
-        f"{_first(sorted(found))}; stored exactly in this checkpoint"
-    )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:

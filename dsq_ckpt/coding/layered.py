@@ -39,9 +39,7 @@ def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
         bits: Of a symbol.
     """
     data, symbols = np.frombuffer(packed, np.uint8), np.empty(len(codes), np.uint8)
-    first = symbols[:_SAMPLE]
-    kernels.unpack(data[: -(-len(first) * bits // 8)], bits, first)
-    if not len(codes) or (bits > _FEW and _entropy(first) > _PAYS * bits):
+    if not len(codes) or (bits > _FEW and _entropy(data, bits, symbols[:_SAMPLE]) > _PAYS * bits):
         return packed
     kernels.unpack(data, bits, symbols)
     contexts = int(codes.max()) + 1
@@ -54,8 +52,9 @@ def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
     return block if len(block) < _PAYS * len(packed) else packed
 
 
-def _entropy(symbols: Codes) -> float:
-    """Return the entropy of symbols, in bits for each."""
+def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
+    """Unpack the first symbols, and return their entropy, in bits for each."""
+    kernels.unpack(packed[: -(-len(symbols) * bits // 8)], bits, symbols)
     counts = np.bincount(symbols)
     shares = counts[counts > 0] / len(symbols)
     return -float((shares * np.log2(shares)).sum())

@@ -244,7 +244,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self.quality, self._last = choice.quality, directory
 
     def _parent_of(self, directory: Path) -> str:
-        """What a tag is coded against: each checkpoint of Hugging Face's trainer has a directory of its own."""
+        """Return the parent of a tag: each checkpoint of Hugging Face's trainer has a run directory of its own."""
         if self._last is None or run_of(self._last) == run_of(directory):
             return "auto"
         try:

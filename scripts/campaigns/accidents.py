@@ -207,7 +207,7 @@ class Accidents(Campaign):
         return self.go_on(name, path)
 
     def read(self, way: str, path: Path) -> subjects.State | Found:
-        """What is loaded or exported, or that it was refused."""
+        """Load or export, and return the outcome, or that it was refused."""
         if way == "export":
             target = path.parent.parent / "out.pt"
             status, output = command("export", str(path), str(target))
@@ -219,7 +219,7 @@ class Accidents(Campaign):
         return refuses(lambda: values.append(read(path)), path) or values[0]
 
     def other(self, path: Path, state: subjects.State) -> Found:
-        """What other values than were saved are."""
+        """Return the outcome for values other than those saved."""
         return Found("wrong", "other values, no error")
 
     def go_on(self, name: str, path: Path) -> Found:

@@ -70,7 +70,7 @@ class Forged(Accidents):
         return super().judge(name, way, path)
 
     def read(self, way: str, path: Path) -> State | Found:
-        """What is loaded or exported, twice and the same, or that it was refused."""
+        """Load or export twice, and return what both gave, or that it was refused."""
         if way == "export":
             return super().read(way, path)
         values: list[State] = []

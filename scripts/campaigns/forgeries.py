@@ -249,7 +249,7 @@ def shuffled(path: Path, rng: random.Random) -> str:
 
 
 def units(path: Path, rng: random.Random) -> str:
-    """What first moments are measured by, and the octaves of that."""
+    """Forge the units of first moments, and the octaves of second moments that units come from."""
     file, container = _opened(path, rng, ".dsq")
     records = [record for record in container.contents["records"] if record["type"] == "coded"]
     measured = [record for record in records if "unit" in record]
