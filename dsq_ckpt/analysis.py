@@ -21,7 +21,7 @@ from dsq_ckpt import kernels
 from dsq_ckpt.chunk import Chunk
 from dsq_ckpt.codebook import Aside, Codebook, Fitted, Turn, fit_group
 from dsq_ckpt.comm import Communicator, sum_with_status
-from dsq_ckpt.config import AnyCodebook, KMeans, Octaves, Partition, TensorConfig
+from dsq_ckpt.config import AnyCodebook, KMeans, Octaves, Partition, TensorConfig, Update
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.keys import FULL, KeyWindow
@@ -29,6 +29,7 @@ from dsq_ckpt.moments import WINDOW
 from dsq_ckpt.passes import Sparse, add_by_class, add_joint, add_shifted, importance_of, sparse_of, vanishes
 from dsq_ckpt.scales import GRADIENT, OCTAVES, Scales, choose_scales, gauges_of, octaves_of
 from dsq_ckpt.workers import Workers
+from dsq_ckpt.worst import Worst, worst_tensor
 
 Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -131,11 +132,13 @@ class Analysis:
         fitted: per group.
         exponents: log2 of the factor taken out of tensors, a multiple of 1/4 (others absent).
         nonfinite: tensors with NaN or Inf, to be stored exactly.
+        worst: by group, the tensor that is changed most.
     """
 
     fitted: dict[str, Fitted]
     exponents: dict[str, float]
     nonfinite: frozenset[str]
+    worst: dict[str, Worst] = field(default_factory=dict)
 
 
 class Importance:
@@ -175,6 +178,7 @@ class Sketches:
         scales: of the tensors.
         nonfinite: tensors with NaN or Inf.
         importance: of weighed groups.
+        octaves: of the tensors that are coded by their own values, int64[256] elements by biased exponent.
         sizes: elements of every chunk of every rank, of groups whose parts take turns.
         turn: how many deltas came before this one.
     """
@@ -187,6 +191,7 @@ class Sketches:
     scales: Scales
     nonfinite: frozenset[str]
     importance: dict[str, Importance]
+    octaves: dict[str, Counts] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     turn: int = 0
 
@@ -214,6 +219,22 @@ class Sketches:
             )
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
+
+    def worst(self, analysis: Analysis) -> dict[str, Worst]:
+        """Return, by group, the tensor that is changed most; of groups that are coded by their own values."""
+        octaves: dict[str, dict[str, Counts]] = {}
+        for fqn, counts in self.octaves.items():
+            octaves.setdefault(self.layout.tensors[fqn], {})[fqn] = counts
+        found = {}
+        for group in octaves.keys() & analysis.fitted.keys():
+            joint = self.joint[group]
+            worst = worst_tensor(
+                analysis.fitted[group], joint.sum(0) if group in self.importance else joint, octaves[group],
+                analysis.exponents,
+            )
+            if worst is not None:
+                found[group] = worst
+        return found
 
     def _turn(self, group: str, codebook: AnyCodebook) -> Turn | None:
         if not isinstance(codebook, Partition):
@@ -331,8 +352,15 @@ def measure(
     if again:
         _, failure = _attempt(second_pass)
         _merge(list(again.values()), comm, failure)
-    sizes = _sizes(kept, layout, comm)
-    return Sketches(kept, layout, {**joint, **again}, windows, books, scales, bad, importance, sizes, turn)
+    plain = {
+        group for group, config in layout.groups.items()
+        if not isinstance(config.codebook, Octaves | Update | Partition) and not layout.residual
+    }
+    return Sketches(
+        kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
+        {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
+        _sizes(kept, layout, comm), turn,
+    )
 
 
 def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[str, list[int]]:

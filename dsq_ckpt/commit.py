@@ -27,6 +27,7 @@ from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.version import __version__
+from dsq_ckpt.worst import Worst
 
 _told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
 
@@ -133,7 +134,7 @@ def commit(
         previous=previous, previous_name=previous_name,
         depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
         groups={
-            name: _report(fitted, agreement.layout.residual)
+            name: _report(fitted, agreement.layout.residual, analysis.worst.get(name))
             for name, fitted in analysis.fitted.items()
             if fitted.counts.any()
         },
@@ -250,7 +251,7 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
         return []
 
 
-def _report(fitted: Fitted, residual: bool) -> GroupReport:
+def _report(fitted: Fitted, residual: bool, worst: Worst | None) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
     return GroupReport(
@@ -258,4 +259,5 @@ def _report(fitted: Fitted, residual: bool) -> GroupReport:
         bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
         refined_error=(fitted.refined_error / energy) ** 0.5 if fitted.refinement_bits else None,
         update_error=fitted.update_error, step=fitted.codebook.step,
+        worst_tensor=worst.tensor if worst else None, worst_error=worst.error if worst else None,
     )

@@ -112,6 +112,7 @@ def quantize_items(
             view.close()
     mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     choice = chooser(sketches, [*mine, *others], config, comm, workers)
+    choice = replace(choice, analysis=replace(choice.analysis, worst=sketches.worst(choice.analysis)))
     if searches:
         together(comm, lambda: _check_unchanged(before, _state(items, replicas, workers)))
     if sketches.nonfinite:

@@ -22,7 +22,7 @@ Counts = npt.NDArray[np.int64]
 
 OCTAVES = 256
 GRADIENT = "gradient of "
-_CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
+CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
 _REACH = 2.0  # a step is within this many octaves of the median one
 _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
@@ -166,7 +166,7 @@ def _by_gradient(
 def _mean(octaves: Counts, power: int) -> float:
     """Mean of |x|**power from counts by octave."""
     held = octaves[:255]
-    return float((held[1:] * 2.0 ** (power * _CENTRES[1:255])).sum() / max(int(held.sum()), 1))
+    return float((held[1:] * 2.0 ** (power * CENTRES[1:255])).sum() / max(int(held.sum()), 1))
 
 
 def _unresolved(octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook) -> bool:

@@ -187,3 +187,21 @@ def test_the_errors_that_a_manifest_tells_are_those_of_what_is_loaded(tmp_path, 
         got = {"w": torch.zeros_like(value)}
         dsq_ckpt.load(got, tmp_path / "run" / "0", refinement=refinement)
         assert told == pytest.approx(float((got["w"] - value).norm() / value.norm()), rel=0.3)
+
+
+@pytest.mark.parametrize("codebook", [{"fit": "lattice"}, {"fit": "kmeans"}, {"fit": "adaptive"}, {"fit": "exponent"}])
+def test_a_manifest_names_the_tensor_that_loses_most(tmp_path, codebook):
+    """One codebook serves a group, so a tensor a seventh of the others' size loses more of itself than they do."""
+    generator = torch.Generator().manual_seed(5)
+    state = {f"l{n}.weight": torch.randn(128, 64, generator=generator) * size for n, size in enumerate((1, 0.15, 1))}
+    config = {"quantize": {"weights": {"codebook": codebook}}}
+    for number in range(2):
+        for value in state.values():
+            value.add_(0.02 * value.std() * torch.randn(value.shape, generator=generator))
+        dsq_ckpt.save(state, tmp_path / "run" / str(number), config=config)
+    [group] = Manifest.read(tmp_path / "run" / "1").groups.values()
+    back = loaded(tmp_path / "run" / "1", state)
+    errors = {name: float((back[name] - value).norm() / value.norm()) for name, value in state.items()}
+    assert group.worst_tensor == "l1.weight" == max(errors, key=lambda name: errors[name])
+    assert group.worst_error == pytest.approx(errors["l1.weight"], rel=0.25)
+    assert group.worst_error > 2 * (group.refined_error or group.relative_error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 import dsq_ckpt
 from dsq_ckpt.cli import inspection
@@ -55,3 +56,16 @@ def test_every_figure_that_a_search_records_has_a_unit(tmp_path):
     for name, value in compressor.quality.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             assert inspection._unit(name, value), name
+
+
+def test_the_tensor_that_loses_most_is_named(tmp_path):
+    """With its error; not where all tensors of a group lose about the same."""
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(128, 64, generator=generator) for name in ("large", "small")}
+    dsq_ckpt.save(state, tmp_path / "alike")
+    assert "loses most" not in printed("inspect", tmp_path / "alike")
+    state["small"] /= 7
+    dsq_ckpt.save(state, tmp_path / "apart")
+    text = printed("inspect", tmp_path / "apart")
+    [(group, report)] = Manifest.read(tmp_path / "apart").groups.items()
+    assert f"loses most of {group}: small, {report.worst_error:.1%} off" in text

@@ -22,6 +22,7 @@ _UNITS = {
     "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "checks": "calls of check",
     "seconds": "s",
 }
+_STANDS_OUT = 2.0  # times the error of its group: the tensor that has it is named
 _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
 
 
@@ -88,6 +89,10 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         "bits/element, rel. error (root mean square): of the base layer; refined: rel. error with the refinement layer;"
         " update: rel. error that a restore gives Adam's next update"
     )
+    for name, group in sorted(manifest.groups.items()):
+        whole = group.relative_error if group.refined_error is None else group.refined_error
+        if group.worst_error is not None and group.worst_error > _STANDS_OUT * whole:
+            screen.print(f"loses most of {name}: {output.plain(group.worst_tensor or '')}, {group.worst_error:.1%} off")
 
 
 def _quality(record: dict[str, Any]) -> Any:
