@@ -33,8 +33,9 @@ from dsq_ckpt.nesting import Path as NestedPath
 from dsq_ckpt.parts import Part, items_of, layout_of
 from dsq_ckpt.quantizing import quantize_items
 from dsq_ckpt.remembered import Memory, remember_committed, remember_pending
-from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, untied, write_rank
+from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, write_rank
 from dsq_ckpt.targets import Landing, refuse_checkpoint
+from dsq_ckpt.ties import Ties
 from dsq_ckpt.workers import Workers
 
 
@@ -130,7 +131,9 @@ def save_parts(
     def prepare() -> Layout:
         own = contribution()
         let_signals_through()
-        found.append(_Brought(own, *untied(items_of(own.parts, config, types)), items_of(own.replicas, config, types)))
+        items, replicas = items_of(own.parts, config, types), items_of(own.replicas, config, types)
+        ties = Ties.of(items, replicas)
+        found.append(_Brought(own, ties.kept(items), ties.first, ties.kept(replicas)))
         return layout_of(own.parts, config, types, bool(own.gradients), fractions)
 
     layouts = told_together(comm, prepare)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -125,34 +124,6 @@ class RankResult:
     tied: dict[str, str] = field(default_factory=dict)
     units: list[ChunkKey] = field(default_factory=list)
     """Chunks that a reader of this rank's records needs beside them."""
-
-
-def untied(items: Sequence[Item]) -> tuple[list[Item], dict[ChunkKey, ChunkKey]]:
-    """Items without those that share another's memory, as tied weights do, and the item each of these is tied to.
-
-    Of tensors that are tied, one that a rule wants exact stands for the others.
-    """
-    alive: list[torch.Tensor] = []  # a tensor made for the asking must not be freed, and its memory given to the next
-    groups: dict[Any, list[Item]] = {}
-    for item in items:
-        try:
-            tensor = item.load()
-        except Exception:  # it fails again where the other ranks learn of it
-            groups[item.key] = [item]
-            continue
-        alive.append(tensor)
-        local = getattr(tensor, "_local_tensor", tensor)
-        if not item.key.elements or local.layout is not torch.strided:
-            groups[item.key] = [item]
-            continue
-        # Moments keep records of their own: what is coded of them is not what is coded of other tensors.
-        moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
-        memory = (local.device, local.data_ptr(), local.stride(), local.dtype, item.key.offsets, item.key.shape, moment)
-        groups.setdefault(memory, []).append(item)
-    first = {item.key: min(group, key=lambda one: one.config is not None).key
-             for group in groups.values() for item in group}
-    kept = [item for item in items if first[item.key] == item.key]
-    return kept, {key: chosen for key, chosen in first.items() if key != chosen}
 
 
 def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:

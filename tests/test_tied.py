@@ -121,3 +121,57 @@ def test_a_frozen_backbone_costs_next_to_nothing(tmp_path):
     got = {"model": {k: torch.zeros_like(v) for k, v in frozen["model"].items()}}
     dsq_ckpt.load(got, tmp_path / "only" / "1")
     assert float((got["model"]["embed.weight"] - model.embed.weight).norm() / model.embed.weight.norm()) < 0.3
+
+
+def moments(name, first, scale=1.0):
+    return {f"state.{name}.exp_avg": first, f"state.{name}.exp_avg_sq": scale * torch.rand(first.shape) ** 2}
+
+
+VALUE, HALF = torch.randn(128, 96), torch.randn(128, 96).bfloat16()
+SECOND_EXACT = {"rules": [{"pattern": "second*", "exact": True}]}
+SHARED = {
+    "another view": ({"first.weight": VALUE, "second.weight": VALUE.t()}, SECOND_EXACT),
+    "a part": ({"first.weight": VALUE, "second.weight": VALUE[32:]}, SECOND_EXACT),
+    "a moment": ({"first.exp_avg": VALUE, "second.weight": VALUE}, SECOND_EXACT),
+    "momentum": ({"state.first.momentum_buffer": VALUE, "second.weight": VALUE}, {}),
+    "momentum in bf16": (
+        {"second.weight": HALF, "state.first.momentum_buffer": HALF}, {"momentum": {"method": "bf16"}}
+    ),
+    "bf16 of fp32": (
+        {"second.weight": VALUE, "state.first.momentum_buffer": VALUE}, {"momentum": {"method": "bf16"}}
+    ),
+    "units of their own": (moments("first", VALUE) | moments("second", VALUE, 1e-8), {}),
+}
+
+
+@pytest.mark.parametrize("how", ["save", "async"])
+@pytest.mark.parametrize("case", SHARED)
+def test_memory_of_several_names_is_stored_as_the_strictest_asks(tmp_path, how, case):
+    """Else a load into tied tensors leaves in them what the laxer name gave, if that comes last."""
+    state, quantize = SHARED[case]
+    state = {**state, "other.weight": torch.randn(96, 96)}
+    save = dsq_ckpt.save if how == "save" else lambda *args, **kw: dsq_ckpt.async_save(*args, **kw).result()
+    save(state, tmp_path / "a", config={"quantize": quantize})
+    lossy = {name for name in state if name.startswith("other") or name.endswith("exp_avg_sq")}
+    assert set(differences(loaded(tmp_path / "a", state), state)) == lossy
+
+
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_more_refinement_for_one_of_the_names_is_for_all(tmp_path, first):
+    names = sorted(["embed.weight", "head.weight"], key=lambda name: not name.startswith(first))
+    state = dict.fromkeys(names, VALUE) | {"hidden.weight": torch.randn(96, 96)}
+    dsq_ckpt.save(state, tmp_path / "a", config={"quantize": {"groups": {"embedding": {"refinement_bits": 8}}}})
+    got = loaded(tmp_path / "a", state)
+    assert all(0 < relative_error(VALUE, got[name]) < 0.001 for name in names)
+
+
+def test_names_without_an_own_rule_share_their_codes(tmp_path):
+    state = {**moments("a", VALUE), "w.weight": VALUE.clone()}
+    for name, other in {"u.weight": "w.weight", "state.b.exp_avg": "state.a.exp_avg"}.items():
+        state[name] = state[other]
+    state["state.b.exp_avg_sq"] = state["state.a.exp_avg_sq"]
+    dsq_ckpt.save(state, tmp_path / "a")
+    kinds = Manifest.read(tmp_path / "a").kinds
+    assert {kind: sizes.logical for kind, sizes in kinds.items()} == dict.fromkeys(
+        ("weights", "exp_avg", "exp_avg_sq"), 4 * VALUE.numel()
+    )

@@ -17,7 +17,8 @@ from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.recipe import Recipe
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
 from dsq_ckpt.remembered import Memory
-from dsq_ckpt.session import Agreement, Coded, exact_values, remember, untied
+from dsq_ckpt.session import Agreement, Coded, exact_values, remember
+from dsq_ckpt.ties import Ties
 from dsq_ckpt.workers import Workers
 
 
@@ -41,23 +42,22 @@ def stage_codes(
     """
     planner = DefaultSavePlanner()
 
-    def plan_untied() -> tuple[SavePlan, dict[ChunkKey, ChunkKey]]:
+    def plan_untied() -> tuple[SavePlan, Ties]:
         """Ties are found before replicas are dealt to ranks, or one rank would get the one, another the other."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         whole = replace(planner.create_local_plan(), planner_data=None)
-        kept, tied = untied(recipe.items(whole.items, planner)[0])
-        names = {item.key for item in kept}
-        items = [item for item in whole.items if item.tensor_data is None or key_of(item) in names]
-        ties = [item for item in whole.items if item.tensor_data is not None and key_of(item) in tied]
-        return replace(whole, items=items, storage_data=ties), tied
+        ties = Ties.of(recipe.items(whole.items, planner)[0])
+        items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in ties.first]
+        others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in ties.first]
+        return replace(whole, items=items, storage_data=others), ties
 
-    own_plan, tied = together(comm, plan_untied)
-    ties, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
+    own_plan, ties = together(comm, plan_untied)
+    others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
     plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
-    tied = {key: first for key, first in tied.items() if first in written}
-    mine = [*plans[comm.rank].items, *(item for item in ties if key_of(item) in tied)]
+    tied = {key: first for key, first in ties.first.items() if first in written}
+    mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]
 
     def agreed() -> Agreement | None:
         whole = [item for plan in plans for item in plan.items]
@@ -69,9 +69,10 @@ def stage_codes(
     def quantized() -> tuple[dict[str, Any], StagedCodes, Memory]:
         storage = recipe.config.storage
         with Workers(storage.thread_count(), storage.block_elements) as workers:
-            items = [item for item in recipe.items(mine, planner, agreement.layout)[0] if item.key not in tied]
+            items = ties.kept(recipe.items(mine, planner, agreement.layout)[0])
             own = {item.key for item in items}
-            replicas = [item for item in recipe.items(local, planner, agreement.layout)[0] if item.key not in own]
+            replicas = ties.kept(recipe.items(local, planner, agreement.layout)[0])
+            replicas = [item for item in replicas if item.key not in own]
             found = recipe.quantized(items, replicas, agreement, comm, workers)
             payloads: dict[ChunkKey, Payload] = {}
             memory = Memory()
@@ -79,7 +80,7 @@ def stage_codes(
                 payloads[piece.chunk.key] = Coded(piece.chunk.staged(workers), piece.base)
                 remember(memory, piece.chunk, recipe.config)
             for item in found.plain:
-                payloads[item.key] = ExactCopy(item.load().detach().to("cpu", copy=True))
+                payloads[item.key] = ExactCopy(item.load().detach().to("cpu", copy=True), item.config)
             memory.values |= exact_values(found.plain, agreement.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.choice import Chooser, as_configured
 from dsq_ckpt.comm import Communicator
 from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.dcp.items import objects_of, parts_of
+from dsq_ckpt.dcp.items import name_of, objects_of, parts_of
 from dsq_ckpt.parts import items_of, layout_of
 from dsq_ckpt.quantizing import Quantized, quantize_items
 from dsq_ckpt.session import Agreement, Item
@@ -63,6 +64,16 @@ class Recipe:
         """
         items = items_of(parts_of(write_items, planner), self.config, self.types, layout)
         return items, objects_of(write_items, planner)
+
+    def beside(self, write_items: list[WriteItem], planner: SavePlanner, agreement: Agreement) -> list[Item]:
+        """Return the tensors of this rank's state dict that another rank writes, as far as a planner of DCP tells."""
+        if agreement.ranks == 1 or not isinstance(planner, DefaultSavePlanner):
+            return []
+        whole = DefaultSavePlanner()  # the hooks of a planner are called no oftener than DCP does it
+        whole.set_up_planner(planner.state_dict)
+        mine = set(map(name_of, write_items))
+        others = [item for item in whole.create_local_plan().items if name_of(item) not in mine]
+        return self.items(others, whole, agreement.layout)[0]
 
     def quantized(
         self, items: list[Item], replicas: list[Item], agreement: Agreement, comm: Communicator, workers: Workers

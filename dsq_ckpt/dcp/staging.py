@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.config import TensorConfig
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.nesting import Nesting
@@ -27,9 +29,10 @@ from dsq_ckpt.subclasses import object_named
 
 @dataclass(frozen=True)
 class ExactCopy:
-    """A chunk that is stored as it is; no tensor, so that a planner which would change it fails."""
+    """A chunk that is not quantized, and its settings; no tensor, so that a planner which would change it fails."""
 
     tensor: torch.Tensor
+    config: TensorConfig | None
 
 
 Payload = Coded | ExactCopy
@@ -179,13 +182,18 @@ def staged_payloads(items: list[Item]) -> tuple[Iterator[Coded], list[Item], dic
         elif isinstance(payload, Coded):
             coded.append(payload)
         elif isinstance(payload, ExactCopy):
-            plain.append(replace(item, load=lambda tensor=payload.tensor: tensor))  # type: ignore[misc]
+            load = partial(_tensor, payload)
+            plain.append(replace(item, load=load, config=payload.config))
         else:
             raise SaveFailed(
                 f"'{item.key.fqn}' is not what this writer staged for an asynchronous save, but "
                 f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
             )
     return iter(coded), plain, tied
+
+
+def _tensor(payload: ExactCopy) -> torch.Tensor:
+    return payload.tensor
 
 
 def check_arrival(staged: Sequence[frozenset[ChunkKey | str]], plans: Sequence[SavePlan]) -> None:

@@ -39,8 +39,9 @@ from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.remembered import Memory, outline, remember_committed, remember_pending
-from dsq_ckpt.session import Agreement, agree, exact_values, untied, write_rank
+from dsq_ckpt.session import Agreement, agree, exact_values, write_rank
 from dsq_ckpt.targets import Landing, refuse_checkpoint
+from dsq_ckpt.ties import Ties
 from dsq_ckpt.workers import Workers
 
 
@@ -218,7 +219,8 @@ class DSQStorageWriter(StorageWriter):
             else:
                 self._staged = None
                 group = self._group if staged is None or staged.group is None else staged.group
-                items, tied = untied(items)
+                ties = Ties.of(items, self._recipe.beside(plan.items, planner, agreement))
+                items, tied = ties.kept(items), ties.first
                 comm = SingleProcess() if self.no_dist else communicator(group, agreement.ranks)
                 quantized = self._recipe.quantized(items, [], agreement, comm, workers)
                 coded, plain, choice = quantized.coded, quantized.plain, quantized.choice

@@ -84,6 +84,20 @@ def tied(run: Path, rank: int) -> None:
     done("tied weights")
 
 
+def exact(run: Path) -> None:
+    """A rule for one of the names counts though another rank writes the other name."""
+    for number, how in enumerate((dsq_ckpt.save, lambda *args, **kw: dsq_ckpt.async_save(*args, **kw).result())):
+        for named in ("first", "second"):
+            fresh()
+            value = torch.randn(128, 96, generator=torch.Generator().manual_seed(0))
+            path, rule = run / f"{number}{named}", {"pattern": f"{named}*", "exact": True}
+            how({"first.weight": value, "second.weight": value}, path, config={"quantize": {"rules": [rule]}})
+            got = {name: torch.zeros_like(value) for name in ("first.weight", "second.weight")}
+            dsq_ckpt.load(got, path)
+            assert all(torch.equal(value, own) for own in got.values()), (how, named)
+    done("tied weights that are exact")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
@@ -91,3 +105,4 @@ if __name__ == "__main__":
         flip(root / "saved", me, ranks, searched=False)
         flip(root / "searched", me, ranks, searched=True)
         tied(root / "tied", me)
+        exact(root / "exact")
