@@ -230,6 +230,15 @@ class _Background:
 _background = _Background()
 
 
+def _forked() -> None:
+    """In a child: the save under way is its parent's, whose thread is not here to end it."""
+    global _background
+    _background = _Background()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def finish_background() -> None:
     """Wait for the asynchronous save under way, if there is one."""
     _background.wait()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class LoadFailedElsewhere(Elsewhere, LoadFailed):
 
 class RankUnreachable(SaveFailed, LoadFailed):
     """A collective, which may be one of a save or of a load, failed: another rank, or its host, is gone or did not come
-    in time.
+    in time; or none can be reached from this process.
     """
 
 
@@ -134,6 +135,18 @@ def _reaching(rank: int) -> Iterator[None]:
         ) from error
 
 
+_inherited: dist.ProcessGroup | None = None  # the default group of the process that this one was forked from
+
+
+def _forked() -> None:
+    global _inherited
+    if dist.is_available() and dist.is_initialized():
+        _inherited = dist.group.WORLD
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> Communicator:
     """The communicator of a save of `ranks` ranks (None: as many as the group has).
 
@@ -142,10 +155,16 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
 
     Raises:
         SaveFailed: the group given to the writer has another size than the save.
+        RankUnreachable: this process is a fork of one that is a rank.
     """
     available = dist.is_available() and dist.is_initialized()
     if ranks == 1 or not available:
         return SingleProcess()
+    if dist.group.WORLD is _inherited:
+        raise RankUnreachable(
+            f"this process was forked from rank {dist.get_rank()} of torch.distributed, and process groups do not work "
+            "in a fork: pass no_dist=True, so that it saves or loads alone, or start it with the method 'spawn'"
+        )
     found = dist.get_world_size(group)
     if ranks is not None and found != ranks:
         raise SaveFailed(

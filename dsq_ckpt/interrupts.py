@@ -6,6 +6,7 @@ between two collectives, where the others then wait for it, or leave trial weigh
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -55,12 +56,26 @@ def held_signals() -> Iterator[None]:
             signal.signal(number, held.hold)
         yield
     finally:
-        _held = None
-        for number, handler in held.handlers.items():
-            if signal.getsignal(number) == held.hold:
-                signal.signal(number, handler)
+        _give_back(held)
         for number in held.waiting:
             signal.raise_signal(number)
+
+
+def _give_back(held: _Held) -> None:
+    global _held
+    _held = None
+    for number, handler in held.handlers.items():
+        if signal.getsignal(number) == held.hold:
+            signal.signal(number, handler)
+
+
+def _forked() -> None:
+    """In a child, such as a worker of the data loader that `evaluate` iterates: the save is its parent's."""
+    if _held is not None:
+        _give_back(_held)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def let_signals_through() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def compilations() -> int:
 def cache_directories() -> list[Path]:
     """Return where machine code is kept; empty where nowhere can be written."""
     return sorted({Path(kernel.stats.cache_path) for kernel in KERNELS if kernel.stats.cache_path})
+
+
+def fork_waits() -> AbstractContextManager[Any]:
+    """Let forks in other threads wait until what is done in here is done; so do compilations in other threads."""
+    lock: AbstractContextManager[Any] = global_compiler_lock
+    return lock
 
 
 # A fork while another thread compiles would leave the child with locks that nobody gives back: of Numba, LLVM and the

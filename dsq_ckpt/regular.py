@@ -87,6 +87,17 @@ _in_use: dict[RegularFile, None] = {}
 _lock = threading.Lock()
 
 
+def _forked() -> None:
+    """In a child: threads that held the lock, or were reading, are not here."""
+    global _lock
+    _lock = threading.Lock()
+    for file in _in_use:
+        file._users = 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _descriptor_of(path: Path) -> int:
     _make_room(_AT_ONCE - 1)
     try:

@@ -8,6 +8,7 @@ tensors, which tell the states apart. It is module-level, because DCP's process 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -91,6 +92,17 @@ class Remembered:
 
 _all: list[Remembered] = []
 _lock = threading.RLock()
+
+
+def _forked() -> None:
+    """In a child: a thread that is not here may have held the lock, or have been about to fill codes."""
+    global _lock
+    _lock = threading.RLock()
+    for one in _all:
+        one.memory = Memory()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def run_of(path: Path) -> Path:

@@ -247,6 +247,15 @@ _last: _Open | None = None
 _lock = threading.Lock()
 
 
+def _forked() -> None:
+    """In a child: a thread that is not here may have held this lock, or those of the open checkpoint."""
+    global _last, _lock
+    _last, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _opened(directory: Path, save_id: str) -> Checkpoint:
     """The checkpoint, opened; the last one stays open, since a file has many tensors."""
     global _last

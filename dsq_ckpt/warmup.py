@@ -267,7 +267,8 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
                     left.append(task)
                     continue
                 try:
-                    task()
+                    with jit.fork_waits():  # what is imported meanwhile is locked in a child too
+                        task()
                 except Exception as error:
                     failed.append(error)
                     logger.debug("a kernel could not be compiled ahead: %s", error)
