@@ -35,7 +35,7 @@ _POLLED_EVERY = 0.1  # seconds
 Findings = dict[tuple[Path, str], str]
 """Problems by checkpoint directory and name of the file, which is empty where the check itself failed."""
 _under_way: list[_Check] = []  # or done, and not asked for; oldest first
-os.register_at_fork(after_in_child=_under_way.clear)  # their threads are not there, and would seem to have found nothing
+os.register_at_fork(after_in_child=_under_way.clear)  # without their threads they would seem to have found nothing
 
 
 class _Check:
