@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.unchanged import checksums, named
 from dsq_ckpt.workers import Workers
+
+_Kept = TypeVar("_Kept")
 
 
 class EvaluateRaised(Exception):
@@ -83,6 +86,7 @@ class TrialModel:
             (p, p.data, [part.detach().clone() for part in _parts(p)])
             if (_address(p), _local(p).numel()) not in targets else (p, p.data, []) for p in self._model.parameters()
         ]
+        self._registered = [(m, dict(m._parameters), dict(m._modules)) for m in self._model.modules()]
         self._flags = [(p, p.requires_grad, p.grad) for p in self._model.parameters()]
         self._training = [(module, module.training) for module in self._model.modules()]
         self._random = torch.get_rng_state()
@@ -96,6 +100,9 @@ class TrialModel:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 target.copy_(chunk.tensor)
             self._reshard()
+            for module, parameters, modules in self._registered:  # after FSDP2 put its own ones back
+                _put_back(module._parameters, parameters)
+                _put_back(module._modules, modules)
             for parameter, data, originals in self._parameters:
                 if not _partitioned(parameter) and _address(parameter) != _address(data):
                     parameter.data = data
@@ -229,6 +236,13 @@ class TrialModel:
         for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
             pass
         return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
+
+
+def _put_back(registry: dict[str, _Kept], kept: dict[str, _Kept]) -> None:
+    """Make a module hold the very objects that it held, in their order; an optimizer steps with these."""
+    if list(registry) != list(kept) or any(registry[name] is not own for name, own in kept.items()):
+        registry.clear()
+        registry.update(kept)
 
 
 def _partitioned(parameter: nn.Parameter) -> bool:

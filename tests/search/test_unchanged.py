@@ -29,6 +29,22 @@ def replaced(model, optimizer):
     model.head.weight.data = model.head.weight.data.clone()
 
 
+def another(model, optimizer):
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def another_layer(model, optimizer):
+    model.hidden = nn.Linear(model.hidden.in_features, model.hidden.out_features)
+
+
+def one_more(model, optimizer):
+    model.head.extra = nn.Parameter(torch.zeros(3))
+
+
+def removed(model, optimizer):
+    model.hidden.bias = None
+
+
 def trained(model, optimizer):
     train(model, optimizer, 90, 91)
 
@@ -46,7 +62,9 @@ def steps(model, optimizer):
 
 
 @pytest.mark.parametrize("change, name", [
-    (in_place, "norm.weight"), (through_data, "hidden.weight"), (replaced, "head.weight"), (trained, "embed.weight"),
+    (in_place, "norm.weight"), (through_data, "hidden.weight"), (replaced, "head.weight"),
+    (another, "head.weight"), (another_layer, "hidden.weight"), (one_more, "head.extra"), (removed, "hidden.bias"),
+    (trained, "embed.weight"),
     (gradients, "embed.weight.grad"), (moments, "optimizer.state.hidden.weight.exp_avg"),
     (steps, "optimizer.state.head.bias.step"),
 ])
@@ -64,15 +82,16 @@ def test_what_evaluate_changes_is_named(tmp_path, change, name, at):
             change(model, optimizer)
         return loss_of(model)
 
-    parameters = {name: (parameter.data_ptr(), parameter.detach().clone()) for name, parameter in
+    parameters = {name: (parameter, parameter.data_ptr(), parameter.detach().clone()) for name, parameter in
                   model.named_parameters()}
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
     with pytest.raises(SaveFailed, match=f"`evaluate`( or `check`)? changed .*'{name}'"):
         compressor.save(tmp_path / "a")
     assert not is_complete(tmp_path / "a")
+    assert [name for name, _ in model.named_parameters()] == list(parameters)
     for name, parameter in model.named_parameters():
-        address, values = parameters[name]
-        assert parameter.data_ptr() == address and torch.equal(parameter, values), name
+        own, address, values = parameters[name]
+        assert parameter is own and parameter.data_ptr() == address and torch.equal(parameter, values), name
     compressor.save(tmp_path / "a")  # it did so once
 
 
