@@ -285,6 +285,7 @@ def measure(
     }
     index = {name: place for place, name in enumerate(layout.rows())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
+    faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
 
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
@@ -301,8 +302,11 @@ def measure(
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
         for chunk in chunks:
+            place = index[chunk.key.fqn]
             if vanishes(chunk):
-                octaves[index[chunk.key.fqn], -1] += 1
+                octaves[place, -1] += 1
+            elif chunk.onto is None and not octaves[place, 1:].any() and bool((chunk.tensor != 0).any()):
+                faint[place] += 1
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
         let_signals_through()
@@ -314,7 +318,8 @@ def measure(
         return chunks, sketches
 
     done, failure = _attempt(first_pass)
-    _merge([octaves, *joint.values(), *by_importance.values()], comm, failure)
+    _merge([octaves, faint, *joint.values(), *by_importance.values()], comm, failure)
+    octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
     chunks, sketches = done or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
     weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]

@@ -173,8 +173,8 @@ def _out_of_range(found: Collection[str]) -> str | None:
     if not found:
         return None
     return (
-        f"{len(found)} tensor(s) hold finite values beyond the range of float32, in which they are quantized (first "
-        "moments in units of Adam's update, where their second moments are nearly zero): "
+        f"{len(found)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
+        "quantized (first moments in units of Adam's update, where their second moments are nearly zero): "
         f"{_first(sorted(found))}; stored exactly in this checkpoint"
     )
 

@@ -72,7 +72,7 @@ class Remembered:
         follows: that one lies in the same run directory, so that the run is in use.
         loaded: it was loaded: what is saved next comes from a restored state.
         complete: it is known to be committed; of others their manifest tells.
-        suspect: a save that was coded against it failed, perhaps since it is damaged.
+        suspect: it may be damaged: a save that was coded against it failed, or a load met a damaged file.
     """
 
     save_id: str
@@ -241,6 +241,15 @@ def forget(path: Path | None = None) -> None:
     """Forget what is known of the run that `path` belongs to, or of all runs; the next save is a keyframe."""
     with _lock:
         _all[:] = [] if path is None else [one for one in _all if one.run != run_of(path)]
+
+
+def doubt() -> None:
+    """Take note that a load met a damaged file: whatever is coded against next is checked whole before.
+
+    That is all that is remembered, since checkpoints share files beyond their run directory too.
+    """
+    for one in known():
+        one.suspect = True
 
 
 def release_resident(path: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dsq_ckpt
 from dsq_ckpt import ancestry, remembered
@@ -156,6 +158,24 @@ def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeyp
     assert "'00', '01' cannot be read any more" in said
     assert saves(tmp_path, 2, first=3) == []
     assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["01", "02"])
+@pytest.mark.parametrize("load", [
+    dsq_ckpt.load, lambda state, path: dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(path), no_dist=True),
+])
+def test_what_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load, name):
+    """A rollback that failed; the next save does not wait until the file is due to be checked."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: False)
+    saves(tmp_path, 3)
+    damaged = data_file(tmp_path / "00")
+    flip(damaged)
+    with pytest.raises((dsq_ckpt.DSQError, CheckpointException), match=damaged.name):
+        load(weights(), tmp_path / name)
+    [said] = saves(tmp_path, 1, first=3)
+    assert damaged.name in said and "writing a keyframe" in said
+    assert saves(tmp_path, 1, first=4) == []
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):

@@ -351,3 +351,20 @@ def test_float64_beyond_float32_is_stored_exactly(tmp_path, recwarn, size: float
     assert torch.equal(got[name], value)
     said = [str(warning.message) for warning in recwarn]
     assert len(shape) == 1 or any(name in one and "float32" in one for one in said), said
+
+
+def test_tensors_of_subnormal_numbers_are_stored_exactly(tmp_path, recwarn) -> None:
+    """All would be zeros; where there are normal numbers beside them, these decide what is small."""
+    names = ["w.weight", "state.u.exp_avg", "state.w.exp_avg_sq", "state.w.momentum_buffer"]
+    saved = {name: torch.rand(64, 96) * 1e-40 for name in names}
+    saved |= {f"other.{name}": torch.rand(64, 96) for name in names} | {"zeros.weight": torch.zeros(64, 96)}
+    saved["mixed.weight"] = torch.cat([torch.rand(32, 96), torch.rand(32, 96) * 1e-40])
+    for number in range(2):
+        dsq_ckpt.save(saved, tmp_path / "run" / str(number))
+        got = {key: torch.ones_like(tensor) for key, tensor in saved.items()}
+        dsq_ckpt.load(got, tmp_path / "run" / str(number))
+        assert all(torch.equal(got[name], saved[name]) for name in names)
+        assert not got["zeros.weight"].any() and not torch.equal(got["mixed.weight"], saved["mixed.weight"])
+        [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
+        assert all(name in said for name in names) and "4 tensor(s)" in said
+        recwarn.clear()

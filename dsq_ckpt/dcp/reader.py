@@ -30,12 +30,12 @@ from dsq_ckpt.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.dcp.planner_data import decoded
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, LossyTensor
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.manifest import local_path
 from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import Memory, remember_loaded
+from dsq_ckpt.remembered import Memory, doubt, remember_loaded
 from dsq_ckpt.workers import Workers
 
 Refinement = Literal["auto"] | bool
@@ -101,6 +101,8 @@ class DSQStorageReader(StorageReader):
                 return metadata_of(checkpoint)
         except DSQError as error:
             self.unreadable = error
+            if isinstance(error, CorruptCheckpoint):
+                doubt()
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -123,6 +125,13 @@ class DSQStorageReader(StorageReader):
 
     @held_signals()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return self._read(plan, planner)
+        except CorruptCheckpoint:
+            doubt()
+            raise
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         memory = Memory()
         with self._open() as checkpoint, Workers(

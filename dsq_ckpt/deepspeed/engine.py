@@ -31,7 +31,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.groups import is_lossy, layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import Memory, forget, remember_loaded, run_of
+from dsq_ckpt.remembered import Memory, doubt, forget, remember_loaded, run_of
 from dsq_ckpt.targets import publish, temporary
 from dsq_ckpt.unchanged import named
 
@@ -169,6 +169,7 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         found = [problem for several in told_together(self._comm, checked, LoadFailed) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
+            doubt()
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
             warn(what_the_base_costs(directory, manifest), rank=self._comm.rank)
