@@ -22,7 +22,7 @@ from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.index import uncovered
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
 from dsq_ckpt.notices import warn_safely
-from dsq_ckpt.remembered import ParentRef, run_of
+from dsq_ckpt.remembered import ParentRef, place_of, run_of
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.systems import SYSTEMS
@@ -230,7 +230,7 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     if previous is None:
         return None, None
     path = Path(previous.path)
-    if path == directory.absolute():
+    if place_of(path) == place_of(directory):
         replaced = Manifest.read(path)
         return replaced.previous, replaced.previous_name
     return previous.save_id, _name_of(path) if run_of(path) == run_of(directory) else None

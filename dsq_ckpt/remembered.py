@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -106,8 +107,13 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def run_of(path: Path) -> Path:
-    """Return the run directory of a checkpoint: the one it lies in."""
-    return path.absolute().parent
+    """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
+    return Path(os.path.realpath(path.absolute().parent))
+
+
+def place_of(path: Path) -> Path:
+    """Return the one path of a checkpoint that may be given by several, as through a link to its run directory."""
+    return run_of(path) / path.absolute().name
 
 
 def continues(newer: Shapes, older: Shapes) -> bool:
