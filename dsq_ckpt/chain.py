@@ -20,7 +20,7 @@ from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.manifest import Manifest, checkpoints, local_path
 from dsq_ckpt.notices import warn
 from dsq_ckpt.remembered import Memory, ParentRef, Shapes, continues, find, has_shapes, known, run_of, shapes_of, shared
-from dsq_ckpt.runs import existing_run
+from dsq_ckpt.runs import existing_run, refuse_other
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 
@@ -297,15 +297,16 @@ def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
 def latest(run: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint directly below a run directory.
 
-    None: the run has not begun. Its directory holds no checkpoint yet, or does not exist; a warning tells of another
-    directory with checkpoints and nearly the same name.
+    None: the run has not begun. Its directory is empty but for logs and settings, or does not exist; a warning tells
+    of another directory with checkpoints and nearly the same name.
 
     Raises:
-        CheckpointNotFound: `run` is a file, a checkpoint or a dangling link, and no run directory.
+        CheckpointNotFound: `run` is a file, a checkpoint, a dangling link, or a directory of other files or of runs.
         DSQError: a manifest cannot be read, and its checkpoint may be the newest.
     """
     problems: list[tuple[Path, DSQError]] = []
-    found = list(checkpoints(existing_run(run), lambda path, error: problems.append((path, error))))
+    directory = existing_run(run)
+    found = list(checkpoints(directory, lambda path, error: problems.append((path, error))))
     older = set[str]().union(*(manifest.comes_after() for _, manifest in found))
     for path, error in problems:
         saves = {entry.name[:16] for entry in path.glob("*.index")}
@@ -314,4 +315,7 @@ def latest(run: str | os.PathLike[str]) -> str | None:
                 f"{error}; that checkpoint may be the newest of '{run}': restore or delete it, or name the checkpoint "
                 "to go on from"
             ) from error
-    return str(found[-1][0]) if found else None
+    if not found:
+        refuse_other(directory)
+        return None
+    return str(found[-1][0])

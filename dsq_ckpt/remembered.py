@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

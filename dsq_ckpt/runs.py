@@ -16,6 +16,10 @@ from dsq_ckpt.notices import warn
 
 _SIBLINGS = 1000  # names that are compared with one that does not exist
 _ALIKE = 0.75
+_BESIDE = re.compile(
+    r"\..*|latest.*|.*\.(?:log|out|err|txt|md|csv|tsv|jsonl?|ya?ml|toml|ini|cfg|png|svg)|.*tfevents.*", re.IGNORECASE
+)
+"""Names of files that training may leave in the directory of a run before its first checkpoint."""
 
 
 def existing_run(run: str | os.PathLike[str]) -> Path:
@@ -48,6 +52,33 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
             f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{directory.absolute().parent}'"
         )
     return directory
+
+
+def refuse_other(directory: Path) -> None:
+    """Refuse a directory without checkpoints that is not the beginning of a run: a wrong path must not begin it anew.
+
+    New and empty directories pass, others with directories, hidden files, logs, notes and settings in them.
+
+    Raises:
+        CheckpointNotFound: other files are there, or runs.
+    """
+    runs, found = [], []
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in islice(entries, _SIBLINGS):
+            if not entry.is_dir():
+                found += [] if _BESIDE.fullmatch(entry.name) else [entry.name]
+            elif any(True for _ in checkpoints(Path(entry.path), lambda *_: None)):
+                runs.append(entry.name)
+    if runs:
+        raise CheckpointNotFound(
+            f"'{directory}' holds no checkpoint, but runs that do, such as '{min(runs)}'; name one of them"
+        )
+    if found:
+        shown = ", ".join(map(repr, sorted(found)[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise CheckpointNotFound(
+            f"'{directory}' holds no checkpoint, but other files ({shown}), as no run does before its first one; name "
+            "the directory that a run's checkpoints lie in, or a new one"
+        )
 
 
 def _nearly(missing: Path) -> Path | None:

@@ -17,6 +17,7 @@ from dsq_ckpt.container import sync_directory
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
 from dsq_ckpt.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.remembered import place_of
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old")
 """Names of DeepSpeed's files, and of those that stepped aside for others (see `attachments`)."""
@@ -44,8 +45,15 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
 
     Raises:
         CheckpointExists: a complete checkpoint is there, and is not to be overwritten.
-        SaveFailed: something is there that is no directory, or a directory with other files.
+        SaveFailed: something is there that is no directory, or a directory with other files; or it would lie in a
+            checkpoint.
     """
+    for above in place_of(path).parents:
+        if _is_checkpoint(above):
+            raise SaveFailed(
+                f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "
+                f"'{above.with_name(path.name)}' for example"
+            )
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -89,6 +97,16 @@ def _not_ours(path: Path, found: list[str]) -> str:
         f"'{path}' holds other files ({shown}), and a checkpoint needs a directory of its own, new or empty; save to "
         f"'{path / 'run' / 'step-000001'}' for example"
     )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a checkpoint of ours lies here; others have files of the manifest's name too."""
+    try:
+        return is_complete(path) and bool(Manifest.read(path))
+    except UnsupportedFormat:
+        return True
+    except DSQError:
+        return False
 
 
 def _holds_checkpoint(path: Path) -> bool:

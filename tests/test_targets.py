@@ -145,14 +145,34 @@ def test_an_export_to_an_unknown_suffix(run, tmp_path):
     assert (tmp_path / "v1.5" / ".metadata").exists() and (tmp_path / "O.PT").is_file()
 
 
+def test_a_checkpoint_in_a_checkpoint(run, tmp_path):
+    inside, before = run / NAMES[2], sorted(os.listdir(run / NAMES[2]))
+    for path in (inside / "new", inside / "a" / "new", run / ".." / run.name / NAMES[2] / "new"):
+        with pytest.raises(SaveFailed, match=f"lies in '{inside}', which is a checkpoint itself.*'{run / 'new'}'"):
+            dsq_ckpt.save(dict(STATE), path)
+        with pytest.raises(SaveFailed, match="is a checkpoint itself"):
+            dsq_ckpt.async_save(dict(STATE), path).result()
+        with pytest.raises(SaveFailed, match="is a checkpoint itself"):
+            dsq_ckpt.compress(dict(STATE), path)
+    assert sorted(os.listdir(inside)) == before
+    (tmp_path / MANIFEST).write_text('{"name": "somebody else\'s"}')
+    dsq_ckpt.save(dict(STATE), inside / ".." / "new")
+    assert os.listdir(run).count("new") == 1
+
+
 def test_latest_of_what_is_no_run(run, tmp_path):
     (tmp_path / "file.py").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    (tmp_path / "code").mkdir()
+    for name in ("train.py", "data.bin", "README.md"):
+        (tmp_path / "code" / name).write_text("")
     dcp.save({"x": torch.zeros(2)}, checkpoint_id=tmp_path / "plain", no_dist=True)
     for path, says in (
         (tmp_path / "file.py", "is a file"), (tmp_path / "file.py" / "x", "leads through a file"),
         (run / NAMES[2], f"is a checkpoint, not a run; name the directory it lies in, '{run}'"),
         (tmp_path / "plain", "is a plain DCP checkpoint"), (tmp_path / "link", "is it mounted?"),
+        (tmp_path / "code", r"holds no checkpoint, but other files \('data.bin', 'train.py'\)"),
+        (run.parent, f"holds no checkpoint, but runs that do, such as '{run.name}'"),
     ):
         with pytest.raises(CheckpointNotFound, match=says):
             dsq_ckpt.latest(path)
@@ -168,7 +188,10 @@ def test_latest_of_a_run_that_has_not_begun(run, tmp_path):
     run.rename(tmp_path / "exp-16" / "run")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name in ("logs", "exp-17/run", "elsewhere", "exp-16/run/step", "a/b/c"):
+        (tmp_path / "exp-18" / "samples").mkdir(parents=True)
+        for name in ("config.yaml", "events.out.tfevents.123", ".hydra", "slurm-12.out", "samples/1.bin"):
+            (tmp_path / "exp-18" / name).write_text("")
+        for name in ("logs", "exp-17/run", "exp-18", "elsewhere", "exp-16/run/step", "a/b/c"):
             assert dsq_ckpt.latest(tmp_path / name) is None
     with pytest.warns(UserWarning, match=f"'{tmp_path / 'exp-16' / 'run'}' holds checkpoints: was that meant") as told:
         assert dsq_ckpt.latest(tmp_path / "epx-16" / "run") is None
