@@ -33,7 +33,7 @@ from dsq_ckpt.manifest import Manifest, existing_path
 from dsq_ckpt.nesting import Path, empty_dicts
 from dsq_ckpt.remembered import remember_committed
 from dsq_ckpt.result import SaveResult
-from dsq_ckpt.subclasses import loading, storable
+from dsq_ckpt.subclasses import loading, refuse_cycles, storable
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,20 @@ def _plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_ran
     if isinstance(error, DSQError):
         return type(error)(f"{prefix}{error}")
     return otherwise(prefix + described(error))
+
+
+@contextmanager
+def _at_exit() -> Iterator[None]:
+    """Say why no thread starts any more, as in a function of `atexit`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
+        raise SaveFailed(
+            "the interpreter is exiting, and begins nothing in the background any more: call dsq_ckpt.save here, which "
+            "saves before it returns"
+        ) from error
 
 
 @contextmanager
@@ -304,7 +318,7 @@ def save_async_with(
     if no_dist:
         _silence()
     writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
-    with _plain_errors(SaveFailed, comm.rank):
+    with _plain_errors(SaveFailed, comm.rank), _at_exit():
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
             no_dist=no_dist, process_group=group,
@@ -383,6 +397,7 @@ def load(
         """Before DCP, which would log a page about a wrong path; the state dict is left as it is."""
         directory = existing_path(path)
         Manifest.read(directory)
+        refuse_cycles(state_dict)
         empty = [own for own, _ in empty_dicts(state_dict)]
         if not empty:
             return [], []

@@ -66,6 +66,8 @@ def commit(
     for result in results:
         written.update(result.written)
     planned = [key for tensor in tensors.values() for key in tensor["chunks"]] + list(objects)
+    if not planned and not attachments:
+        warn_safely(f"the state dict is empty: the checkpoint '{directory}' holds nothing")
     lost = [key for key in planned if key not in written]
     if lost:
         raise SaveFailed(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,15 +29,19 @@ from dsq_ckpt.comm import communicator
 from dsq_ckpt.config import AnyCodebook, DSQConfig, KMeans, Lattice
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, DSQError
+from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.groups import is_lossy
 from dsq_ckpt.interrupts import held_signals
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.manifest import Manifest, existing_path
+from dsq_ckpt.nesting import Nesting
+from dsq_ckpt.notices import warn
 from dsq_ckpt.result import SaveResult
 from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.sensitivity import GradientAverage, names_of
 from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.unchanged import named
 
 
 class Compressor:
@@ -193,7 +198,8 @@ class Compressor:
         Args:
             path: a complete checkpoint.
             extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
-                empty dict is filled with all that was saved in its place, if that is plain data.
+                empty dict is filled with all that was saved in its place, if that is plain data. Without it, a warning
+                names what was saved beside model and optimizer.
             refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept,
                 with a warning where it was not.
 
@@ -212,6 +218,8 @@ class Compressor:
             set_state_dict(
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
+        if communicator(self._group).rank == 0:
+            _tell_left_out(existing_path(path), state, extra)
         if self._manager is not None:
             manifest = Manifest.read(Path(path))
             self._manager.resume(manifest.config, manifest.quality)
@@ -225,6 +233,21 @@ class Compressor:
         names = names_of(self.model)
         found = {name: self._average.average(name) for name in names if name in self._average}
         return {name: average for name, average in found.items() if average is not None}
+
+
+def _tell_left_out(directory: Path, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
+    """Name what is in a checkpoint and was not loaded, unless the caller has chosen among it."""
+    names: set[str] = set()
+    with suppress(DSQError), CheckpointFiles(directory) as files, files.naming():  # it may be replaced by now
+        nesting = Nesting.from_json(files.index)
+        names = set() if nesting is None else {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
+    left = sorted(names - state.keys())
+    if left and not extra:
+        placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
+        warn(
+            f"{named(left)} of '{directory}' was not loaded, since load was not given extra: pass placeholders of what "
+            f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
+        )
 
 
 def _check_search(config: DSQConfig, sharded: bool) -> None:

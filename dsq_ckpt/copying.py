@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 import xxhash
 
 from dsq_ckpt.attachments import replaced_plain
-from dsq_ckpt.container import sync_directory
+from dsq_ckpt.container import naming, sync_directory
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.gc import is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, ManifestFile, is_complete, is_temporary, local_path
@@ -169,7 +169,7 @@ class _Copy:
     def _bytes(self, stream: IO[bytes], target: Path) -> tuple[int, str]:
         hashed, size = xxhash.xxh3_64(), 0
         with open(target, "xb") as out:
-            while piece := stream.read(_PIECE):
+            while piece := _read(stream):
                 hashed.update(piece)
                 size += out.write(piece)
                 if self._progress is not None:
@@ -178,6 +178,11 @@ class _Copy:
             os.fsync(out.fileno())
         self.bytes += size
         return size, hashed.hexdigest()
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    with naming(Path(stream.name), "while it was read"):
+        return stream.read(_PIECE)
 
 
 def _linked(source: Path, target: Path) -> bool:

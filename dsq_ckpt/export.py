@@ -28,7 +28,7 @@ from dsq_ckpt.config import StorageConfig
 from dsq_ckpt.container import sync_directory
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
-from dsq_ckpt.manifest import expanded
+from dsq_ckpt.manifest import expanded, local_path
 from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.targets import publish, refuse, replace_directory, temporary
 from dsq_ckpt.workers import Workers
@@ -76,7 +76,7 @@ def export_dcp(
         CheckpointExists: `target` exists.
         ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint.
     """
-    goal = Path(os.path.abspath(expanded(target)))
+    goal = Path(os.path.normpath(local_path(target)))
     refuse(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
@@ -116,7 +116,7 @@ def export_torch(
         CheckpointExists: `file` exists.
         ExportError: an object is more than plain data and `allow_pickle` was not given.
     """
-    goal = Path(os.path.abspath(expanded(file)))
+    goal = Path(os.path.normpath(local_path(file)))
     refuse(goal, overwrite)
     with Opened(source, refinement, progress) as opened:
         nested = opened.nested(allow_pickle)
@@ -164,7 +164,7 @@ def export_safetensors(
         CheckpointExists: `file` exists.
         ExportError: safetensors has no name for a tensor's dtype.
     """
-    goal = Path(os.path.abspath(expanded(file)))
+    goal = Path(os.path.normpath(local_path(file)))
     refuse(goal, overwrite)
     with Opened(source, refinement, progress) as opened:
         # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.

@@ -286,17 +286,32 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def absolute(path: Path) -> Path:
+    """Return a path from the root on; links and `..` stay.
+
+    Raises:
+        ConfigError: it begins at the working directory, which was deleted.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"'{path}' is relative to the working directory, which does not exist any more: change to another one, or "
+            "give an absolute path"
+        ) from error
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
     """A checkpoint directory from what a user gave.
 
     Raises:
-        ConfigError: it is a URL, or empty.
+        ConfigError: it is a URL, or empty, or relative to a directory that was deleted.
     """
     expect_path("path", path)
     text = os.fspath(path)
     if "://" in text or not text:
         raise ConfigError(f"path {text!r}: expected a directory of the local file system")
-    return expanded(path).absolute()
+    return absolute(expanded(path))
 
 
 def existing_path(path: str | os.PathLike[str] | None) -> Path:

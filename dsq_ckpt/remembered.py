@@ -21,6 +21,7 @@ import torch
 from dsq_ckpt.chunk import ChunkKey, Codes, Floats32
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.files import CheckpointFiles
+from dsq_ckpt.manifest import local_path
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every tensor of a state, of all ranks, by fully qualified name."""
@@ -242,10 +243,11 @@ def adopt(those: Outline) -> None:
         _all[:] = [replace(one, memory=memories.get(one.save_id, one.memory)) for one in those]
 
 
-def forget(path: Path | None = None) -> None:
-    """Forget what is known of the run that `path` belongs to, or of all runs; the next save is a keyframe."""
+def forget(path: str | os.PathLike[str] | None = None) -> None:
+    """Forget what is known of the run that the checkpoint at `path` belongs to, or of all; then comes a keyframe."""
+    run = None if path is None else run_of(local_path(path))
     with _lock:
-        _all[:] = [] if path is None else [one for one in _all if one.run != run_of(path)]
+        _all[:] = [one for one in _all if run is not None and one.run != run]
 
 
 def doubt() -> None:

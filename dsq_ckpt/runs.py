@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from dsq_ckpt.errors import CheckpointNotFound
-from dsq_ckpt.manifest import checkpoints, expanded, is_complete
+from dsq_ckpt.manifest import absolute, checkpoints, expanded, is_complete
 from dsq_ckpt.notices import warn
 
 _SIBLINGS = 1000  # names that are compared with one that does not exist
@@ -39,7 +39,7 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
             raise CheckpointNotFound(
                 f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
             ) from None
-        if other := _nearly(directory.absolute()):
+        if other := _nearly(absolute(directory)):
             warn(f"'{directory}' does not exist, so a run begins anew; '{other}' holds checkpoints: was that meant?")
         return directory
     except NotADirectoryError as error:
@@ -49,7 +49,7 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
     if is_complete(directory) or (directory / ".metadata").exists():
         kind = "checkpoint" if is_complete(directory) else "plain DCP checkpoint"
         raise CheckpointNotFound(
-            f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{directory.absolute().parent}'"
+            f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{absolute(directory).parent}'"
         )
     return directory
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dsq_ckpt.errors import LoadFailed, SaveFailed, described
+from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
 
 _SETTINGS = "<settings>"
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -135,14 +135,29 @@ def _consists(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
-def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Where subclasses are in nested dicts and lists: the dict or list, and the key."""
+def refuse_cycles(state: Any) -> None:
+    """Refuse a state dict that contains itself.
+
+    Raises:
+        ConfigError: one of its dicts or lists does.
+    """
+    for _ in _places(state):
+        pass
+
+
+def _places(node: Any, way: tuple[tuple[Any, Any], ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Where subclasses are in nested dicts and lists: the dict or list, and the key; `way` are those around `node`."""
+    if any(node is outer for outer, _ in way):
+        raise ConfigError(
+            f"the state dict contains itself: '{'.'.join(str(key) for _, key in way)}' is a dict or list that it lies "
+            "in; leave it out"
+        )
     entries = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for key, value in entries:
         if _consists(value):
             yield node, key
         else:
-            yield from _places(value)
+            yield from _places(value, (*way, (node, key)))
 
 
 def _parts(tensor: torch.Tensor) -> Any:

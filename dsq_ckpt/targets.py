@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from dsq_ckpt.container import sync_directory
+from dsq_ckpt.container import NOT_ALL, naming, sync_directory
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
 from dsq_ckpt.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
@@ -157,11 +157,15 @@ class Landing:
 
 @contextmanager
 def temporary(goal: Path) -> Iterator[Path]:
-    """A hidden name beside the target, so that the last rename stays on one file system; gone afterwards."""
+    """A hidden name beside the target, so that the last rename stays on one file system; gone afterwards.
+
+    Errors of the operating system that name no file, such as a full disk, name the target.
+    """
     goal.parent.mkdir(parents=True, exist_ok=True)
     path = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        yield path
+        with naming(goal, NOT_ALL):
+            yield path
     finally:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQStorageWriter, LoadFailed, SaveResult
+from dsq_ckpt.export import export_torch
 from dsq_ckpt.manifest import Manifest
 from tests.states import same
 from tests.training import Net, loss_of
@@ -126,3 +127,45 @@ def test_what_a_compressor_returns(tmp_path, background):
 def test_a_line():
     result = SaveResult(Path("run/step-000500"), "0", 2_516_582, 25_669_140, 3, 0.61, "kept", {"degradation": 0.0074})
     assert str(result) == "step-000500: 2.4 MiB, 10.2x, delta 3, 0.6 s, degradation 0.74 %"
+
+
+@pytest.mark.parametrize("call", [
+    dsq_ckpt.save, dsq_ckpt.async_save, dsq_ckpt.load, dsq_ckpt.compress, lambda state, path: dsq_ckpt.latest(path),
+    lambda state, path: dsq_ckpt.describe(path), lambda state, path: dsq_ckpt.forget(path),
+    lambda state, path: export_torch(path, path), lambda state, path: dsq_ckpt.lowdiff.recover(path, NET, ADAM),
+])
+def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, call):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="'run/a' is relative to the working directory, which does not exist"):
+        call({"w": torch.ones(3)}, "run/a")
+
+
+@pytest.mark.parametrize("call", [dsq_ckpt.save, dsq_ckpt.async_save, dsq_ckpt.load, dsq_ckpt.compress])
+def test_a_state_that_contains_itself(tmp_path, call):
+    dsq_ckpt.save(STATE, tmp_path / "a")
+    state = {"w": torch.ones(3), "inner": {"list": [1]}, "same": 1}
+    state["same"] = state["inner"]  # twice, but not in itself
+    state["inner"]["list"].append(state)
+    with pytest.raises(ConfigError, match=r"the state dict contains itself: 'inner.* that it lies in"):
+        call(state, tmp_path / ("a" if call is dsq_ckpt.load else "b"))
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_empty_state_dict_is_saved_with_a_warning(tmp_path):
+    for name, state in (("a", {}), ("b", {"model": {}})):
+        with pytest.warns(UserWarning, match=f"the state dict is empty: the checkpoint .*{name}' holds nothing"):
+            dsq_ckpt.save(state, tmp_path / name)
+
+
+def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
+    compressor = dsq_ckpt.Compressor(NET, ADAM)
+    compressor.save(tmp_path / "a", extra={"step": 7, "rng": {"cpu": 1}})
+    compressor.load(tmp_path / "a", extra={"step": 0})  # it chose
+    assert not [one for one in recwarn if "was not loaded" in str(one.message)]
+    for alone in (compressor, dsq_ckpt.Compressor(NET)):
+        with pytest.warns(UserWarning, match="'rng'.*, 'step' of .*a' was not loaded, since") as told:
+            alone.load(tmp_path / "a")
+        assert told[0].filename == __file__
+        assert ("'optimizer'" in str(told[0].message)) == (alone is not compressor)

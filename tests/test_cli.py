@@ -397,22 +397,29 @@ FULL = """
 import resource, signal, sys
 from dsq_ckpt.cli import app
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-for target in ("state.pt", "flat.safetensors", "plain"):
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+for command, target in (
+    ("export", "state.pt"), ("export", "flat.safetensors"), ("export", "plain"), ("cp", "copied")
+):
     try:
-        app(["export", sys.argv[1], target])
+        app([command, sys.argv[1], target])
     except SystemExit as status:
         print(target, status.code)
 """
 
 
-def test_export_to_a_full_disk(trained, tmp_path):
+def test_exports_and_copies_to_a_full_disk(trained, tmp_path):
     """Torch's writers hide the system's error behind one of their own."""
     run, _ = trained
     result = subprocess.run(
         [sys.executable, "-c", FULL, str(run / NAMES[2])], capture_output=True, text=True, cwd=tmp_path, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert result.stdout.splitlines() == ["state.pt 1", "flat.safetensors 1", "plain 1"], result.stderr
-    assert result.stderr.splitlines() == ["error: File too large"] * 3
+    assert result.stdout.splitlines() == [
+        "state.pt 1", "flat.safetensors 1", "plain 1", "copied 1"
+    ], result.stderr
+    assert result.stderr.splitlines() == [
+        f"error: '{tmp_path / name}': File too large, not all of which was written"
+        for name in ("state.pt", "flat.safetensors", "plain", "copied")
+    ]
     assert os.listdir(tmp_path) == []

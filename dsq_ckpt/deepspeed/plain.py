@@ -13,7 +13,7 @@ from dsq_ckpt.container import file_checksum, sync_directory
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.export import Exported, ExportError, Opened, Progress, StrPath
-from dsq_ckpt.manifest import expanded
+from dsq_ckpt.manifest import expanded, local_path
 from dsq_ckpt.targets import refuse, replace_directory, temporary
 
 
@@ -39,7 +39,7 @@ def export_deepspeed(
         LoadFailed: a file needs a module that is not installed.
         CorruptCheckpoint: a file is not what was written.
     """
-    source, goal = expanded(source), Path(os.path.abspath(expanded(target)))
+    source, goal = expanded(source), Path(os.path.normpath(local_path(target)))
     refuse(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
         raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
