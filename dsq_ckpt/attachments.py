@@ -103,9 +103,11 @@ def keep_plain(directory: Path, fsync: bool) -> None:
     Raises:
         OSError: a file cannot be given another name.
     """
-    if not directory.is_dir() or is_complete(directory):
+    if not directory.is_dir():
         return
     restore(directory)
+    if is_complete(directory):  # its files step aside when others take their names
+        return
     of_a_save = journaled(directory)
     names = [path.name for path in directory.glob("[!.]*.pt") if path.name not in of_a_save]
     for name in names:
@@ -116,7 +118,11 @@ def keep_plain(directory: Path, fsync: bool) -> None:
 
 def plain_aside(directory: Path) -> dict[str, Path]:
     """Return the files of a tag that DeepSpeed wrote itself, by their names, which a save let step aside."""
-    end = f".{PLAIN}.old"
+    return _set_aside(directory, PLAIN)
+
+
+def _set_aside(directory: Path, mark: str) -> dict[str, Path]:
+    end = f".{mark}.old"
     return {path.name[1 : -len(end)]: path for path in sorted(directory.glob(f".*{end}"))}
 
 
@@ -143,7 +149,8 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
         save_id = None
     for name in hidden:
         if save_id is not None and (directory / name).exists():
-            link_or_copy(directory / name, _aside(directory, name, save_id), fsync)
+            # Not what stepped aside for a save that was killed, if DeepSpeed wrote the file since.
+            replace_by_link(directory / name, _aside(directory, name, save_id))
     if fsync and save_id is not None:
         sync_directory(directory)
     for name, temporary in hidden.items():
@@ -175,15 +182,14 @@ def restore(directory: Path, save_id: str = "*") -> None:
         return
     except DSQError:
         return
-    asides = {file: _aside(directory, file.name, manifest.save_id) for file in manifest.files}
-    asides = {file: aside for file, aside in asides.items() if file.role == "attachment" and aside.exists()}
+    # Not only what the manifest names, as it names it: DeepSpeed may have written over the checkpoint itself.
+    asides = _set_aside(directory, manifest.save_id)
     of_a_save = journaled(directory, save_id) if asides else set()
-    for file, aside in asides.items():
-        target = directory / file.name
-        known = file.name in of_a_save or not target.exists()
-        if known and file_checksum(aside) == (file.size, file.checksum):
-            os.replace(aside, target)
-    sync_directory(directory)
+    for name, aside in asides.items():
+        if name in of_a_save or not (directory / name).exists():
+            os.replace(aside, directory / name)
+    if asides:
+        sync_directory(directory)
 
 
 def _restore_plain(directory: Path, save_id: str) -> None:

@@ -134,6 +134,26 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
     assert (path / STATES).read_bytes() == b"step 9, newer than what stepped aside"
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("other", [STATES, "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_what_deepspeed_wrote_over_a_checkpoint_outlives_a_failed_save_over_it(plain_tag, monkeypatch, other, killed):
+    """Its manifest is of other files; also where an earlier save over it was killed before DeepSpeed wrote."""
+    path, save = plain_tag
+    save()
+    if killed:
+        with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
+            patched.setattr("dsq_ckpt.direct.commit", no_space)
+            patched.setattr("dsq_ckpt.targets.Landing.discard", lambda self: None)
+            patched.setattr("dsq_ckpt.direct.attachments.restore", lambda *_: None)
+            save()
+    (path / STATES).write_bytes(b"step 9, of DeepSpeed")
+    (path / other).write_bytes(b"step 9, of DeepSpeed")
+    with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
+        patched.setattr("dsq_ckpt.direct.commit", no_space)
+        save()
+    assert {(path / name).read_bytes() for name in (STATES, other)} == {b"step 9, of DeepSpeed"}
+
+
 def no_links(*args, **kwargs):
     raise OSError(errno.EPERM, "Operation not permitted")
 
