@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dsq_ckpt import chain, device, links
+from dsq_ckpt import chain, device
 from dsq_ckpt.analysis import MEASURED, Analysis, Layout, ParentModel, Sketches, measure
 from dsq_ckpt.chain import Base, Descent, Parent
 from dsq_ckpt.checkpoint import Checkpoint
@@ -37,6 +37,7 @@ from dsq_ckpt.container import FileInfo, sync_directory
 from dsq_ckpt.device.coding import DeviceChunk, TablesOf
 from dsq_ckpt.device.passes import parent_on_device
 from dsq_ckpt.errors import DSQError, SaveFailed
+from dsq_ckpt.inheritance import inherit
 from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.manifest import Sizes
 from dsq_ckpt.moments import Frame, OctaveFrame, UpdateFrame
@@ -343,7 +344,7 @@ def write_rank(
         let_signals_through()
         base_file, result.refinement, result.requires = shard.finish()
         if agreement.parent is not None and result.requires:
-            links.inherit(
+            inherit(
                 Path(agreement.parent.path), directory, frozenset(result.requires), config.storage.keyframe_copies,
                 config.storage.fsync,
             )
