@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -33,6 +34,8 @@ from rich.table import Table
 TRAIN = Path(__file__).with_name("train_fsdp.py")
 PHASE_TIMEOUT = 600.0
 """Seconds after which a phase is stopped and the demo fails."""
+TOLD_EVERY = 10.0
+"""Seconds between lines that tell how far a phase is."""
 GRACE = 45.0
 """Seconds that torchrun gets to stop its workers; it sends them SIGKILL itself after 30."""
 ROUNDING = 1e-5
@@ -55,7 +58,8 @@ def launch(
 ) -> tuple[int, list[Event]]:
     """Run a training script under torchrun, `train_fsdp.py` or another, and return its exit status and its events.
 
-    Output goes to `NAME.log` and events to `NAME.jsonl` in `directory`; checkpoints are in `directory/run`.
+    Output goes to `NAME.log` and events to `NAME.jsonl` in `directory`; checkpoints are in `directory/run`. Meanwhile
+    lines tell how far it is.
 
     Raises:
         DemoError: It ran longer than `PHASE_TIMEOUT`.
@@ -74,14 +78,32 @@ def launch(
             env=environment,
             start_new_session=True,
         )
+        print(f"         {name}: log in {output}", flush=True)
+        deadline = time.monotonic() + PHASE_TIMEOUT
         try:
-            status = process.wait(PHASE_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise DemoError(f"{name} did not end within {PHASE_TIMEOUT:.0f} s, see {output}") from None
+            while (status := ended(process)) is None:
+                if time.monotonic() > deadline:
+                    raise DemoError(f"{name} did not end within {PHASE_TIMEOUT:.0f} s, see {output}")
+                print(f"         {name}: {progress(events)}", flush=True)
         finally:
             stop(process)
     lines = events.read_text().splitlines() if events.exists() else []
     return status, [json.loads(line) for line in lines]
+
+
+def ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Wait a while for the end of a process; return its exit status, or None if it still runs."""
+    try:
+        return process.wait(TOLD_EVERY)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def progress(events: Path) -> str:
+    """Return how far a phase is, by its last event."""
+    lines = events.read_text().splitlines() if events.exists() else []
+    steps = re.findall(r'"step": (\d+)', "\n".join(lines[-20:]))
+    return f"step {steps[-1]}" if steps else "imports, and on a new machine compiles"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -322,6 +344,8 @@ def main() -> int:
         directory = arguments.out or Path(temporary)
         if arguments.out:
             arguments.out.mkdir(parents=True)
+        kept = "" if arguments.out else " (gone at the end; --out keeps them)"
+        console.print(f"logs and checkpoints: {directory}{kept}", soft_wrap=True)
         try:
             figures = run_demo(directory, arguments.steps, arguments.save_every, console)
         except DemoError as error:

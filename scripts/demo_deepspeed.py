@@ -297,6 +297,8 @@ def main() -> int:
         directory = arguments.out or Path(temporary)
         if arguments.out:
             arguments.out.mkdir(parents=True)
+        kept = "" if arguments.out else " (gone at the end; --out keeps them)"
+        console.print(f"logs and checkpoints: {directory}{kept}", soft_wrap=True)
         try:
             figures = run_demo(directory, arguments.steps, arguments.save_every, console)
         except DemoError as error:
