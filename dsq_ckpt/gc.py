@@ -36,7 +36,9 @@ _DATA_NAME = re.compile(_DATA)
 _ATTACHED = r"[A-Za-z0-9_-]+\.pt"
 _JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}(?:-\d{5,})?\.attachments")
 _ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PLAIN})\.old")
-_TEMPORARY_NAME = re.compile(rf"\.(?:{re.escape(MANIFEST)}|{_DATA}|{_ATTACHED})(?:\.[0-9a-f]{{8}})?\.tmp")
+_TEMPORARY_NAME = re.compile(
+    rf"\.(?:(?:{re.escape(MANIFEST)}|{_DATA})(?:\.(?:dsq-)?[0-9a-f]{{8}})?|{_ATTACHED}\.dsq-[0-9a-f]{{8}})\.tmp"
+)
 
 
 _REPLACED_NAME = re.compile(r"\.(?P<name>.+)\.dsq-[0-9a-f]{8}\.old")
@@ -140,7 +142,7 @@ def collect_failed(directory: Path, save_id: str, inherited: Container[str], sin
     if plain_aside(directory):
         restore(directory, save_id)
     written = journaled(directory, save_id)
-    own = re.compile(rf"\.?{save_id}[-.].*|.*\.{save_id[:8]}\.tmp")
+    own = re.compile(rf"\.?{save_id}[-.].*|.*\.dsq-{save_id[:8]}\.tmp")
     others = []
     for orphan, changed in _unneeded(directory):
         name = orphan.path.name
@@ -216,6 +218,8 @@ def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
     found = []
     for entry in sorted(path.iterdir()):
         replaced = _REPLACED_NAME.fullmatch(entry.name)
+        if is_ours(entry.name):
+            continue
         if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and os.path.lexists(path / replaced["name"]))):
             continue
         try:

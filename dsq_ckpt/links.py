@@ -54,7 +54,7 @@ def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
 
 def replace_by_link(source: Path, target: Path) -> None:
     """Make a name stand for another file, complete or not at all; a copy where links cannot be made."""
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = target.with_name(f".{target.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
     try:
         os.link(source, temporary)
         os.replace(temporary, target)
@@ -72,7 +72,7 @@ def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | 
     Raises:
         CorruptCheckpoint: the copy is not the file that was expected.
     """
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = target.with_name(f".{target.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
     try:
         with naming(target, NOT_ALL), open(source, "rb") as origin, open(temporary, "xb") as copy:
             shutil.copyfileobj(origin, copy, 1 << 22)

@@ -19,8 +19,9 @@ from dsq_ckpt.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.remembered import place_of
 
-_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old")
-"""Names of DeepSpeed's files, and of those that stepped aside for others (see `attachments`)."""
+_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
+"""Names of DeepSpeed's files, of those that stepped aside for others (see `attachments`), and of those that earlier
+versions left unfinished."""
 
 
 def refuse(goal: Path, overwrite: bool) -> None:

@@ -34,12 +34,14 @@ TEMPORARY = (
     f".{SAVE}.index.tmp",
     f".{SAVE}.index.89abcdef.tmp",
     f".{MANIFEST}.89abcdef.tmp",
+    f".{SAVE}-00000.dsq.dsq-89abcdef.tmp",
+    ".mp_rank_00_model_states.pt.dsq-89abcdef.tmp",
 )
 DATA = (f"{SAVE}-00000.dsq", f"{SAVE}-123456.dsq", f"{SAVE}-00000.refinement", f"{SAVE}.index")
 FOREIGN = (
     "notes.txt", "model.dsq", ".notes.tmp", f"{SAVE}.txt", f"{SAVE}-0000.dsq", f"{SAVE}-00000.dsq.bak",
     f"{SAVE.upper()}-00000.dsq", f"{SAVE[:-1]}g-00000.dsq", ".metadata", "__0_0.distcp", f".{SAVE}-00000.dsq.tmpx",
-    "manifest.json.tmp", f"{SAVE}0-00000.dsq",
+    "manifest.json.tmp", f"{SAVE}0-00000.dsq", ".model.pt.20250630.tmp", ".model.pt.tmp",
 )
 
 
@@ -298,9 +300,12 @@ def test_hidden_names_with_a_date_are_the_users(run, later):
     plant(run / "backup", "a")
     plant(run / ".backup.20240101.old", "b")
     plant(run / ".notes.20250630.tmp", "c")
+    (run / ".model.pt.20250630.tmp").write_text("d")
     before = listing(run)
     assert garbage(run) == collect(run) == [] and listing(run) == before
-    assert [entry.path.name for entry in left(run)] == [".backup.20240101.old", ".notes.20250630.tmp"]
+    assert [entry.path.name for entry in left(run)] == [
+        ".backup.20240101.old", ".model.pt.20250630.tmp", ".notes.20250630.tmp",
+    ]
 
 
 @pytest.mark.parametrize("target", ["model.pt", "plain"])
