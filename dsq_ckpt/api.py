@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from dsq_ckpt import background
 from dsq_ckpt.arguments import expect, expect_path
 from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.comm import Elsewhere, SingleProcess, communicator, timeout_of, together
+from dsq_ckpt.comm import Elsewhere, SingleProcess, communicator, together
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
@@ -160,26 +161,48 @@ def save(
         ConfigError: an argument is not what it must be.
         DSQError: what else failed, naming the rank, on every rank; earlier checkpoints are untouched.
     """
-    expect_path("path", path)
-    state_dict, model = _state_of(state_dict, _SAVE), state_dict if isinstance(state_dict, nn.Module) else model
-    writer = DSQStorageWriter(
-        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned,
-        no_dist=no_dist,
+    return save_with(
+        _begun(state_dict, path, config, parent, overwrite, model, process_group, pinned, no_dist),
+        process_group=process_group, no_dist=no_dist,
     )
-    return save_with(writer, state_dict, process_group=process_group, no_dist=no_dist)
+
+
+Begin = Callable[[], tuple[DSQStorageWriter, dict[str, Any]]]
+"""Makes the writer of a save, and the state dict; called so that the failure of one rank reaches the others."""
+
+
+def _begun(
+    given: dict[str, Any] | nn.Module, path: str | os.PathLike[str], config: ConfigLike,
+    parent: str | os.PathLike[str] | None, overwrite: bool, model: nn.Module | None,
+    process_group: dist.ProcessGroup | None, pinned: bool, no_dist: bool,
+) -> Begin:
+    def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
+        expect_path("path", path)
+        state = _state_of(given, _SAVE)
+        writer = DSQStorageWriter(
+            path, config, parent=parent, overwrite=overwrite, process_group=process_group, pinned=pinned,
+            no_dist=no_dist, model=given if isinstance(given, nn.Module) else model,
+        )
+        return writer, state
+
+    return begin
+
+
+def _storable(begin: Begin) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
+    writer, state = begin()
+    assert writer.path is not None
+    return writer, storable(state), writer.path
 
 
 @held_signals()
 def save_with(
-    writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False, staged: bool = False,
+    begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, staged: bool = False
 ) -> SaveResult:
-    """Save with a writer made by the caller; with `staged`, it chooses and quantizes before DCP plans."""
-    assert writer.path is not None
-    _background.wait()
+    """Save with a writer of the caller's; with `staged`, it chooses and quantizes before DCP plans."""
+    background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
-    path, comm = writer.path, SingleProcess() if no_dist else communicator(process_group)
-    state_dict = together(comm, lambda: storable(state_dict))
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    writer, state_dict, path = together(comm, lambda: _storable(begin))
     if staged:
         writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
@@ -211,53 +234,6 @@ def _committed(path: pathlib.Path) -> SaveResult:
         raise SaveFailed(f"the checkpoint was committed, but cannot be read back: {error}") from error
 
 
-class _Background:
-    """The asynchronous save under way, and the process groups they run on."""
-
-    def __init__(self) -> None:
-        self.groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self.future: Future[Any] | None = None
-
-    def group(self, like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """A gloo group of its own for the saving thread, over the ranks of `like`; collective when new."""
-        if not (dist.is_available() and dist.is_initialized()):
-            self.groups.clear()
-            return None
-        base = like if like is not None else dist.group.WORLD
-        assert base is not None
-        if base not in self.groups:  # ranks outside of `like` do not take part in its making
-            ranks = dist.get_process_group_ranks(base)
-            self.groups[base] = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=like is not None, timeout=timeout_of(base)
-            )
-        return self.groups[base]
-
-    def wait(self) -> None:
-        """Wait for the previous save. Its failure is its future's to raise; it is logged too, should nobody ask."""
-        if self.future is not None:
-            failure = self.future.exception()
-            self.future = None
-            if failure is not None:
-                logger.warning("the last asynchronous save failed: %s", described(failure))
-
-
-_background = _Background()
-
-
-def _forked() -> None:
-    """In a child: the save under way is its parent's, whose thread is not here to end it."""
-    global _background
-    _background = _Background()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def finish_background() -> None:
-    """Wait for the asynchronous save under way, if there is one."""
-    _background.wait()
-
-
 def async_save(
     state_dict: dict[str, Any] | nn.Module,
     path: str | os.PathLike[str],
@@ -285,22 +261,18 @@ def async_save(
         DSQError: what else failed before the call returns, such as a checkpoint at `path` that is not to be
             overwritten.
     """
-    expect_path("path", path)
-    state_dict, model = _state_of(state_dict, _SAVE), state_dict if isinstance(state_dict, nn.Module) else model
-    writer = DSQStorageWriter(
-        path, config, parent=parent, overwrite=overwrite, model=model, process_group=process_group, pinned=pinned,
-        no_dist=no_dist,
+    return save_async_with(
+        _begun(state_dict, path, config, parent, overwrite, model, process_group, pinned, no_dist),
+        process_group=process_group, no_dist=no_dist, processes=processes,
     )
-    return save_async_with(writer, state_dict, process_group=process_group, processes=processes)
 
 
 @held_signals()
 def save_async_with(
-    writer: DSQStorageWriter, state_dict: dict[str, Any], *, process_group: dist.ProcessGroup | None = None,
-    processes: bool = False,
+    begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, processes: bool = False
 ) -> Future[SaveResult]:
-    """`async_save` with a writer made by the caller."""
-    no_dist = writer.no_dist or not (dist.is_available() and dist.is_initialized())
+    """`async_save` with a writer of the caller's."""
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
             "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
@@ -309,12 +281,10 @@ def save_async_with(
     if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
         raise SaveFailed(lacking)
     comm = SingleProcess() if no_dist else communicator(process_group)
-    state_dict = together(comm, lambda: storable(state_dict))
-    assert writer.path is not None
-    path = writer.path
-    _background.wait()
+    writer, state_dict, path = together(comm, lambda: _storable(begin))
+    background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
-    group = None if processes or no_dist else _background.group(process_group)
+    group = None if processes or no_dist else background.group(process_group)
     if no_dist:
         _silence()
     writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
@@ -350,7 +320,7 @@ def save_async_with(
             outer.set_exception(failure)
 
     inner.add_done_callback(pass_on)
-    _background.future = outer
+    background.begun(outer)
     return outer
 
 
@@ -388,7 +358,7 @@ def load(
         state_dict.load_state_dict(own)
         return
     _state_of(state_dict, _LOAD)
-    _background.wait()
+    background.wait()
     reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)

@@ -169,21 +169,27 @@ class Compressor:
             SaveFailed: ranks have other functions than each other; on all ranks.
             DSQError: what else failed, on every rank; earlier checkpoints are untouched, and so is the model.
         """
-        expect_path("path", path)
-        expect_extra(extra)
-        agree(*self._functions, communicator(self._group))
         manager = self._manager
-        writer = DSQStorageWriter(
-            path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
-            chooser=as_configured if manager is None else manager, gradients=self._gradients(),
-            fractions=fractions_of(self.config),
-        )
-        state = self.state(extra)
+
+        def made() -> DSQStorageWriter:
+            expect_path("path", path)
+            expect_extra(extra)
+            return DSQStorageWriter(
+                path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
+                chooser=as_configured if manager is None else manager, gradients=self._gradients(),
+                fractions=fractions_of(self.config),
+            )
+
+        writer = agree(*self._functions, communicator(self._group), made)
+
+        def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
+            return writer, self.state(extra)
+
         saved: SaveResult | Future[SaveResult]
         if background:
-            saved = save_async_with(writer, state, process_group=self._group)
+            saved = save_async_with(begin, process_group=self._group)
         else:
-            saved = save_with(writer, state, process_group=self._group, staged=manager is not None)
+            saved = save_with(begin, process_group=self._group, staged=manager is not None)
         self.quality = writer.quality
         if self._average is not None:
             self._average.reset()

@@ -35,6 +35,7 @@ from dsq_ckpt.quantizing import quantize_items
 from dsq_ckpt.remembered import Memory, remember_committed, remember_pending
 from dsq_ckpt.session import Agreement, Item, RankResult, agree, exact_values, write_rank
 from dsq_ckpt.targets import Landing, refuse_checkpoint
+from dsq_ckpt.terms import Terms, refuse_different
 from dsq_ckpt.ties import Ties
 from dsq_ckpt.workers import Workers
 
@@ -107,9 +108,9 @@ def save_parts(
     """Save what the ranks bring; collective over `comm`. The checkpoint is complete on return, or was never there.
 
     Args:
-        path: the checkpoint directory, on storage that all ranks share.
+        path: the checkpoint directory, absolute, on storage that all ranks share.
         contribution: of this rank; called so that its failure reaches the others.
-        config: the same on all ranks.
+        config: the same on all ranks, but for what `terms` leaves to each.
         comm: of the ranks that save.
         types: see `assign`.
         parent: see `DSQStorageWriter`.
@@ -128,15 +129,16 @@ def save_parts(
 
     found: list[_Brought] = []
 
-    def prepare() -> Layout:
+    def prepare() -> tuple[Terms, Layout]:
         own = contribution()
         let_signals_through()
         items, replicas = items_of(own.parts, config, types), items_of(own.replicas, config, types)
         ties = Ties.of(items, replicas)
         found.append(_Brought(own, ties.kept(items), ties.first, ties.kept(replicas)))
-        return layout_of(own.parts, config, types, bool(own.gradients), fractions)
+        return Terms.of(path, config), layout_of(own.parts, config, types, bool(own.gradients), fractions)
 
-    layouts = told_together(comm, prepare)
+    offers = told_together(comm, prepare)
+    refuse_different([terms for terms, _ in offers])
     brought, own = found[0], found[0].own
 
     landing: Landing | None = None
@@ -147,7 +149,7 @@ def save_parts(
             return None
         refuse_checkpoint(path, overwrite, attached=bool(own.attachments))
         landing = Landing(path)
-        agreement = agree(path, parent, config, comm.size, layouts)
+        agreement = agree(path, parent, config, comm.size, [layout for _, layout in offers])
         landing.claim(agreement.save_id, agreement.parent and agreement.parent.path)
         if own.attachments:
             attachments.keep_plain(path, config.storage.fsync)
@@ -223,7 +225,7 @@ def _written(
     let_signals_through()
     files = []
     for name, write in own.attachments.items():
-        temporary = path / f".{name}.{agreement.save_id[:8]}.tmp"
+        temporary = path / f".{name}.dsq-{agreement.save_id[:8]}.tmp"
         hidden[name] = temporary
         attachments.write(temporary, partial(write, save_id=agreement.save_id), storage.fsync)
         files.append(FileInfo(name, *file_checksum(temporary)))

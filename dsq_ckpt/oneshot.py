@@ -16,8 +16,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
+from dsq_ckpt import background
 from dsq_ckpt.analysis import Sketches
-from dsq_ckpt.api import ConfigLike, as_config, finish_background
+from dsq_ckpt.api import ConfigLike, as_config
 from dsq_ckpt.arguments import expect_folds
 from dsq_ckpt.choice import Choice, as_configured
 from dsq_ckpt.chunk import Chunk
@@ -37,6 +38,7 @@ from dsq_ckpt.sources import InMemory, open_source, whole_state
 from dsq_ckpt.sources import Source as Opened
 from dsq_ckpt.subclasses import by_parts
 from dsq_ckpt.targets import refuse_checkpoint
+from dsq_ckpt.terms import Terms, refuse_different
 from dsq_ckpt.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.workers import Workers
 
@@ -114,9 +116,9 @@ def compress(
 
     target, chosen, opened = together(comm, prepare)
     judged = source if isinstance(source, nn.Module) else model
-    finish_background()  # what it commits is for its run to remember
+    background.wait()  # what it commits is for its run to remember
     with closing(opened), apart():
-        _same(comm, {"path": target, "overwrite": overwrite, "configuration": chosen, "source": [
+        _same(comm, Terms.of(target, chosen), {"overwrite": overwrite, "source": [
             (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
         ]})
         save_parts(
@@ -182,16 +184,17 @@ def _whole(state: State) -> InMemory:
     return opened
 
 
-def _same(comm: Communicator, arguments: Mapping[str, Any]) -> None:
+def _same(comm: Communicator, terms: Terms, arguments: Mapping[str, Any]) -> None:
     """Make sure that all ranks are about to do the same; collective.
 
     Raises:
         ConfigError: they are not; on all ranks.
     """
     # Hashes, since there may be many tensors.
-    told = comm.gather({name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()})
-    for rank, hashes in enumerate(told):
-        if differing := [name for name in hashes if hashes[name] != told[0][name]]:
+    told = comm.gather((terms, {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}))
+    refuse_different([given for given, _ in told])
+    for rank, (_, hashes) in enumerate(told):
+        if differing := [name for name in hashes if hashes[name] != told[0][1][name]]:
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
 
 

@@ -284,7 +284,7 @@ def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
         return staged_payloads(*args)
 
     monkeypatch.setattr("dsq_ckpt.dcp.writer.staged_payloads", looking)
-    save_async_with(writer, {"w": torch.randn(80, 64)}).result()
+    save_async_with(lambda: (writer, {"w": torch.randn(80, 64)})).result()
     assert [*seen, writer.quality] == [{"metric": 1.0}] * 2
 
 

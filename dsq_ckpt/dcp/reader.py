@@ -109,10 +109,11 @@ class DSQStorageReader(StorageReader):
         """Nothing to prepare: the checkpoint is opened where it is read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return replace(plan, storage_data=(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The coordinator decides for all ranks whether the refinement is used: it may be dropped at any moment."""
+        _refuse_different([plan.storage_data for plan in plans])
         with self._open() as checkpoint:
             self._check_guards(checkpoint)
             refined = self._refined(checkpoint)
@@ -220,6 +221,24 @@ class DSQStorageReader(StorageReader):
             checkpoint.close()
             raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")
         return checkpoint
+
+
+def _refuse_different(opened: Sequence[Any]) -> None:
+    """Make sure that all ranks load the same save.
+
+    Args:
+        opened: save ids and paths of what they opened, in rank order.
+
+    Raises:
+        LoadFailed: they do not.
+    """
+    for rank, (save_id, path) in enumerate(opened):
+        if save_id != opened[0][0]:
+            raise LoadFailed(
+                f"rank {rank} would load save {save_id} in '{path}', and rank 0 save {opened[0][0]} in "
+                f"'{opened[0][1]}': let one rank choose the checkpoint and tell the others, or load with no_dist=True "
+                "where each is to have its own"
+            )
 
 
 def _load_object(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from dsq_ckpt.analysis import Layout
 from dsq_ckpt.choice import Choice
 from dsq_ckpt.chunk import ChunkKey
 from dsq_ckpt.config import TensorConfig
@@ -25,6 +26,7 @@ from dsq_ckpt.nesting import Nesting
 from dsq_ckpt.remembered import Outline, adopt
 from dsq_ckpt.session import Agreement, Coded, Item
 from dsq_ckpt.subclasses import object_named
+from dsq_ckpt.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,18 @@ class ExactCopy:
 
 
 Payload = Coded | ExactCopy
+
+
+class Offer(NamedTuple):
+    """What a rank tells the coordinator with its plan.
+
+    Attributes:
+        terms: what it was given.
+        content: how its tensors are to be stored, or what was staged of them.
+    """
+
+    terms: Terms
+    content: Layout | frozenset[ChunkKey | str]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dsq_ckpt import warmup
 from dsq_ckpt.analysis import Fractions, Layout
 from dsq_ckpt.arguments import expect
 from dsq_ckpt.choice import Choice, Chooser, as_configured
-from dsq_ckpt.comm import Communicator, SingleProcess, communicator
+from dsq_ckpt.comm import Communicator, SingleProcess, communicator, told_together
 from dsq_ckpt.commit import commit, retire
 from dsq_ckpt.config import DSQConfig
 from dsq_ckpt.container import make_directory
@@ -32,7 +32,7 @@ from dsq_ckpt.dcp.early import stage_codes
 from dsq_ckpt.dcp.items import check_promised, inventory, write_results
 from dsq_ckpt.dcp.planner_data import planner_json
 from dsq_ckpt.dcp.recipe import Recipe
-from dsq_ckpt.dcp.staging import StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
+from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.groups import is_lossy, layer_types
 from dsq_ckpt.interrupts import held_signals, let_signals_through
@@ -41,6 +41,7 @@ from dsq_ckpt.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.remembered import Memory, outline, remember_committed, remember_pending
 from dsq_ckpt.session import Agreement, agree, exact_values, write_rank
 from dsq_ckpt.targets import Landing, refuse_checkpoint
+from dsq_ckpt.terms import Terms, refuse_different
 from dsq_ckpt.ties import Ties
 from dsq_ckpt.workers import Workers
 
@@ -151,17 +152,20 @@ class DSQStorageWriter(StorageWriter):
         self._choice = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._target()
         if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
             raise SaveFailed(_PLAN_CACHING)
         self._names = {item.index.fqn for item in plan.items}
-        if isinstance(self._staged, StagedCodes):
-            return replace(plan, storage_data=self._staged.staged)
-        return replace(plan, storage_data=self._recipe.layout(plan.items))
+        staged = self._staged
+        content = staged.staged if isinstance(staged, StagedCodes) else self._recipe.layout(plan.items)
+        return replace(plan, storage_data=Offer(Terms.of(self._target(), self.config), content))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
             raise SaveFailed(f"DSQStorageWriter was told no_dist=True, but DCP saves with {len(plans)} ranks")
+        offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
+        if len(offers) != len(plans):
+            raise SaveFailed(_PLAN_CACHING)
+        refuse_different([offer.terms for offer in offers])
         refuse_checkpoint(self._target(), self._overwrite)
         self._landing = Landing(self._target())
         if isinstance(self._staged, StagedCodes):
@@ -171,14 +175,9 @@ class DSQStorageWriter(StorageWriter):
                     f"staged by {agreement.ranks} rank(s), but DCP saves with {len(plans)}: give DSQStorageWriter the "
                     "process_group of the save, and no_dist if that is given to DCP"
                 )
-            staged = [plan.storage_data for plan in plans if isinstance(plan.storage_data, frozenset)]
-            if len(staged) != len(plans):
-                raise SaveFailed(_PLAN_CACHING)
-            check_arrival(staged, plans)
+            check_arrival([offer.content for offer in offers if isinstance(offer.content, frozenset)], plans)
         else:
-            layouts = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Layout)]
-            if len(layouts) != len(plans):
-                raise SaveFailed(_PLAN_CACHING)
+            layouts = [offer.content for offer in offers if isinstance(offer.content, Layout)]
             # A planner may give other names in its global plan, and other ranks may have other tensors.
             named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
             others = [item for name, item in named.items() if name not in self._names]
@@ -312,25 +311,29 @@ class DSQStorageWriter(StorageWriter):
         self._line = calling_line()
         call = self.told or AsyncCall.of_stack()
         if call is not None:
-            if call.checkpoint_id is not None:
-                self.path = local_path(call.checkpoint_id)
             self._check(call)
             if call.processes:
                 replace_dead(communicator(None))
-        path = self._target()
         alone = self.no_dist or (call is not None and call.no_dist)
         comm: Communicator | None = SingleProcess() if alone else None
         if comm is None and call is not None and ranks_of(self._group) == ranks_of(call.process_group):
             comm = communicator(self._group)
         save_id = uuid.uuid4().hex[:16]
-        if comm is not None and call is not None:
-            found = comm.gather((call.default_planner, save_id))  # ranks with different planners must not part here
-            if all(default for default, _ in found):
+
+        def given() -> tuple[Terms, bool, str]:
+            if call is not None and call.checkpoint_id is not None:
+                self.path = local_path(call.checkpoint_id)
+            return Terms.of(self._target(), self.config), call is not None and call.default_planner, save_id
+
+        found = told_together(comm or SingleProcess(), given)
+        refuse_different([terms for terms, *_ in found])
+        if comm is not None:
+            if all(default for _, default, _ in found):  # ranks with different planners must not part here
                 staged, self._staged, memory = stage_codes(state_dict, self._recipe, comm, self._agreed)
                 agreement = self._staged.agreement
-                remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
+                remember_pending(self._target(), agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
                 return staged
-            save_id = found[0][1]
+            save_id = found[0][2]
         if self._recipe.chooser is not as_configured:
             raise SaveFailed(
                 "a search evaluates the model on the training thread, before DCP plans, which is possible only with "

@@ -117,7 +117,7 @@ def attach(
         group, inner = inner.group, inner.inner
     else:
         group = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
-    agree(evaluate, check, TorchCommunicator(group))
+    agree(evaluate, check, TorchCommunicator(group), lambda: None)
     gradients = None
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.comm import Communicator, told_together
 from dsq_ckpt.errors import SaveFailed
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -28,17 +31,30 @@ class Fold:
     sound: bool = False
 
 
-def agree(evaluate: Callable[[], float] | None, check: Callable[[], float] | None, comm: Communicator) -> None:
-    """Make sure that all ranks have the same functions; collective.
+def agree(
+    evaluate: Callable[[], float] | None, check: Callable[[], float] | None, comm: Communicator, work: Callable[[], _T]
+) -> _T:
+    """Make sure that all ranks have the same functions, after local work that all must succeed in; collective.
+
+    Returns:
+        The result of the work.
 
     Raises:
+        DSQError: on all ranks, if one failed in its work.
         SaveFailed: on all ranks, if one has a function that another has not: it would wait for evaluations that the
             other never begins.
     """
-    told = comm.gather((evaluate is not None, check is not None))
+    results: list[_T] = []
+
+    def worked() -> tuple[bool, bool]:
+        results.append(work())
+        return evaluate is not None, check is not None
+
+    told = told_together(comm, worked)
     for name, given in zip(("evaluate", "check"), zip(*told, strict=True), strict=True):
         if any(given) and not all(given):
             raise SaveFailed(
                 f"rank {given.index(True)} was given a function `{name}`, and rank {given.index(False)} none; all "
                 "ranks evaluate together: give it to all of them, or to none"
             )
+    return results[0]

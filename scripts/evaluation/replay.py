@@ -219,7 +219,7 @@ def save_recorded(
         path, config, model=run.model, chooser=chooser, gradients=checkpoint["gradient"], fractions=fractions,
         pinned=True,
     )
-    save_with(writer, state, staged=True)
+    save_with(lambda: (writer, state), staged=True)
     seconds = time.perf_counter() - started
     manifest = Manifest.read(path)
     kinds, codes = stored(path, layer_types(run.model))

@@ -58,3 +58,7 @@ def test_a_rank_dies(tmp_path, moment):
     output = torchrun("dies", 2, tmp_path, moment, dies=True)
     assert checks(output) == 1
     assert checks(torchrun("dies", 2, tmp_path, "again")) == 1
+
+
+def test_arguments_that_differ_by_rank(tmp_path):
+    assert checks(torchrun("terms", 3, tmp_path)) == 4

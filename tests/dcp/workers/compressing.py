@@ -81,7 +81,7 @@ damaged = json.loads((given / "damaged.json").read_text())
 for path, says in damaged.items():
     fails(lambda path=path: compress(path), out, says)
 fails(lambda: compress({"w": torch.ones(80, 80 + comm.rank // 3)}), out, "rank 3 was given another source than rank 0")
-fails(lambda: compress(config="exact" if comm.rank == 2 else None), out, "another configuration")
+fails(lambda: compress(config="exact" if comm.rank == 2 else None), out, "different configurations")
 fails(lambda: compress(evaluate=lambda: 1.0, model=torch.nn.Linear(3, 3)), out, "leave it out, or communicator")
 fails(lambda: compress(config={"system": "lc"}), out, "compresses differences to a parent")
 
