@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt import DSQStorageWriter, chain, commit, links, quantizing
+from dsq_ckpt import DSQStorageWriter, chain, commit, inheritance, quantizing
 from dsq_ckpt.container import ContainerWriter
 from dsq_ckpt.dcp import early
 from dsq_ckpt.dcp import writer as writer_module
@@ -130,7 +130,7 @@ def linking(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     for culprit in range(size):
         earlier.read(earlier.paths[1])  # the parent
         path = root / f"linking-{culprit}"
-        with broken(rank == culprit, links, "link_files", fault()):
+        with broken(rank == culprit, inheritance, "link_files", fault()):
             fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "Input/output")  # noqa: B023
         dist.barrier()
         assert not path.exists(), "nothing is left"
