@@ -328,7 +328,7 @@ class SearchConfig(_Strict):
     epsilon: float = Field(0.05, gt=0, lt=10, description="relative degradation of the metric by the base layer")
     share: float = Field(0.1, gt=0, le=1, description="of the metric's gain since the parent checkpoint")
     floor: float = Field(
-        0.002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
+        0.0002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
     )
     higher_is_better: bool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
     trials: int = Field(2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known")

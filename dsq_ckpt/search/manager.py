@@ -77,6 +77,7 @@ class ConfigManager:
         if check is not None:
             self.folds.append(Fold("check", check, "check_metric"))
         self._known = _Known()
+        self._told = False  # that a restore breaks its bound
 
     def resume(self, config: dict[str, Any], quality: dict[str, Any] | None) -> None:
         """Continue where the search of a loaded checkpoint stood.
@@ -258,10 +259,13 @@ class ConfigManager:
         record |= {"refinement_bits": bits, "restore_loses": lost, "restore_may_lose": allowed}
         if lost > allowed:
             record["satisfied"] = False
-            warn(
-                f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} that "
-                f"its bound allows, with {bits} refinement bits; it is stored so", rank=save.comm.rank
-            )
+            if not self._told:
+                warn(
+                    f"a restore from this checkpoint changes the metric by {lost:.3g}, more than the {allowed:.3g} "
+                    f"that its bound allows, with {bits} refinement bits; it is stored so. Of later ones only "
+                    "`satisfied` in `quality` tells", rank=save.comm.rank
+                )
+            self._told = True
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits
 
