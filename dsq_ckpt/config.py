@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 
 from dsq_ckpt.arguments import expect
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.hints import group_hint, key_hint
+from dsq_ckpt.hints import explained, group_hint
 from dsq_ckpt.systems import SYSTEMS
 from dsq_ckpt.trees import merged, named_tree, preset_tree
 
@@ -195,7 +195,7 @@ class Rule(_Strict):
     """Tensors whose fully qualified name matches a shell pattern are stored exactly, or go to a group of weights."""
 
     pattern: str = Field(min_length=1)
-    exact: bool = Field(False, description="bit for bit; then there is no group")
+    exact: StrictBool = Field(False, description="bit for bit; then there is no group")
     group: str | None = Field(None, min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
 
     @model_validator(mode="before")
@@ -307,14 +307,14 @@ class QuantizeConfig(_Strict):
 class DeltaConfig(_Strict):
     """Coding against the parent checkpoint."""
 
-    enabled: bool = True
+    enabled: StrictBool = True
     against: Literal["codes", "values"] = Field(
         "codes", description="codes: given the parent's codes; values: the difference to the values the parent "
         "decodes to (base layer), and bit for bit where there is no parent"
     )
     coder: Literal["rans", "huffman"] = "rans"
-    rearrange: bool = Field(True, description="huffman: deltas split by previous code")
-    run_length: bool = Field(True, description="huffman: lengths of runs are coded")
+    rearrange: StrictBool = Field(True, description="huffman: deltas split by previous code")
+    run_length: StrictBool = Field(True, description="huffman: lengths of runs are coded")
     max_chain: int = Field(32, ge=1, le=1000, description="a keyframe at the latest after this many deltas")
 
 
@@ -330,11 +330,13 @@ class SearchConfig(_Strict):
     floor: float = Field(
         0.0002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
     )
-    higher_is_better: bool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
+    higher_is_better: StrictBool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
     trials: int = Field(2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known")
     radius: int = Field(1, ge=1, le=8, description="how far from the last configuration these look, in steps")
-    gentler_only: bool = Field(False, description="as the papers: never more aggressive than the checkpoint before")
-    spread: bool = Field(
+    gentler_only: StrictBool = Field(
+        False, description="as the papers: never more aggressive than the checkpoint before"
+    )
+    spread: StrictBool = Field(
         False, description="each replica tries another configuration; only where `evaluate` does not communicate"
     )
     otherwise: Literal["gentlest", "exact"] = Field(
@@ -357,10 +359,12 @@ class StorageConfig(_Strict):
     """Files and threads."""
 
     threads: int = Field(0, ge=0, le=256, description="worker threads per rank; 0: cores / local ranks, at most 8")
-    fsync: bool = Field(True, description="flush every file and directory to the device before the commit")
+    fsync: StrictBool = Field(True, description="flush every file and directory to the device before the commit")
     zstd_level: int = Field(3, ge=1, le=19, description="for tensors stored exactly")
     block_elements: int = Field(1 << 20, ge=1 << 10, le=1 << 26, description="elements coded per block")
-    on_device: bool = Field(True, description="quantize CUDA tensors on their GPU; false: copy them to the host first")
+    on_device: StrictBool = Field(
+        True, description="quantize CUDA tensors on their GPU; false: copy them to the host first"
+    )
 
     replicate_keyframes: StrictBool | Annotated[int, Field(ge=1, le=8)] = Field(
         False, description="files that all deltas of a chain need exist in two copies (true), or in so many"
@@ -425,7 +429,7 @@ class DSQConfig(_Strict):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain("configuration", error)) from None
+            raise ConfigError(explained("configuration", error, DSQConfig, _FITS)) from None
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
@@ -472,22 +476,3 @@ class DSQConfig(_Strict):
                 node = node[name]
             node[leaf] = value
         return DSQConfig.create(tree)
-
-
-def _explain(where: str, error: ValidationError) -> str:
-    lines = []
-    for issue in error.errors():
-        key = ".".join(str(part) for part in issue["loc"] if part not in _FITS)
-        found = issue.get("input")
-        if issue["type"] == "extra_forbidden":
-            fit = next((str(part) for part in issue["loc"] if part in _FITS), None)
-            lines.append(f"  {key}: unknown key{key_hint(DSQConfig, key.split('.'), fit)}")
-        else:
-            message = issue["msg"].removeprefix("Value error, ")
-            lines.append(f"  {key or '(root)'}: {message} (found {_short(found)})")
-    return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

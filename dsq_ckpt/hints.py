@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 _ANY = "*"
 _CLOSE = 0.75  # of parts of names: below it, `linear` would be taken for `layer`
@@ -35,6 +35,63 @@ class _Place(NamedTuple):
         """The dotted path, with the names of `given` where they are the user's to choose."""
         shared = self.near(given)
         return ".".join(given[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
+
+
+_EXPECTED = {
+    "bool_type": "expected true or false", "tuple_type": "expected a list", "list_type": "expected a list",
+    "model_type": "expected keys and their values", "dict_type": "expected keys and their values",
+    "model_attributes_type": "expected keys and their values", "string_type": "expected text",
+    "int_type": "expected a whole number", "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number", "float_type": "expected a number",
+    "float_parsing": "expected a number",
+}
+"""By pydantic's kinds of errors."""
+_UNION = ("bool", "constrained-int")
+"""Names that pydantic gives to the alternatives of a field."""
+
+
+def explained(where: str, error: ValidationError, root: type[BaseModel], fits: Sequence[str]) -> str:
+    """All that is wrong with a configuration, a line for each key.
+
+    Args:
+        where: name of the configuration.
+        error: what pydantic found.
+        root: the configuration's model.
+        fits: kinds of codebooks, which pydantic names among the keys.
+    """
+    problems: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
+    for issue in error.errors():
+        key = ".".join(str(part) for part in issue["loc"] if part not in (*fits, *_UNION))
+        if issue["type"] == "extra_forbidden":
+            fit = next((str(part) for part in issue["loc"] if part in fits), None)
+            problems[key] = [f"unknown key{key_hint(root, key.split('.'), fit)}"]
+        else:
+            text, hint = _problem(issue)
+            problems.setdefault(key, []).append(text)
+            found[key] = f" (found {_short(issue.get('input'))}){hint}"
+    lines = [f"  {key or '(root)'}: {', or '.join(texts)}{found.get(key, '')}" for key, texts in problems.items()]
+    return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
+
+
+def _problem(issue: Any) -> tuple[str, str]:
+    """What was expected, and what may have been meant."""
+    kind, context, given = issue["type"], issue.get("ctx", {}), issue.get("input")
+    if kind == "union_tag_invalid":
+        expected, given = str(context["expected_tags"]), context["tag"]
+    elif kind == "literal_error":
+        expected = str(context["expected"])
+    else:
+        plain = issue["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
+        return _EXPECTED.get(kind, plain), ""
+    close = _like(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
+    field = "fit: " if kind == "union_tag_invalid" else ""
+    return f"{field}expected {expected}", f"; did you mean '{close}'?" if close is not None else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def key_hint(root: type[BaseModel], given: Sequence[str], fit: str | None = None) -> str:

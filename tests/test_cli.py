@@ -271,7 +271,7 @@ def test_compress_errors(tmp_path):
     assert "more than plain data" in error("compress", tmp_path / "odd.pt", out)
     for option, value, says in (
         ("--config", "none", "no preset 'none'; choose from default"), ("--config", "none.yaml", "cannot be read"),
-        ("--system", "none", "Input should be 'dsq'"),
+        ("--system", "none", "expected 'dsq'"),
     ):
         assert says in error("compress", tmp_path / "in.pt", out, option, value)
     (tmp_path / "c.yaml").write_text("quantise: {}")

@@ -240,3 +240,24 @@ def test_bounds_that_octaves_alone_break_are_refused():
     with pytest.raises(ConfigError, match=r"error is 0.1, and the octaves of second moments alone"):
         DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"error": 0.1}}}})
     assert DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"error": 0.11}}}}).quantize.exp_avg.codebook.error
+
+
+@pytest.mark.parametrize(("tree", "says"), [
+    ({"quantize": {"rules": {}}}, "quantize.rules: expected a list (found {})"),
+    ({"quantize": {"rules": ["*norm*"]}}, "quantize.rules.0: expected keys and their values (found '*norm*')"),
+    ({"quantize": {"rules": [{"pattern": "*", "exact": "yes"}]}},
+     "quantize.rules.0.exact: expected true or false (found 'yes')"),
+    ({"storage": {"fsync": "no"}}, "storage.fsync: expected true or false (found 'no')"),
+    ({"storage": {"replicate_keyframes": "yes"}},
+     "storage.replicate_keyframes: expected true or false, or expected a whole number (found 'yes')"),
+    ({"storage": 3}, "storage: expected keys and their values (found 3)"),
+    ({"delta": {"max_chain": 2.5}}, "delta.max_chain: expected a whole number (found 2.5)"),
+    ({"system": "inshrinkrator"}, "'scar' or 'exact' (found 'inshrinkrator'); did you mean 'inshrinkerator'?"),
+    ({"quantize": {"weights": {"codebook": {"fit": "kmean"}}}},
+     "'update' (found {'fit': 'kmean'}); did you mean 'kmeans'?"),
+])
+def test_values_of_another_kind(tree, says):
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(tree)
+    first, *lines = str(caught.value).split("\n")
+    assert first == "configuration: 1 problem(s)" and lines[0].endswith(says) and len(lines) == 1
