@@ -24,7 +24,8 @@ from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.links import copy_file, replace_by_link
 from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints
 from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import ParentRef, find, place_of, run_of
+from dsq_ckpt.remembered import ParentRef, find
+from dsq_ckpt.runs import canonical, run_of
 from dsq_ckpt.session import Agreement
 from dsq_ckpt.workers import Workers
 
@@ -217,12 +218,12 @@ def _settled(directory: Path, name: str, problem: str) -> str:
     try:
         holders = {path: manifest for path, manifest in checkpoints(run_of(directory), lambda *_: None)}
         with suppress(CheckpointNotFound):  # deleted since
-            holders.setdefault(place_of(directory), Manifest.read(directory))
+            holders.setdefault(canonical(directory), Manifest.read(directory))
         files = {
             path: file for path, manifest in holders.items() for file in manifest.files if file.name == name
         }
         bad, good = _sorted_by_soundness(files)
-        if not bad and place_of(directory) not in files:
+        if not bad and canonical(directory) not in files:
             return f"{text}; it is gone, and no checkpoint that is left has this copy"
         if not bad:
             return f"{text}, and is sound when it is read again: the disk may be failing"

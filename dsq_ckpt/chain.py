@@ -19,8 +19,8 @@ from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.groups import QUANTIZABLE
 from dsq_ckpt.manifest import Manifest, checkpoints, local_path
 from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import Memory, ParentRef, Shapes, continues, find, has_shapes, known, run_of, shapes_of, shared
-from dsq_ckpt.runs import existing_run, refuse_other
+from dsq_ckpt.remembered import Memory, ParentRef, Shapes, continues, find, has_shapes, known, shapes_of, shared
+from dsq_ckpt.runs import existing_run, refuse_other, run_of
 from dsq_ckpt.shard import RecordRef
 from dsq_ckpt.workers import Workers
 

@@ -22,7 +22,8 @@ from dsq_ckpt.hints import pattern_hint
 from dsq_ckpt.index import uncovered
 from dsq_ckpt.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
 from dsq_ckpt.notices import warn_safely
-from dsq_ckpt.remembered import ParentRef, place_of, run_of
+from dsq_ckpt.remembered import ParentRef
+from dsq_ckpt.runs import canonical, run_of
 from dsq_ckpt.session import Agreement, RankResult
 from dsq_ckpt.shard import Written
 from dsq_ckpt.systems import SYSTEMS
@@ -232,7 +233,7 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     if previous is None:
         return None, None
     path = Path(previous.path)
-    if place_of(path) == place_of(directory):
+    if canonical(path) == canonical(directory):
         replaced = Manifest.read(path)
         return replaced.previous, replaced.previous_name
     return previous.save_id, _name_of(path) if run_of(path) == run_of(directory) else None

@@ -22,6 +22,7 @@ from dsq_ckpt.chunk import ChunkKey, Codes, Floats32
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.files import CheckpointFiles
 from dsq_ckpt.manifest import local_path
+from dsq_ckpt.runs import run_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every tensor of a state, of all ranks, by fully qualified name."""
@@ -104,16 +105,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def run_of(path: Path) -> Path:
-    """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
-    return Path(os.path.realpath(path.absolute().parent))
-
-
-def place_of(path: Path) -> Path:
-    """Return the one path of a checkpoint that may be given by several, as through a link to its run directory."""
-    return run_of(path) / path.absolute().name
 
 
 def continues(newer: Shapes, older: Shapes) -> bool:

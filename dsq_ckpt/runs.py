@@ -101,3 +101,13 @@ def _nearly(missing: Path) -> Path | None:
 def _lettered(name: str) -> str:
     """Return a name with every number alike."""
     return re.sub(r"\d+", "0", name)
+
+
+def run_of(path: Path) -> Path:
+    """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
+    return Path(os.path.realpath(path.absolute().parent))
+
+
+def canonical(path: Path) -> Path:
+    """Return the one path of a checkpoint that may be given by several, as through a link to its run directory."""
+    return run_of(path) / path.absolute().name

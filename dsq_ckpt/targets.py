@@ -17,7 +17,7 @@ from dsq_ckpt.container import NOT_ALL, naming, sync_directory
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
 from dsq_ckpt.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.manifest import MANIFEST, Manifest, is_complete
-from dsq_ckpt.remembered import place_of
+from dsq_ckpt.runs import canonical
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
 """Names of DeepSpeed's files, of those that stepped aside for others (see `attachments`), and of those that earlier
@@ -49,7 +49,7 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
         SaveFailed: something is there that is no directory, or a directory with other files; or it would lie in a
             checkpoint.
     """
-    for above in place_of(path).parents:
+    for above in canonical(path).parents:
         if _is_checkpoint(above):
             raise SaveFailed(
                 f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "

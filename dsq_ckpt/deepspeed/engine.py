@@ -31,7 +31,8 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, S
 from dsq_ckpt.groups import is_lossy, layer_types
 from dsq_ckpt.manifest import Manifest, is_complete
 from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import Memory, doubt, forget, remember_loaded, run_of
+from dsq_ckpt.remembered import Memory, doubt, forget, remember_loaded
+from dsq_ckpt.runs import run_of
 from dsq_ckpt.targets import publish, temporary
 from dsq_ckpt.unchanged import named
 
