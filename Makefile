@@ -27,6 +27,7 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 campaign: $(STAMP)
 	$(BIN)/python scripts/campaign.py all --json benchmarks/results
@@ -35,6 +36,6 @@ bench: $(STAMP)
 	$(BIN)/dsq bench --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .coverage .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .hypothesis
 	rm -f demo.json demo-deepspeed.json bench.json
 	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -89,6 +89,7 @@ setup(
             triton,
             "ruff",
             "mypy",
+            "import-linter",
             "types-PyYAML",
         ],
     },

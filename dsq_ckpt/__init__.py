@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 from dsq_ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from dsq_ckpt.api import async_save, load, save
-    from dsq_ckpt.chain import latest
-    from dsq_ckpt.compressor import Compressor
-    from dsq_ckpt.config import DSQConfig
+    from dsq_ckpt.api.compressor import Compressor
+    from dsq_ckpt.api.oneshot import compress
+    from dsq_ckpt.api.save_load import async_save, load, save
+    from dsq_ckpt.config.schema import DSQConfig
     from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
-    from dsq_ckpt.description import describe
+    from dsq_ckpt.engine.chain import latest
+    from dsq_ckpt.engine.merging import merge
+    from dsq_ckpt.engine.remembered import forget
+    from dsq_ckpt.engine.result import SaveResult
     from dsq_ckpt.errors import (
         CheckpointExists,
         CheckpointNotFound,
@@ -34,28 +37,25 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsupportedFormat,
     )
-    from dsq_ckpt.merging import merge
-    from dsq_ckpt.oneshot import compress
-    from dsq_ckpt.remembered import forget
-    from dsq_ckpt.result import SaveResult
-    from dsq_ckpt.stored import decode
+    from dsq_ckpt.storage.description import describe
+    from dsq_ckpt.storage.stored import decode
 
 _MODULES = {
-    "api": ("async_save", "load", "save"),
-    "chain": ("latest",),
-    "compressor": ("Compressor",),
-    "config": ("DSQConfig",),
+    "api.save_load": ("async_save", "load", "save"),
+    "engine.chain": ("latest",),
+    "api.compressor": ("Compressor",),
+    "config.schema": ("DSQConfig",),
     "dcp": ("DSQStorageReader", "DSQStorageWriter"),
-    "description": ("describe",),
+    "storage.description": ("describe",),
     "errors": (
         "CheckpointExists", "CheckpointNotFound", "CodingError", "ConfigError", "CorruptCheckpoint", "DSQError",
         "LoadFailed", "LossyTensor", "NonFiniteTensor", "SaveFailed", "UnsupportedFormat",
     ),
-    "merging": ("merge",),
-    "oneshot": ("compress",),
-    "remembered": ("forget",),
-    "result": ("SaveResult",),
-    "stored": ("decode",),
+    "engine.merging": ("merge",),
+    "api.oneshot": ("compress",),
+    "engine.remembered": ("forget",),
+    "engine.result": ("SaveResult",),
+    "storage.stored": ("decode",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,8 +12,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.deepspeed import BLOCK, blocks_seen, install
-from dsq_ckpt.notices import warn
 
 _USAGE = "usage: python -m dsq_ckpt.launch SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
 

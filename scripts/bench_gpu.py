@@ -30,13 +30,13 @@ from rich.console import Console
 from rich.table import Table
 
 import dsq_ckpt
-from dsq_ckpt import device
-from dsq_ckpt.chunk import Dequantizer, padded, scale_of
-from dsq_ckpt.codebook import Fitted, fit_group
-from dsq_ckpt.config import Lattice
+from dsq_ckpt.config.schema import Lattice
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
-from dsq_ckpt.keys import FULL
+from dsq_ckpt.kernels.keys import FULL
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.chunk import Dequantizer, padded, scale_of
+from dsq_ckpt.quantization.codebook import Fitted, fit_group
 from dsq_ckpt.version import __version__
 
 AIMS = {  # name: (aim, whether more is better)

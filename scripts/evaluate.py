@@ -33,7 +33,7 @@ from evaluation.recording import record as record_run
 from rich.console import Console
 
 from dsq_ckpt import DSQError
-from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.config.systems import SYSTEMS
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.ancestry import CHECKED_EVERY, damaged, due
-from dsq_ckpt.container import ContainerReader
-from dsq_ckpt.groups import kind_of
-from dsq_ckpt.manifest import Manifest
-from dsq_ckpt.remembered import ParentRef
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine.ancestry import CHECKED_EVERY, damaged, due
+from dsq_ckpt.engine.remembered import ParentRef
+from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.storage.container import ContainerReader
+from dsq_ckpt.storage.manifest import Manifest
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "keep_last 1": {"refinement": {"keep_last": 1}},

@@ -32,7 +32,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from tests.small_run import small_run
+from tests.helpers.small_run import small_run
 
 if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -9,8 +9,9 @@ import sys
 import tarfile
 
 import pytest
+import tomllib
 
-from tests.processes import ROOT
+from tests.helpers.processes import ROOT
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
 
@@ -58,3 +59,12 @@ def test_links_lead_to_the_repository_once_it_has_an_address(unpacked):
     assert names["description"]("[a](docs/a.md), [b](https://b), [c](#c)") == (
         "[a](https://host/files/docs/a.md), [b](https://b), [c](#c)"
     )
+
+
+def test_the_documentation_shows_the_contract_between_rooms():
+    """What `make lint` checks, layer by layer; `__main__` is not a room."""
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [layer.split(" | ") for layer in contract["layers"]][1:]
+    text = (ROOT / "docs" / "design.md").read_text()
+    table = text[text.index("| room of `dsq_ckpt/` |") :].split("\n\n")[0].splitlines()[2:]
+    assert [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table] == layers

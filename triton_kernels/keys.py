@@ -1,4 +1,4 @@
-"""Inside kernels: the fp32 bits of what was loaded, and the bin of a key window they belong to; see ``dsq_ckpt.keys``.
+"""Inside kernels: the fp32 bits of what was loaded, and the bin of a key window they belong to (``kernels.keys``).
 
 Only the sign of a NaN is preserved everywhere: a GPU returns its own NaN from every operation, so signs are taken from
 the element as it was loaded.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsq_ckpt import keys
+from dsq_ckpt.kernels import keys
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)

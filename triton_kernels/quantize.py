@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.checks import check_bits
-from dsq_ckpt.keys import KeyWindow
+from dsq_ckpt.kernels.keys import KeyWindow
 
 from .checks import FLOATS, Faults, check_entries, check_flat, check_rows, check_tensor, faults_of, fp32
 from .compact import tally_like

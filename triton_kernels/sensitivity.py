@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsq_ckpt.keys import FULL
+from dsq_ckpt.kernels.keys import FULL
 
 from . import counting
 from .checks import FLOATS, check_flat, check_tensor
@@ -21,7 +21,7 @@ _HALF = FULL.n
 
 
 def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
-    """``average = weight * new + (1 - weight) * average``, in place, rounded as ``dsq_ckpt.offload.blend`` does.
+    """``average = weight * new + (1 - weight) * average``, in place, rounded as ``gradients.offload.blend`` does.
 
     That is torch's ``average.mul_(1 - weight).add_(new, alpha=weight)``: of the products, the second is not rounded
     before they are added (a fused multiply-add, on GPUs and on CPUs that have one).

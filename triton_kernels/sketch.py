@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsq_ckpt.keys import KeyWindow
+from dsq_ckpt.kernels.keys import KeyWindow
 
 from . import counting
 from .checks import FLOATS, Faults, check_flat, check_rows, check_tensor, faults_of, fp32

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from dsq_ckpt.cli import output
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.manifest import Manifest, expanded
+from dsq_ckpt.storage.manifest import Manifest, expanded
 from dsq_ckpt.version import __version__
 
 
@@ -186,7 +186,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert to a plain DCP directory, a torch.save file, safetensors or a tag of DeepSpeed, in one process."""
-    from dsq_ckpt import export as exporting
+    from dsq_ckpt.convert import export as exporting
 
     form = form or _format_of(target)
     if allow_pickle and form not in (Format.torch, Format.deepspeed):
@@ -265,7 +265,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
-    from dsq_ckpt import merging
+    from dsq_ckpt.engine import merging
 
     done = merging.merge(checkpoint, target)
     if as_json:
@@ -292,7 +292,7 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Delete what interrupted saves, copies and exports left behind; say what is left, and why."""
-    from dsq_ckpt import gc as collecting
+    from dsq_ckpt.storage import gc as collecting
 
     left = collecting.left(path, older_than)
     orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
@@ -326,7 +326,7 @@ def cp(
     as_json: Json = False,
 ) -> None:
     """Copy a checkpoint, or a run with its hard links; every checksum is verified, and DST appears complete or not."""
-    from dsq_ckpt import copying
+    from dsq_ckpt.storage import copying
 
     with output.meter("copying", copying.size_of(source)) as meter:
         done = copying.copy(source, target, meter.advance)
@@ -364,7 +364,7 @@ def bench(
     )] = None,
 ) -> None:
     """Measure saving and loading on this machine."""
-    from dsq_ckpt import bench as benchmark
+    from dsq_ckpt.cli import benchmark
 
     where = directory or Path(tempfile.gettempdir())
     result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats)

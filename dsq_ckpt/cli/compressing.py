@@ -10,15 +10,15 @@ from typing import Any
 
 import typer
 
+from dsq_ckpt.api.oneshot import compress
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.inspection import print_contents
-from dsq_ckpt.comm import Communicator, SingleProcess, together
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.trees import named_tree
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together
+from dsq_ckpt.distributed.mpi import MPICommunicator, launched
 from dsq_ckpt.errors import ConfigError, DSQError
-from dsq_ckpt.manifest import Manifest
-from dsq_ckpt.mpi import MPICommunicator, launched
-from dsq_ckpt.oneshot import compress
-from dsq_ckpt.trees import named_tree
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def run(

@@ -9,10 +9,10 @@ from typing import Any
 
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.gradients import LogSession, sessions, show
-from dsq_ckpt.description import describe
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.gc import is_ours
-from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete, is_temporary
+from dsq_ckpt.storage.description import describe
+from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete, is_temporary
 
 VARIANT = "variant"  # as in search.space, which would import torch
 CLASSES = ("weights", "moments", "everything")

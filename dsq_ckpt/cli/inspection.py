@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.cli import output
-from dsq_ckpt.description import describe
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.manifest import Manifest, checkpoints
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.description import describe
+from dsq_ckpt.storage.manifest import Manifest, checkpoints
 
 _SHARE = "share of the metric"
 _AS_METRIC = "units of the metric"

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.checkpoint import Checkpoint
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.gradients import check
 from dsq_ckpt.cli.history import leftovers, print_incomplete
-from dsq_ckpt.config import StorageConfig
-from dsq_ckpt.container import file_checksum
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.manifest import Manifest, ManifestFile, checkpoints, is_complete
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import file_checksum
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints, is_complete
 
 
 @dataclass

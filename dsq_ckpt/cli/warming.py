@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dsq_ckpt import jit, warmup
 from dsq_ckpt.cli import output
+from dsq_ckpt.engine import warmup
+from dsq_ckpt.kernels import jit
 
 
 def run(as_json: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.jit import jit
+from dsq_ckpt.kernels.jit import jit
 
 MAX_WIDTH = 16
 PADDING = 4  # zero bytes that `padded` appends, so that a read of MAX_WIDTH bits needs no check of each byte

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.coding._bits import PADDING, read_bits, read_number, write_bits, write_number
-from dsq_ckpt.jit import jit
+from dsq_ckpt.kernels.jit import jit
 
 MAX_LENGTH = 15
 MAX_PLAIN_RUN = 256

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.jit import jit
+from dsq_ckpt.kernels.jit import jit
 
 RESOLUTION = 15
 TOTAL = 1 << RESOLUTION

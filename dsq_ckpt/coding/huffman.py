@@ -38,7 +38,7 @@ from dsq_ckpt.coding import _bits
 from dsq_ckpt.coding import _huffman_kernels as kernels
 from dsq_ckpt.coding.base import MAX_SYMBOLS, Array, Coder, U8Array, check_counts
 from dsq_ckpt.errors import CodingError
-from dsq_ckpt.jit import jit
+from dsq_ckpt.kernels.jit import jit
 
 _VERSION = 1
 _HEADER = struct.Struct("<BBHH")

@@ -50,7 +50,7 @@ from dsq_ckpt.coding._rans_kernels import (
 )
 from dsq_ckpt.coding.base import MAX_SYMBOLS, Array, Coder, U8Array, check_counts
 from dsq_ckpt.errors import CodingError
-from dsq_ckpt.jit import jit
+from dsq_ckpt.kernels.jit import jit
 
 _VERSION = 1
 _HEADER = struct.Struct("<BHH")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import _async_process_executor
 
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.distributed.comm import Communicator
 
 
 def without_cpu(backends: str) -> str | None:

@@ -10,16 +10,16 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dsq_ckpt.analysis import Layout
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.comm import Communicator, together, told_together
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.recipe import Recipe
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
-from dsq_ckpt.remembered import Memory
-from dsq_ckpt.session import Agreement, Coded, exact_values, remember
-from dsq_ckpt.ties import Ties
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator, together, told_together
+from dsq_ckpt.engine.remembered import Memory
+from dsq_ckpt.engine.session import Agreement, Coded, exact_values, remember
+from dsq_ckpt.engine.ties import Ties
+from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 def stage_codes(

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.core.subclasses import object_named
+from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.session import RankResult
 from dsq_ckpt.errors import SaveFailed, described
-from dsq_ckpt.parts import Part
-from dsq_ckpt.session import RankResult
-from dsq_ckpt.subclasses import object_named
+from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 def key_of(item: WriteItem) -> ChunkKey:

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from dsq_ckpt.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.core.hints import name_hint
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.hints import name_hint
-from dsq_ckpt.nesting import Nesting, Path, empty_dicts, put
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 
 
 class NestedSavePlanner(DefaultSavePlanner):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from dsq_ckpt.nesting import Nesting
+from dsq_ckpt.core.nesting import Nesting
 
 
 class NotPlain(Exception):

@@ -24,19 +24,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dsq_ckpt import warmup
-from dsq_ckpt.chain import what_the_base_costs
-from dsq_ckpt.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.hints import pattern_hint
+from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.planner_data import decoded
+from dsq_ckpt.engine import warmup
+from dsq_ckpt.engine.chain import what_the_base_costs
+from dsq_ckpt.engine.remembered import Memory, doubt, remember_loaded
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
-from dsq_ckpt.hints import pattern_hint
-from dsq_ckpt.interrupts import held_signals, let_signals_through
-from dsq_ckpt.manifest import local_path
-from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import Memory, doubt, remember_loaded
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.manifest import local_path
 
 Refinement = Literal["auto"] | bool
 

@@ -9,15 +9,15 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from dsq_ckpt.analysis import Fractions, Layout
-from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.comm import Communicator
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.items import name_of, objects_of, parts_of
-from dsq_ckpt.parts import items_of, layout_of
-from dsq_ckpt.quantizing import Quantized, quantize_items
-from dsq_ckpt.session import Agreement, Item
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.engine.parts import items_of, layout_of
+from dsq_ckpt.engine.quantizing import Quantized, quantize_items
+from dsq_ckpt.engine.session import Agreement, Item
+from dsq_ckpt.quantization.analysis import Fractions, Layout
+from dsq_ckpt.quantization.choice import Chooser, as_configured
 
 
 @dataclass(frozen=True)

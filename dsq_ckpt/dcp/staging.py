@@ -16,17 +16,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dsq_ckpt.analysis import Layout
-from dsq_ckpt.choice import Choice
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.config import TensorConfig
+from dsq_ckpt.config.schema import TensorConfig
+from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.subclasses import object_named
 from dsq_ckpt.dcp.items import key_of, name_of
+from dsq_ckpt.engine.remembered import Outline, adopt
+from dsq_ckpt.engine.session import Agreement, Coded, Item
+from dsq_ckpt.engine.terms import Terms
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.nesting import Nesting
-from dsq_ckpt.remembered import Outline, adopt
-from dsq_ckpt.session import Agreement, Coded, Item
-from dsq_ckpt.subclasses import object_named
-from dsq_ckpt.terms import Terms
+from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dsq_ckpt import warmup
-from dsq_ckpt.analysis import Fractions, Layout
-from dsq_ckpt.arguments import expect
-from dsq_ckpt.choice import Choice, Chooser, as_configured
-from dsq_ckpt.comm import Communicator, SingleProcess, communicator, told_together
-from dsq_ckpt.commit import commit, retire
-from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.container import make_directory
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.early import stage_codes
@@ -33,17 +30,20 @@ from dsq_ckpt.dcp.items import check_promised, inventory, write_results
 from dsq_ckpt.dcp.planner_data import planner_json
 from dsq_ckpt.dcp.recipe import Recipe
 from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, told_together
+from dsq_ckpt.engine import warmup
+from dsq_ckpt.engine.commit import commit, retire
+from dsq_ckpt.engine.remembered import Memory, outline, remember_committed, remember_pending
+from dsq_ckpt.engine.session import Agreement, agree, exact_values, write_rank
+from dsq_ckpt.engine.terms import Terms, refuse_different
+from dsq_ckpt.engine.ties import Ties
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.groups import is_lossy, layer_types
-from dsq_ckpt.interrupts import held_signals, let_signals_through
-from dsq_ckpt.manifest import local_path
-from dsq_ckpt.notices import began_at, calling_line, warn_safely
-from dsq_ckpt.remembered import Memory, outline, remember_committed, remember_pending
-from dsq_ckpt.session import Agreement, agree, exact_values, write_rank
-from dsq_ckpt.targets import Landing, refuse_checkpoint
-from dsq_ckpt.terms import Terms, refuse_different
-from dsq_ckpt.ties import Ties
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.quantization.analysis import Fractions, Layout
+from dsq_ckpt.quantization.choice import Choice, Chooser, as_configured
+from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.storage.container import make_directory
+from dsq_ckpt.storage.manifest import local_path
+from dsq_ckpt.storage.targets import Landing, refuse_checkpoint
 
 
 class DSQStorageWriter(StorageWriter):

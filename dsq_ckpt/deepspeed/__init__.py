@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dsq_ckpt.arguments import expect_folds
-from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.comm import TorchCommunicator, timeout_of
-from dsq_ckpt.compressor import fractions_of, weighs_elements
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.api.compressor import fractions_of, weighs_elements
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.arguments import expect_folds
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.deepspeed.tags import tags_in
+from dsq_ckpt.distributed.comm import TorchCommunicator, timeout_of
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.notices import warn
+from dsq_ckpt.quantization.choice import Chooser, as_configured
 from dsq_ckpt.search.folds import agree
 
 if TYPE_CHECKING:

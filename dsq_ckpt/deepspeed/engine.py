@@ -15,26 +15,27 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from dsq_ckpt import stored, warmup
-from dsq_ckpt.attachments import plain_aside, restore
-from dsq_ckpt.chain import what_the_base_costs
-from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.comm import TorchCommunicator, together, told_together
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
-from dsq_ckpt.direct import Attachment, Contribution, save_parts
+from dsq_ckpt.distributed.comm import TorchCommunicator, together, told_together
+from dsq_ckpt.engine import warmup
+from dsq_ckpt.engine.chain import what_the_base_costs
+from dsq_ckpt.engine.direct import Attachment, Contribution, save_parts
+from dsq_ckpt.engine.remembered import Memory, doubt, forget, remember_loaded
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.groups import is_lossy, layer_types
-from dsq_ckpt.manifest import Manifest, is_complete
-from dsq_ckpt.notices import warn
-from dsq_ckpt.remembered import Memory, doubt, forget, remember_loaded
-from dsq_ckpt.runs import run_of
-from dsq_ckpt.targets import publish, temporary
-from dsq_ckpt.unchanged import named
+from dsq_ckpt.quantization.choice import Chooser, as_configured
+from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.storage import stored
+from dsq_ckpt.storage.attachments import plain_aside, restore
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest, is_complete
+from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.targets import publish, temporary
 
 
 class DSQCheckpointEngine(CheckpointEngine):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.analysis import Fractions
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.config import SearchConfig
+from dsq_ckpt.config.schema import SearchConfig
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, inventory
 from dsq_ckpt.deepspeed.state import by_chunk
-from dsq_ckpt.sensitivity import GradientAverage
+from dsq_ckpt.gradients.sensitivity import GradientAverage
+from dsq_ckpt.quantization.analysis import Fractions
+from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 class FlatGradients:

@@ -15,10 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import communicator, together
 from dsq_ckpt.deepspeed.masters import refresh_of
 from dsq_ckpt.deepspeed.subject import ENGINE, EngineSubject
+from dsq_ckpt.distributed.comm import communicator, together
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.buckets import Hooked
 from dsq_ckpt.lowdiff.capture import Captured, capture
@@ -28,7 +27,8 @@ from dsq_ckpt.lowdiff.handle import Handle, Layout
 from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovery import Recovered, recover_subject
 from dsq_ckpt.lowdiff.subject import Entry, Stateful, Subject, dtype_name
-from dsq_ckpt.manifest import local_path
+from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.manifest import local_path
 
 
 class EngineLog(GradientLog):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.groups import QUANTIZABLE
+from dsq_ckpt.quantization.groups import QUANTIZABLE
 
 MASTER = "master"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt import stored
-from dsq_ckpt.container import file_checksum, sync_directory
+from dsq_ckpt.convert.export import Exported, ExportError, Opened, Progress, StrPath
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
-from dsq_ckpt.export import Exported, ExportError, Opened, Progress, StrPath
-from dsq_ckpt.manifest import expanded, local_path
-from dsq_ckpt.targets import refuse, replace_directory, temporary
+from dsq_ckpt.storage import stored
+from dsq_ckpt.storage.container import file_checksum, sync_directory
+from dsq_ckpt.storage.manifest import expanded, local_path
+from dsq_ckpt.storage.targets import refuse, replace_directory, temporary
 
 
 def export_deepspeed(

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.chunk import ChunkKey
+from dsq_ckpt.core.flat import boxes
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, Segment
-from dsq_ckpt.flat import boxes
-from dsq_ckpt.parts import Part
-from dsq_ckpt.stored import Piece, StoredTensor
+from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.stored import Piece, StoredTensor
 
 
 def parts_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool = True) -> Iterator[Part]:

@@ -7,10 +7,10 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-from dsq_ckpt.comm import Communicator, told_together
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.distributed.comm import Communicator, told_together
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
-from dsq_ckpt.manifest import is_complete
-from dsq_ckpt.notices import warn
+from dsq_ckpt.storage.manifest import is_complete
 
 _TAKEN = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"})
 """Files that DeepSpeed writes beside tags."""

@@ -98,7 +98,7 @@ class Backend(Protocol):
         """The inverse of ``migrated``."""
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
-        """``average = weight * new + (1 - weight) * average``, as ``dsq_ckpt.offload.blend`` rounds it."""
+        """``average = weight * new + (1 - weight) * average``, as ``dsq_ckpt.gradients.offload.blend`` rounds it."""
 
     def sketch_sensitivity(
         self, parameter: Tensor, average: Tensor, counts: Tensor, new: Tensor | None = None, weight: float = 0.0

@@ -19,10 +19,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
 from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, from_bf16, positions_of, to_bf16
-from dsq_ckpt.keys import NON_FINITE, SHIFT, KeyWindow
+from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.kernels.keys import NON_FINITE, SHIFT, KeyWindow
 
 __all__ = [
     "dequantize",

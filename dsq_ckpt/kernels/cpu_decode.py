@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
+from dsq_ckpt.kernels.jit import jit
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -16,7 +16,7 @@ from dsq_ckpt import kernels
 from dsq_ckpt.kernels import migrated as moving
 from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.backend import Refinement
-from dsq_ckpt.keys import FULL
+from dsq_ckpt.kernels.keys import FULL
 
 Array = npt.NDArray[Any]
 _HALVES = (torch.bfloat16, torch.float16)

@@ -12,9 +12,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.jit import jit
 from dsq_ckpt.kernels.checks import check_array
-from dsq_ckpt.keys import FULL, key_edges
+from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.kernels.keys import FULL, key_edges
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
-from dsq_ckpt.keys import KeyWindow
+from dsq_ckpt.kernels.keys import KeyWindow
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

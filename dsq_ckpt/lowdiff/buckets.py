@@ -21,9 +21,9 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.lowdiff.contract import Compressor, Trace
 from dsq_ckpt.lowdiff.ddp import Seat, distributed, take_seat
+from dsq_ckpt.quantization.groups import unwrapped
 
 Group = dist.ProcessGroup
 _BUCKET = 1 << 23

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.kernels.scan import gather
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.compressors import Trace
 from dsq_ckpt.lowdiff.encoding import scales_from
 from dsq_ckpt.lowdiff.handle import Handle, Layout, nbytes
-from dsq_ckpt.lowdiff.scan import gather
 from dsq_ckpt.lowdiff.subject import Entry, Subject, dtype_name
 
 

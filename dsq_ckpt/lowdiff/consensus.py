@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.comm import Communicator, TorchCommunicator
+from dsq_ckpt.distributed.comm import Communicator, TorchCommunicator
 from dsq_ckpt.errors import SaveFailed
 
 

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.comm import Communicator, together
+from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.distributed.comm import Communicator, together
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
-from dsq_ckpt.interrupts import held_signals
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import Captured
 from dsq_ckpt.lowdiff.consensus import Consensus, cpu_group
@@ -26,7 +27,6 @@ from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.memory import Survivors
 from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.subject import Entry, Subject
-from dsq_ckpt.notices import warn
 
 _POSTED = ("broken", "starting", "saving", "wanted", "whole", "restart")
 _START = 120.0

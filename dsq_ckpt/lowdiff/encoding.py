@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.lowdiff.scan import identical
+from dsq_ckpt.kernels.scan import identical
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 Array = npt.NDArray[Any]
 _ESCAPE = 255

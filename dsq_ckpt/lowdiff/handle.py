@@ -14,8 +14,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.lowdiff.arena import Arena, aligned
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 

@@ -10,8 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.errors import DSQError, SaveFailed
-from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.lowdiff.segments import LOG
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.checkpoint import dtype_of
+from dsq_ckpt.kernels.scan import as_integers
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.locks import Lock
-from dsq_ckpt.lowdiff.scan import as_integers
 from dsq_ckpt.lowdiff.segments import Step
 from dsq_ckpt.lowdiff.server import Server, Unfaithful
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 
 class LogServer(Server):

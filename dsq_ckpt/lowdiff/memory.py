@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import Communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, told_together
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import Piece, about, newest_first
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 _PEER = struct.Struct("3i")
 _PATIENCE, _TRANSFER = 30.0, 300.0

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from dsq_ckpt import kernels
-from dsq_ckpt.codebook.kmeans import exact_kmeans
-from dsq_ckpt.codebook.table import nearest
-from dsq_ckpt.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
+from dsq_ckpt.kernels.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
 from dsq_ckpt.lowdiff.contract import Trace
 from dsq_ckpt.lowdiff.feedback import Feedback
 from dsq_ckpt.lowdiff.witness import Places, Seen
-from dsq_ckpt.sketch import Sketch
+from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
+from dsq_ckpt.quantization.codebook.table import nearest
+from dsq_ckpt.quantization.sketch import Sketch
 
 _OCTAVES = 12
 """Below the largest magnitude that levels are sought in; what is smaller counts as zero."""

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsq_ckpt.comm import communicator, together
+from dsq_ckpt.distributed.comm import communicator, together
 from dsq_ckpt.errors import ConfigError, SaveFailed
+from dsq_ckpt.kernels.scan import identical
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import Captured, put_buffers
 from dsq_ckpt.lowdiff.crew import Crew
 from dsq_ckpt.lowdiff.handle import Layout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.scan import identical
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 from dsq_ckpt.lowdiff.watch import Watch
-from dsq_ckpt.manifest import local_path
+from dsq_ckpt.storage.manifest import local_path
 
 
 def recovered_or_none(resume: Any) -> Recovered | None:

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsq_ckpt.comm import Communicator, communicator, together, told_together
-from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.distributed.comm import Communicator, communicator, together, told_together
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
-from dsq_ckpt.interrupts import held_signals, let_signals_through
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.linear import check_linear
 from dsq_ckpt.lowdiff.locks import wait_for_writers
@@ -29,8 +30,7 @@ from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
 from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
-from dsq_ckpt.manifest import local_path
-from dsq_ckpt.notices import warn
+from dsq_ckpt.storage.manifest import local_path
 
 
 @dataclass

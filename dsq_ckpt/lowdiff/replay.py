@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.interrupts import let_signals_through
 from dsq_ckpt.lowdiff.linear import Merging
 from dsq_ckpt.lowdiff.segments import Segment
 from dsq_ckpt.lowdiff.subject import Subject

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.kernels.scan import factor_between
 from dsq_ckpt.lowdiff.capture import Captured
 from dsq_ckpt.lowdiff.encoding import scales_from
 from dsq_ckpt.lowdiff.handle import ProcessGone
@@ -27,7 +28,6 @@ from dsq_ckpt.lowdiff.handover import HandOver
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.scan import factor_between
 from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
 
 _STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {

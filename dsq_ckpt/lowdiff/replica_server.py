@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import RankUnreachable
+from dsq_ckpt.distributed.comm import RankUnreachable
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.lowdiff import memory, segments
 from dsq_ckpt.lowdiff.arena import Arena
@@ -30,6 +29,7 @@ from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.server import Server, describe
 from dsq_ckpt.lowdiff.snapshots import Piece
 from dsq_ckpt.lowdiff.subject import OPTIMIZER, dtype_name
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 
 class ReplicaServer(Server):

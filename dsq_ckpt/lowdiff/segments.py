@@ -1,7 +1,7 @@
 """Segments of a gradient log: files of consecutive steps, one for each rank and batch; `docs/format.md` has all of it.
 
-A segment is a container (`dsq_ckpt.container`): it appears complete or not at all, and every byte is checked. What is
-in it depends on no other segment.
+A segment is a container (`dsq_ckpt.storage.container`): it appears complete or not at all, and every byte is
+checked. What is in it depends on no other segment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json, sync_directory
+from dsq_ckpt.core.regular import read_regular, unreadable
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.subject import Entry, entries_from
-from dsq_ckpt.regular import read_regular, unreadable
+from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json, sync_directory
 
 LOG = "log"
 """Name of the directory of segments in a run directory."""

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import Communicator, SingleProcess, TorchCommunicator
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, TorchCommunicator
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import Piece
 from dsq_ckpt.lowdiff.subject import entries_from
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 
 class Unfaithful(Exception):

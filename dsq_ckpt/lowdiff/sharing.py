@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.checkpoint import dtype_of
-from dsq_ckpt.comm import Communicator
+from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.handle import Layout, nbytes
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.subject import Subject, dtype_name
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 
 def exchange(subject: Subject, own: Collection[str], comm: Communicator) -> None:

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsq_ckpt import gc
-from dsq_ckpt.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.chunk import ChunkKey
-from dsq_ckpt.comm import Communicator
-from dsq_ckpt.config import DSQConfig, StorageConfig
-from dsq_ckpt.container import sync_directory
-from dsq_ckpt.direct import Contribution, save_parts
+from dsq_ckpt.config.schema import DSQConfig, StorageConfig
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.engine.direct import Contribution, save_parts
+from dsq_ckpt.engine.parts import Part
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
-from dsq_ckpt.groups import is_lossy
 from dsq_ckpt.lowdiff import segments
-from dsq_ckpt.manifest import MANIFEST, Manifest, checkpoints, is_complete
-from dsq_ckpt.parts import Part
-from dsq_ckpt.stored import read_flat
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.storage import gc
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.container import sync_directory
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
+from dsq_ckpt.storage.stored import read_flat
 
 META = ("lowdiff", "meta")
 RESIDUAL = ("lowdiff", "residual")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dsq_ckpt.checkpoint import dtype_of
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.groups import unwrapped
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
+from dsq_ckpt.quantization.groups import unwrapped
+from dsq_ckpt.storage.checkpoint import dtype_of
 
 MODEL, OPTIMIZER = "model", "optim"
 STRUCTURE = frozenset({"params", "param_names"})

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from dsq_ckpt.lowdiff.scan import Samples
+from dsq_ckpt.kernels.scan import Samples
 
 _RUNS = 512
 

@@ -7,12 +7,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from dsq_ckpt.analysis import Analysis, Sketches
-from dsq_ckpt.codebook import Fitted
-from dsq_ckpt.comm import Communicator
-from dsq_ckpt.config import DSQConfig
-from dsq_ckpt.groups import group_config
-from dsq_ckpt.search.space import Point, Space
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.config.space import Point, Space
+from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.quantization.analysis import Analysis, Sketches
+from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.search.trial import TrialModel
 
 _PROTECTED_BITS = 16

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dsq_ckpt.comm import Communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, told_together
 from dsq_ckpt.errors import SaveFailed
 
 _T = TypeVar("_T")

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from dsq_ckpt.search.space import Point
+from dsq_ckpt.config.space import Point
 
 Search = Generator[list[Point], list[bool], Point | None]
 """Yields distinct points to try, is sent for each whether it meets the bound, returns the choice (see `drive`)."""

@@ -17,22 +17,22 @@ from typing import Any
 
 from torch import nn
 
-from dsq_ckpt.analysis import Analysis, Sketches
-from dsq_ckpt.choice import Choice
-from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.comm import Communicator, FailedElsewhere, together
-from dsq_ckpt.config import DSQConfig, SearchConfig
+from dsq_ckpt.config.schema import DSQConfig, SearchConfig
+from dsq_ckpt.config.space import Point
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, together
 from dsq_ckpt.errors import SaveFailed, described
-from dsq_ckpt.interrupts import let_signals_through
-from dsq_ckpt.notices import warn
+from dsq_ckpt.quantization.analysis import Analysis, Sketches
+from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.folds import Fold
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
-from dsq_ckpt.search.space import Point
 from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, TrialModel
-from dsq_ckpt.systems import SYSTEMS
-from dsq_ckpt.workers import Workers
 
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dsq_ckpt.config.space import Point
 from dsq_ckpt.search.guided import Known, Search, check_counts
-from dsq_ckpt.search.space import Point
 
 
 def neighbourhood(

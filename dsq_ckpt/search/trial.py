@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsq_ckpt import device, kernels
-from dsq_ckpt.analysis import Analysis
-from dsq_ckpt.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
-from dsq_ckpt.codebook import Fitted
-from dsq_ckpt.comm import Communicator, SingleProcess, together
-from dsq_ckpt.device.coding import TablesOf, decode
+from dsq_ckpt import kernels
+from dsq_ckpt.core.unchanged import checksums, named
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together
 from dsq_ckpt.errors import ConfigError, described
-from dsq_ckpt.groups import unwrapped
-from dsq_ckpt.unchanged import checksums, named
-from dsq_ckpt.workers import Workers
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.analysis import Analysis
+from dsq_ckpt.quantization.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
+from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.device.coding import TablesOf, decode
+from dsq_ckpt.quantization.groups import unwrapped
 
 _Kept = TypeVar("_Kept")
 

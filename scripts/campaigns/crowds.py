@@ -21,7 +21,7 @@ import dsq_ckpt
 from campaigns import subjects
 from campaigns.harness import BAD, Campaign, Found, forked, told
 from campaigns.subjects import State, state_at
-from dsq_ckpt import gc
+from dsq_ckpt.storage import gc
 
 KINDS = ("saves", "overwrites", "deletions", "two writers")
 _CONFIG: State = {

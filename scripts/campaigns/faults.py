@@ -18,7 +18,7 @@ from campaigns import subjects
 from campaigns.calls import KINDS, counted, failing
 from campaigns.harness import Campaign, Found, told
 from campaigns.subjects import State, same, state_at
-from dsq_ckpt import gc
+from dsq_ckpt.storage import gc
 
 WRITING = ("keyframe", "delta", "overwrite", "async", "exact", "full disk")
 READING = ("load", "load all", "latest", "verify")

@@ -22,8 +22,8 @@ from campaigns.accidents import LOOKS, Accidents
 from campaigns.forgeries import FORGERIES
 from campaigns.harness import Found
 from campaigns.subjects import State, command, refuses, same
-from tests.format import independent_reader as independent
-from tests.states import bits
+from tests.helpers.states import bits
+from tests.storage.format import independent_reader as independent
 
 
 class Forged(Accidents):

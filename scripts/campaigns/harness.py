@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsq_ckpt import warmup
+from dsq_ckpt.engine import warmup
 
 OUTCOMES = ("detected", "unchanged", "accepted", "wrong", "crashed", "hung")
 BAD = frozenset({"wrong", "crashed", "hung"})

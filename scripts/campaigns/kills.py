@@ -30,7 +30,7 @@ import dsq_ckpt
 from campaigns import subjects
 from campaigns.harness import Campaign, Found, forked
 from campaigns.subjects import state_at
-from dsq_ckpt import gc
+from dsq_ckpt.storage import gc
 from tests.lowdiff import kills as logs
 from tests.lowdiff.nursery import Nursery
 
@@ -249,7 +249,7 @@ def finishes(kind: str, run: Path) -> str | None:
         names = {file.name for file in path.iterdir()}
         if not (path / "manifest.json").exists():
             return f"gc left {path.name}: {sorted(names)}"
-        promised = {file.name for file in dsq_ckpt.manifest.Manifest.read(path).files} | {"manifest.json"}
+        promised = {file.name for file in dsq_ckpt.storage.manifest.Manifest.read(path).files} | {"manifest.json"}
         if names != promised:
             return f"gc left {path.name}: {sorted(names ^ promised)}"
     return None

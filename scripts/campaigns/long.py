@@ -14,7 +14,7 @@ import dsq_ckpt
 from campaigns import subjects
 from campaigns.harness import Campaign, Found
 from campaigns.subjects import State, same, state_at
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 KINDS = ("checkpoints, default chain", "checkpoints, one chain", "small tensors", "object of many elements")
 _SMALL: State = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024, "fsync": False}}

@@ -23,7 +23,7 @@ from campaigns import subjects
 from campaigns.calls import Operation, recorded, recording
 from campaigns.harness import Campaign, Found, told
 from campaigns.subjects import State, same, state_at
-from dsq_ckpt import gc
+from dsq_ckpt.storage import gc
 
 SCENES = ("first", "keyframe", "delta", "overwrite", "async")
 _CONFIG: State = {

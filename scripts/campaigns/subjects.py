@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from campaigns.harness import Found, told
 from dsq_ckpt.cli import app
-from tests.states import blank, differences, flat, relative_error
-from tests.states import same as equal
+from tests.helpers.states import blank, differences, flat, relative_error
+from tests.helpers.states import same as equal
 
 State = dict[str, Any]
 SUBJECTS = ("deltas", "differences", "exact")

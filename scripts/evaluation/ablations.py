@@ -21,19 +21,19 @@ import numpy as np
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.analysis import Analysis, Sketches
-from dsq_ckpt.choice import Choice
-from dsq_ckpt.chunk import Chunk
-from dsq_ckpt.comm import Communicator
-from dsq_ckpt.compressor import fractions_of
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.api.compressor import fractions_of
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.groups import group_config
+from dsq_ckpt.quantization.analysis import Analysis, Sketches
+from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.search import Axis, Space
 from dsq_ckpt.search.manager import degradation
 from dsq_ckpt.search.trial import TrialModel
-from dsq_ckpt.systems import SYSTEMS
-from dsq_ckpt.workers import Workers
 from evaluation.offline import OURS, RIVAL, summary, system_config
 from evaluation.recording import load_recording
 from evaluation.replay import replay, save_recorded

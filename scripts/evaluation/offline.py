@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import dsq_ckpt
+from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.systems import SYSTEMS
 from evaluation.recording import load_recording
 from evaluation.replay import MOMENTS, Replay, Replayed, replay
 from evaluation.report import Column, Row, digits, percent, ratio, show

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import dsq_ckpt
-from dsq_ckpt.manifest import checkpoints
-from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.storage.manifest import checkpoints
 from evaluation.recording import _atomic, _one_thread, default_directory
 from evaluation.report import Column, Row, digits, document, machine, percent, ratio
 from evaluation.workloads import Workload, create

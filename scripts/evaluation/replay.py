@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.analysis import Fractions
-from dsq_ckpt.api import save_with
-from dsq_ckpt.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.choice import Chooser, as_configured
-from dsq_ckpt.compressor import fractions_of
-from dsq_ckpt.container import ContainerReader
+from dsq_ckpt.api.compressor import fractions_of
+from dsq_ckpt.api.save_load import save_with
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.groups import assign, layer_types
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.quantization.analysis import Fractions
+from dsq_ckpt.quantization.choice import Chooser, as_configured
+from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.search.manager import ConfigManager, degradation
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.container import ContainerReader
+from dsq_ckpt.storage.manifest import Manifest
 from evaluation.recording import Checkpoint as RecordedCheckpoint
 from evaluation.recording import load_recording
 from evaluation.workloads import Workload, create

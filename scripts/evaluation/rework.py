@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest
-from dsq_ckpt.systems.base import EXACT_MOMENTS
+from dsq_ckpt.config.systems.base import EXACT_MOMENTS
+from dsq_ckpt.storage.manifest import Manifest
 from evaluation.online import Report, Results
 from evaluation.recording import _one_thread
 from evaluation.report import Column, Row, digits, percent

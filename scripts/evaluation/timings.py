@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsq_ckpt.codebook.kmeans import exact_kmeans
-from dsq_ckpt.codebook.lloyd import lloyd_kmeans, seed_levels
-from dsq_ckpt.sketch import Sketch
+from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
+from dsq_ckpt.quantization.codebook.lloyd import lloyd_kmeans, seed_levels
+from dsq_ckpt.quantization.sketch import Sketch
 from evaluation.report import Row
 
 ELEMENTS = 1 << 24

@@ -13,7 +13,7 @@ from campaign import CAMPAIGNS
 from campaigns import harness
 from campaigns.harness import Campaign, Found
 
-from tests import processes
+from tests.helpers import processes
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "campaign.py")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest
-from tests.lc import algorithm_1, walk
-from tests.processes import torchrun
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.lc import algorithm_1, walk
+from tests.helpers.processes import torchrun
 
 
 @pytest.mark.slow

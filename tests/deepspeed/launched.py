@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.processes import run, torchrun
+from tests.helpers.processes import run, torchrun
 
 WORKERS = Path(__file__).parent / "workers"
 ON_CPU = {"DS_ACCELERATOR": "cpu"}

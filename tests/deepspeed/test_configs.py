@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from dsq_ckpt import DSQConfig
-from dsq_ckpt.trees import preset_tree
-from tests.processes import ROOT
+from dsq_ckpt.core.trees import preset_tree
+from tests.helpers.processes import ROOT
 
 CONFIGS = ROOT / "configs" / "deepspeed"
 FILES = sorted(CONFIGS.glob("*.json"))

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dsq_ckpt import DSQConfig
-from tests.commands import dsq
 from tests.deepspeed.launched import python
-from tests.processes import ROOT
+from tests.helpers.commands import dsq
+from tests.helpers.processes import ROOT
 
 TEXT = (ROOT / "docs" / "deepspeed.md").read_text()
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", TEXT, re.S) for kind in ("python", "json", "bash")}

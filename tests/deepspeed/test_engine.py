@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.checkpoint import Checkpoint
-from tests.commands import error, printed
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.deepspeed.launched import python, ranks
+from tests.helpers.commands import error, printed
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
 from tests.deepspeed.launched import WORKERS, python
-from tests.processes import ROOT
+from tests.helpers.processes import ROOT
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dsq_ckpt import launch
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 from tests.deepspeed.launched import python
-from tests.processes import ROOT
+from tests.helpers.processes import ROOT
 
 SCRIPT = """
 import sys

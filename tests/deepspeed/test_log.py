@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.deepspeed.launched import ON_CPU, WORKERS, ranks
-from tests.processes import torchrun
+from tests.helpers.processes import torchrun
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow

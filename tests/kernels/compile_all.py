@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from dsq_ckpt import triton_kernels as kernels
-from dsq_ckpt.keys import FULL
+from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.triton_kernels import checks, compact, launch
 from tests.kernels.subjects import WINDOW
 

@@ -10,7 +10,7 @@ import torch
 
 from dsq_ckpt.kernels import host
 from dsq_ckpt.kernels.backend import Backend
-from dsq_ckpt.keys import KeyWindow
+from dsq_ckpt.kernels.keys import KeyWindow
 
 NAMES = ["reference", "numba", "triton", "triton-tiny"]
 LARGE = "triton-large"

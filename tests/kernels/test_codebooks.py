@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.codebook import fit_group
-from dsq_ckpt.codebook.exponent import exponent_buckets
-from dsq_ckpt.codebook.uniform import uniform_levels
-from dsq_ckpt.config import Adaptive, Exponent, Gobo, KMeans, Lattice, Uniform
-from dsq_ckpt.keys import FULL
+from dsq_ckpt.config.schema import Adaptive, Exponent, Gobo, KMeans, Lattice, Uniform
+from dsq_ckpt.kernels.keys import FULL
+from dsq_ckpt.quantization.codebook import fit_group
+from dsq_ckpt.quantization.codebook.exponent import exponent_buckets
+from dsq_ckpt.quantization.codebook.uniform import uniform_levels
 
 
 def values():

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from dsq_ckpt import kernels
 from dsq_ckpt.kernels.importance import NORMAL, PROTECT, PRUNE, classes, importance, thresholds
-from dsq_ckpt.keys import FULL, KeyWindow
+from dsq_ckpt.kernels.keys import FULL, KeyWindow
 
 SIZES = [0, 1, 3, 64, 4097, 100_003]
 EDGE = 2.0**128

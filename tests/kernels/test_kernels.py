@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dsq_ckpt.kernels import cpu, reference
-from dsq_ckpt.keys import FULL, KeyWindow
+from dsq_ckpt.kernels.keys import FULL, KeyWindow
 
 SIZES = [0, 1, 2, 3, 5, 63, 64, 65, 4095, 4096, 4097, 12_345, 140_003]
 """Around the unrolling by 4, the blocks of 64 and 4096, and the histogram's threshold."""

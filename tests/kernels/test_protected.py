@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsq_ckpt.chunk import protected_bf16
 from dsq_ckpt.kernels import reference
+from dsq_ckpt.quantization.chunk import protected_bf16
 from tests.kernels.subjects import DTYPES, ROWS, WINDOW, as_fp32, assert_same, codes, floats
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dsq_ckpt import kernels
 from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.backend import Refinement
-from dsq_ckpt.keys import FULL, KeyWindow
+from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from tests.kernels.subjects import DTYPES, LARGE, NAMES, ROWS, WINDOW, as_fp32, assert_same, codes, floats, subject_of
 
 SPAN = WINDOW.lo, WINDOW.hi

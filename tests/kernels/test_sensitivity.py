@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dsq_ckpt import kernels, offload
-from dsq_ckpt.keys import FULL
+from dsq_ckpt import kernels
+from dsq_ckpt.gradients import offload
+from dsq_ckpt.kernels.keys import FULL
 from tests.kernels.subjects import DTYPES, as_fp32, assert_same, floats
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dsq_ckpt import kernels
 from dsq_ckpt.kernels import reference
-from dsq_ckpt.keys import FULL, KeyWindow
+from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from tests.kernels.subjects import DTYPES, LARGE, NAMES, ROWS, WINDOW, as_fp32, assert_same, codes, floats, subject_of
 
 WINDOWS = [FULL, WINDOW, KeyWindow(64, 65), KeyWindow(16319, 16320)]

@@ -16,7 +16,7 @@ from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.compressors import Compressor, compressor
 from dsq_ckpt.lowdiff.quantized import dequantized, quantized
 from dsq_ckpt.lowdiff.topk import largest
-from tests.processes import torchrun
+from tests.helpers.processes import torchrun
 
 WORKERS = Path(__file__).parent / "workers"
 CHECKS = (

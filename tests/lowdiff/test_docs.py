@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.processes import ROOT
+from tests.helpers.processes import ROOT
 
 TEXT = (ROOT / "docs" / "lowdiff.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.S)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.optim import Adam
 
-from dsq_ckpt.comm import SingleProcess
-from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import crew, segments, snapshots
-from tests import processes
+from dsq_ckpt.storage.container import ContainerWriter
+from tests.helpers import processes
 from tests.lowdiff.loops import Case, Loop, differences
 
 WORKERS = Path(__file__).parent / "workers"

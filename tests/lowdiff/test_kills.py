@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.helpers import processes
 
 
 @pytest.mark.slow

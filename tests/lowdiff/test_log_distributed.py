@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import torchrun
+from tests.helpers.processes import torchrun
 
 WORKERS = Path(__file__).parent / "workers"
 TWO = (

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 
 import dsq_ckpt
-from dsq_ckpt.comm import SingleProcess
-from dsq_ckpt.config import StorageConfig
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import recovery, replay, server
 from dsq_ckpt.lowdiff.subject import Subject
 from tests.lowdiff.loops import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.helpers import processes
 from tests.lowdiff.kills import CASE
 from tests.lowdiff.loops import Loop, digest
 from tests.lowdiff.nursery import alive

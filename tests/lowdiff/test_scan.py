@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsq_ckpt.lowdiff.scan import Samples, as_integers, factor_between, gather, identical
+from dsq_ckpt.kernels.scan import Samples, as_integers, factor_between, gather, identical
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)

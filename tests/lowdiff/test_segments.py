@@ -10,12 +10,12 @@ import pytest
 import torch
 import xxhash
 
-from dsq_ckpt.container import ContainerWriter
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.segments import Segment, Step
 from dsq_ckpt.lowdiff.subject import Entry
+from dsq_ckpt.storage.container import ContainerWriter
 from tests.lowdiff.loops import bits
 
 SESSION = "0123456789abcdef"

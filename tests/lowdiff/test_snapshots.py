@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.snapshots import Piece, Snapshot
-from dsq_ckpt.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from tests.helpers.states import mixed_state
 from tests.lowdiff.loops import bits
-from tests.states import mixed_state
 
 SESSION = "0123456789abcdef"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from tests.commands import document
+from tests.helpers.commands import document
 from tests.multinode.cluster import INTERFACE, ROOT, Host, NoNamespaces, cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.processes import run
 from tests.multinode.cluster import ROOT
-from tests.processes import run
 
 pytestmark = pytest.mark.slow
 

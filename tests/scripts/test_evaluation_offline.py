@@ -16,13 +16,13 @@ from evaluation.replay import MOMENTS, Bytes, Replay, replay, save_recorded
 from typer.testing import CliRunner
 
 import dsq_ckpt
-from dsq_ckpt.choice import as_configured
-from dsq_ckpt.compressor import fractions_of
+from dsq_ckpt.api.compressor import fractions_of
+from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.keys import ALPHA
-from dsq_ckpt.manifest import Manifest, Sizes
+from dsq_ckpt.kernels.keys import ALPHA
+from dsq_ckpt.quantization.choice import as_configured
 from dsq_ckpt.search.manager import degradation
-from dsq_ckpt.systems import SYSTEMS
+from dsq_ckpt.storage.manifest import Manifest, Sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -298,7 +298,7 @@ def test_timings_compare_the_same_outcomes() -> None:
 
 def test_naive_lloyd_is_lloyd() -> None:
     """On distinct values, each seen once, the one on the sketch and the one on values do the same."""
-    from dsq_ckpt.codebook.lloyd import lloyd_kmeans
+    from dsq_ckpt.quantization.codebook.lloyd import lloyd_kmeans
 
     x = np.sort(np.random.default_rng(1).standard_normal(3000).astype(np.float32))
     expected = lloyd_kmeans(x.astype(np.float64), np.ones(len(x)), timings.LEVELS)

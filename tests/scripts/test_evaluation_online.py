@@ -14,7 +14,7 @@ from evaluation import create, online, rework
 from typer.testing import CliRunner
 
 import dsq_ckpt
-from dsq_ckpt.manifest import checkpoints
+from dsq_ckpt.storage.manifest import checkpoints
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,7 @@ import measure_chain
 import pytest
 
 import dsq_ckpt
-from tests.small_run import small_run
+from tests.helpers.small_run import small_run
 
 
 @pytest.mark.usefixtures("one_thread")

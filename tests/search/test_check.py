@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest
-from tests.commands import printed
-from tests.training import Net, loss_of, train
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.commands import printed
+from tests.helpers.training import Net, loss_of, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dsq_ckpt.config import DSQConfig
+from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.search import Axis, Space, Variant
 
 WEIGHTS, EMBEDDING = "quantize.weights.codebook.bins", "quantize.groups.embedding.codebook.bins"

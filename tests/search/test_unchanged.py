@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import dsq_ckpt
+from dsq_ckpt.core.unchanged import _weighted_sum, checksum
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.manifest import is_complete
-from dsq_ckpt.unchanged import _weighted_sum, checksum
-from tests.training import Net, batch, loss_of, train
+from dsq_ckpt.storage.manifest import is_complete
+from tests.helpers.training import Net, batch, loss_of, train
 
 
 def in_place(model, optimizer):

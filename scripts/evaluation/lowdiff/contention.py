@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.encoding import encode_sparse
 from evaluation.lowdiff.base import keep_to

@@ -11,7 +11,7 @@ from torch import nn
 
 import dsq_ckpt.lowdiff as lowdiff
 from dsq_ckpt.lowdiff.tuning import Tuner
-from dsq_ckpt.manifest import checkpoints
+from dsq_ckpt.storage.manifest import checkpoints
 from evaluation.lowdiff.durable import bytes_below
 from evaluation.lowdiff.idle import wait_until_idle
 

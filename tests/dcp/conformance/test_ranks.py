@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import torchrun
+from tests.helpers.processes import torchrun
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt import ancestry
-from dsq_ckpt.ancestry import CHECKED_EVERY
-from dsq_ckpt.manifest import Manifest, ManifestFile
+from dsq_ckpt.engine import ancestry
+from dsq_ckpt.engine.ancestry import CHECKED_EVERY
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 
 
 def damage(path: Path) -> None:

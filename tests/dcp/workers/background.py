@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.manifest import Manifest
-from tests.states import FINE
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import FINE
 
 
 def state_at(step: int, size: int) -> dict[str, Any]:

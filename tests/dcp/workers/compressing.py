@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 
 import dsq_ckpt
-from dsq_ckpt import dealing, direct, sources
-from dsq_ckpt.manifest import is_complete
-from dsq_ckpt.mpi import MPICommunicator
+from dsq_ckpt.convert import dealing, sources
+from dsq_ckpt.distributed.mpi import MPICommunicator
+from dsq_ckpt.engine import direct
+from dsq_ckpt.storage.manifest import is_complete
 
 given, made = Path(sys.argv[1]), Path(sys.argv[2])
 comm = MPICommunicator()

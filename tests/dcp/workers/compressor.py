@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest, is_complete
-from tests.training import Net, loss_of, train
+from dsq_ckpt.storage.manifest import Manifest, is_complete
+from tests.helpers.training import Net, loss_of, train
 
 
 def wrapped(kind: str, size: int, seed: int = 0) -> nn.Module:

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 import dsq_ckpt
-from dsq_ckpt import dealing
-from dsq_ckpt.comm import Communicator, TorchCommunicator
-from dsq_ckpt.mpi import MPICommunicator
-from tests import contract
-from tests.source_files import plain_state
+from dsq_ckpt.convert import dealing
+from dsq_ckpt.distributed.comm import Communicator, TorchCommunicator
+from dsq_ckpt.distributed.mpi import MPICommunicator
+from tests.helpers import contract
+from tests.helpers.source_files import plain_state
 
 kind, out = sys.argv[1], Path(sys.argv[2])
 comm: Communicator

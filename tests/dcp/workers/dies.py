@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt.container import ContainerWriter
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.container import ContainerWriter
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def state_at(step: int, size: int) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt import DSQStorageWriter, chain, commit, inheritance, quantizing
-from dsq_ckpt.container import ContainerWriter
+from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.dcp import early
 from dsq_ckpt.dcp import writer as writer_module
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.engine import chain, commit, inheritance, quantizing
+from dsq_ckpt.storage.container import ContainerWriter
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def state_at(step: int, rank: int, size: int) -> dict[str, Any]:
@@ -203,8 +204,8 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 
 def loading(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """One rank cannot read its part, or asks for what is not there."""
-    from dsq_ckpt.checkpoint import Checkpoint
     from dsq_ckpt.dcp.reader import DSQStorageReader
+    from dsq_ckpt.storage.checkpoint import Checkpoint
 
     for culprit in range(size):
         for target, name in ((Checkpoint, "tensor"), (Checkpoint, "record"), (DSQStorageReader, "read_metadata")):

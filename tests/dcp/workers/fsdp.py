@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dsq_ckpt
-from tests.states import FINE
+from tests.helpers.states import FINE
 
 
 class Net(nn.Module):

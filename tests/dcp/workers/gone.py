@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dsq_ckpt import LoadFailed, SaveFailed
-from dsq_ckpt.comm import RankUnreachable, TorchCommunicator, together
+from dsq_ckpt.distributed.comm import RankUnreachable, TorchCommunicator, together
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
 comm = TorchCommunicator()

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dsq_ckpt.sensitivity import GradientAverage, names_of
-from tests.gradients import Net, Recorded, tokens
+from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
+from tests.helpers.gradients import Net, Recorded, tokens
 
 STEPS = 3
 MICRO = 2

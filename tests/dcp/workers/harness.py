@@ -89,7 +89,7 @@ def fails_everywhere(work: Callable[[], Any], says: str) -> None:
 
 
 def depth(path: Any) -> int:
-    from dsq_ckpt.manifest import Manifest
+    from dsq_ckpt.storage.manifest import Manifest
 
     return Manifest.read(path).depth
 

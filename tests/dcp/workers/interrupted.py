@@ -22,8 +22,8 @@ import torch.distributed as dist
 from harness import done, normal, world
 
 import dsq_ckpt
-from dsq_ckpt.container import ContainerWriter
-from dsq_ckpt.manifest import is_complete
+from dsq_ckpt.storage.container import ContainerWriter
+from dsq_ckpt.storage.manifest import is_complete
 
 RAISES = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageReader, DSQStorageWriter
-from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
 
 SHAPES = {
     "even.weight": (99, 64), "uneven.weight": (100, 64), "empty.weight": (2, 3000), "one.weight": (1, 5000, 2),

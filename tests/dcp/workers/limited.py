@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import dsq_ckpt
-from tests.states import Kept, mixed_state, moved
+from tests.helpers.states import Kept, mixed_state, moved
 
 
 def main() -> None:

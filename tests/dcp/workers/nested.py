@@ -9,8 +9,8 @@ import torch
 from harness import done, fails_everywhere, fresh, world
 
 import dsq_ckpt
-from dsq_ckpt.export import read
-from tests.training import Net, loss_of
+from dsq_ckpt.convert.export import read
+from tests.helpers.training import Net, loss_of
 
 
 def keys(root: Path, rank: int, size: int) -> None:

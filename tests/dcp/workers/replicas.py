@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.api import save_with
-from dsq_ckpt.checkpoint import Checkpoint
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.api.save_load import save_with
 from dsq_ckpt.search.manager import ConfigManager
-from tests.test_tied import Tied
-from tests.training import Net, loss_of, train
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
+from tests.engine.test_tied import Tied
+from tests.helpers.training import Net, loss_of, train
 
 
 def owners(path: Path) -> dict[str, int]:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt.checkpoint import Checkpoint
-from tests.lc import CONFIG, algorithm_1, walk, with_fit
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
 
 STEPS = 4
 TRUTH = {

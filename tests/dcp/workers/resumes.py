@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def state_of(size: int) -> dict[str, Any]:

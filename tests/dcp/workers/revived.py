@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dsq_ckpt
-from dsq_ckpt.manifest import Manifest, is_complete
+from dsq_ckpt.storage.manifest import Manifest, is_complete
 
 
 def state(step: int, rank: int) -> dict[str, torch.Tensor]:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageReader, DSQStorageWriter
-from dsq_ckpt.comm import TorchCommunicator
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.distributed.comm import TorchCommunicator
+from dsq_ckpt.storage.manifest import Manifest
 
 Save = Callable[[Path, Any], object]
 EXACT = {"quantize": {"weights": {"method": "exact"}}}

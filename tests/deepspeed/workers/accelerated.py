@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def main() -> None:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from common import LOSSY, begin, check, end, engine_of, error_of, everywhere, settings, train
 
 import dsq_ckpt
-from dsq_ckpt import attachments, direct
-from dsq_ckpt.checkpoint import Checkpoint
+from dsq_ckpt.engine import direct
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage import attachments
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def masters(engine: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ import dsq_ckpt.deepspeed
 from dsq_ckpt.deepspeed import engine as of_engine
 from dsq_ckpt.deepspeed import tags as of_tags
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def names(directory: Path) -> list[str]:

@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import dsq_ckpt.deepspeed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 
 class Experts(nn.Module):

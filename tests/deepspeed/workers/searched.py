@@ -11,10 +11,10 @@ import torch
 from common import begin, check, end, engine_of, error_of, everywhere, settings, train
 
 import dsq_ckpt
-from dsq_ckpt.analysis import Sketches
 from dsq_ckpt.deepspeed.partition import inventory
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.quantization.analysis import Sketches
+from dsq_ckpt.storage.manifest import Manifest
 
 SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "share": 1.0, "floor": 0.1}}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from common import EXACT, begin, check, end, engine_of, settings, train
 
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 KINDS: dict[str, dict[str, Any]] = {
     "stage 0, fp32": settings(0, bf16=False),

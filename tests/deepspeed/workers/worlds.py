@@ -9,7 +9,7 @@ import deepspeed
 import torch.distributed as dist
 from common import LOSSY, begin, check, end, engine_of, settings, train
 
-from dsq_ckpt.manifest import Manifest
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def main() -> None:

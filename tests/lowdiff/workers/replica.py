@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.comm import SingleProcess
+from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import Replica, process
 from dsq_ckpt.lowdiff.memory import Holder, InMemory
 from dsq_ckpt.lowdiff.recovery import _restore

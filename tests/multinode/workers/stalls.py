@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from train_multinode import Run, main
 
-from dsq_ckpt.shard import ShardWriter
+from dsq_ckpt.storage.shard import ShardWriter
 
 
 def whole(tree: Any) -> Any:

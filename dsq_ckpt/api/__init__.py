@@ -1,0 +1,1 @@
+"""What a training loop calls: save, load, Compressor, compress."""

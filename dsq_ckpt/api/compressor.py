@@ -1,0 +1,315 @@
+"""`Compressor`: checkpoints of a training loop, each at the smallest size that keeps the model's quality."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
+from dsq_ckpt.config.schema import AnyCodebook, DSQConfig, KMeans, Lattice
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_path, shown
+from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.dcp.reader import Refinement
+from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.distributed.comm import communicator
+from dsq_ckpt.engine import warmup
+from dsq_ckpt.engine.result import SaveResult
+from dsq_ckpt.errors import ConfigError, DSQError
+from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
+from dsq_ckpt.quantization.analysis import Fractions
+from dsq_ckpt.quantization.choice import as_configured
+from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.search.folds import agree
+from dsq_ckpt.search.manager import ConfigManager
+from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.manifest import Manifest, existing_path
+
+
+class Compressor:
+    """Saves a model and its optimizer, compressed; searches the configuration of each checkpoint.
+
+        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_on_a_few_batches())
+        ...
+        if step % 500 == 0:
+            compressor.save(f"run/step-{step:06d}")
+
+    Works in a single process and under DDP and FSDP2; make it after wrapping. With `evaluate`, each save finds the
+    smallest configuration whose degradation keeps to `config.search`; without it the configuration is taken as it is.
+    Where the configuration weighs gradients that the optimizer does not keep, they are averaged in the batches before
+    a checkpoint (`GradientAverage`), by hooks, or by `after_backward`.
+
+    Args:
+        model: to be saved, and evaluated.
+        optimizer: of that model; None: only the model is saved.
+        config: as for `dsq_ckpt.save`; `system` chooses the search space.
+        evaluate: the metric (a loss, by default: `search.higher_is_better`) of the model as it is now, on a few batches
+            that are always the same. It is called on all ranks together, and ranks' results are averaged.
+        check: the same metric on other batches. A search may fit the batches that it looks at; with `check`, what it
+            chooses by `evaluate` has to keep its bounds on these too, for two evaluations more per save.
+        every: steps between checkpoints, if that is regular: gradients are averaged only before them.
+        hooks: "step": the optimizer's step tells when gradients are there; "backward": for optimizers that run inside
+            backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
+        process_group: ranks that save; None: all.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the optimizer's parameters are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        config: ConfigLike = None,
+        evaluate: Callable[[], float] | None = None,
+        *,
+        check: Callable[[], float] | None = None,
+        every: int | None = None,
+        hooks: Literal["step", "backward", "manual"] = "step",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
+        expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
+        expect_folds(evaluate, check)
+        expect("every", every, int | None, "a number of steps")
+        if hooks not in ("step", "backward", "manual"):
+            raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
+        self.config = as_config(config)
+        if is_lossy(self.config):
+            warmup.start()
+        self.model, self.optimizer = model, optimizer
+        self.quality: dict[str, Any] | None = None
+        """What the last search measured; it is in the checkpoint's manifest too."""
+        self._group = process_group
+        self._hooks = hooks
+        self._functions = evaluate, check
+        self._manager = None if evaluate is None else ConfigManager(model, evaluate, check=check)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
+            module.reshard()
+        if evaluate is not None:
+            _check_search(self.config, bool(sharded))
+        parameters = names_of(model)
+        if optimizer is not None:
+            _check_owner(optimizer, parameters)
+        self._average: GradientAverage | None = None
+        if optimizer is not None and _needs_gradients(self.config, optimizer):
+            self._average = GradientAverage(parameters, self.config.search.beta, self.config.search.window, every=every)
+            if hooks == "backward":
+                self._average.attach_to_parameters()
+            else:
+                self._average.attach(optimizer, capture=hooks)
+
+    def __enter__(self) -> Compressor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        if self._average is not None:
+            self._average.detach()
+
+    def after_backward(self) -> None:
+        """With `hooks="manual"`: gradients are there, unscaled and clipped, and the optimizer has not stepped yet."""
+        if self._average is not None and self._hooks == "manual":
+            self._average.capture()
+
+    def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The state dict that is saved: `model`, `optimizer`, and what is in `extra`."""
+        expect_extra(extra)
+        extra = dict(extra or {})
+        taken = sorted({"model", "optimizer"} & set(extra))
+        if taken:
+            raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
+        if self.optimizer is None:
+            return {"model": get_model_state_dict(self.model), **extra}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, **extra}
+
+    @held_signals()
+    def save(
+        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, overwrite: bool = False,
+        pinned: bool = False, background: bool = False,
+    ) -> SaveResult | Future[SaveResult]:
+        """Search, quantize, save; collective.
+
+        Args:
+            path: the checkpoint directory.
+            extra: more to save, e.g. the step or the state of a scheduler.
+            overwrite: replace a complete checkpoint at `path`.
+            pinned: keep its refinement layer for good.
+            background: return when codes are there; entropy coding and files follow in a thread.
+
+        Returns:
+            What was written, as of `dsq_ckpt.save`; with `background` a future of it, whose `result()` raises what the
+            save raised.
+
+        Raises:
+            CheckpointExists: a complete checkpoint is at `path`; before the search, and as SaveFailed on other ranks.
+            SaveFailed: ranks have other functions than each other; on all ranks.
+            DSQError: what else failed, on every rank; earlier checkpoints are untouched, and so is the model.
+        """
+        manager = self._manager
+
+        def made() -> DSQStorageWriter:
+            expect_path("path", path)
+            expect_extra(extra)
+            return DSQStorageWriter(
+                path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
+                chooser=as_configured if manager is None else manager, gradients=self._gradients(),
+                fractions=fractions_of(self.config),
+            )
+
+        writer = agree(*self._functions, communicator(self._group), made)
+
+        def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
+            return writer, self.state(extra)
+
+        saved: SaveResult | Future[SaveResult]
+        if background:
+            saved = save_async_with(begin, process_group=self._group)
+        else:
+            saved = save_with(begin, process_group=self._group, staged=manager is not None)
+        self.quality = writer.quality
+        if self._average is not None:
+            self._average.reset()
+        return saved
+
+    @held_signals()
+    def load(
+        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, refinement: Refinement = "auto"
+    ) -> dict[str, Any]:
+        """Restore model and optimizer, in place, and go on from there; collective.
+
+        Args:
+            path: a complete checkpoint.
+            extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
+                empty dict is filled with all that was saved in its place, if that is plain data. Without it, a warning
+                names what was saved beside model and optimizer.
+            refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept,
+                with a warning where it was not.
+
+        Returns:
+            The filled `extra`.
+
+        Raises:
+            CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
+            DSQError: what else failed, on every rank.
+        """
+        state = self.state(extra)
+        load(state, path, refinement=refinement, process_group=self._group)
+        if self.optimizer is None:
+            set_model_state_dict(self.model, state["model"])
+        else:
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        if communicator(self._group).rank == 0:
+            _tell_left_out(existing_path(path), state, extra)
+        if self._manager is not None:
+            manifest = Manifest.read(Path(path))
+            self._manager.resume(manifest.config, manifest.quality)
+        if self._average is not None:
+            self._average.reset()
+        return {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+
+    def _gradients(self) -> dict[str, Any]:
+        if self._average is None:
+            return {}
+        names = names_of(self.model)
+        found = {name: self._average.average(name) for name in names if name in self._average}
+        return {name: average for name, average in found.items() if average is not None}
+
+
+def _tell_left_out(directory: Path, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
+    """Name what is in a checkpoint and was not loaded, unless the caller has chosen among it."""
+    names: set[str] = set()
+    with suppress(DSQError), CheckpointFiles(directory) as files, files.naming():  # it may be replaced by now
+        nesting = Nesting.from_json(files.index)
+        names = set() if nesting is None else {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
+    left = sorted(names - state.keys())
+    if left and not extra:
+        placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
+        warn(
+            f"{named(left)} of '{directory}' was not loaded, since load was not given extra: pass placeholders of what "
+            f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
+        )
+
+
+def _check_search(config: DSQConfig, sharded: bool) -> None:
+    if config.search.spread and sharded:
+        raise ConfigError(
+            "search.spread is true, but the model is sharded (FSDP): its ranks evaluate together; leave spread out"
+        )
+    space = SYSTEMS[config.system].space
+    if space is None:
+        return
+    try:
+        config.with_values(**space.values(space.gentlest, space.variants[0]))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the search of system '{config.system}' does not fit the configuration: {error}; choose the system whose "
+            "codebook this is, or leave out `evaluate` to take the configuration as it is"
+        ) from None
+
+
+def _check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    own = {id(parameter) for parameter in parameters.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
+                    "is not the model's; make the optimizer after wrapping the model, from this model's parameters"
+                )
+
+
+def _codebooks(config: DSQConfig) -> Iterable[AnyCodebook]:
+    quantize = config.quantize
+    return [tensor.codebook for tensor in (quantize.weights, *quantize.groups.values()) if tensor.method == "quantize"]
+
+
+def weighs_elements(config: DSQConfig) -> bool:
+    """Whether codebooks of weights look at the gradient of every element."""
+    return any(isinstance(book, KMeans) and book.domain == "linear" for book in _codebooks(config))
+
+
+def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
+    """Whether to average gradients: for weighing elements; for steps only if no moment tells the size of gradients."""
+    tells = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
+    return weighs_elements(config) or any(
+        isinstance(book, Lattice) and book.sensitivity > 0 and not tells for book in _codebooks(config)
+    )
+
+
+def fractions_of(config: DSQConfig) -> Fractions:
+    """What any configuration of the search space may prune or protect."""
+    books = [book for book in _codebooks(config) if isinstance(book, KMeans)]
+    prune, protect = {book.prune for book in books}, {book.protect for book in books}
+    space = SYSTEMS[config.system].space
+    for axis in space.axes if space is not None else ():
+        if any(path.endswith(".prune") for path in axis.path):
+            prune |= set(axis.values)
+        if any(path.endswith(".protect") for path in axis.path):
+            protect |= set(axis.values)
+    return Fractions(tuple(sorted(prune)), tuple(sorted(protect)))

@@ -1,0 +1,368 @@
+"""`compress`: one checkpoint by itself, without a run: for transfer learning, for a hub, for the shelf."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from xxhash import xxh3_128_hexdigest
+
+from dsq_ckpt.api import background
+from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.convert.dealing import deal
+from dsq_ckpt.convert.mapped import State
+from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
+from dsq_ckpt.convert.sources import Source as Opened
+from dsq_ckpt.core.arguments import expect_folds
+from dsq_ckpt.core.subclasses import by_parts
+from dsq_ckpt.core.trees import Tree, difference, merged, named_tree
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together, told_together
+from dsq_ckpt.engine.direct import Contribution, save_parts
+from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.remembered import apart
+from dsq_ckpt.engine.terms import Terms, refuse_different
+from dsq_ckpt.errors import ConfigError, SaveFailed
+from dsq_ckpt.quantization.analysis import Sketches
+from dsq_ckpt.quantization.choice import Choice, as_configured
+from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.groups import layer_types
+from dsq_ckpt.search.manager import ConfigManager
+from dsq_ckpt.storage.description import describe
+from dsq_ckpt.storage.manifest import Manifest, expanded, local_path
+from dsq_ckpt.storage.targets import refuse_checkpoint
+
+Evaluate = Callable[[], float]
+Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
+
+_KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum")
+
+
+def compress(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    config: ConfigLike = None,
+    evaluate: Evaluate | None = None,
+    check: Evaluate | None = None,
+    max_degradation: float | None = None,
+    model: nn.Module | None = None,
+    overwrite: bool = False,
+    communicator: Communicator | None = None,
+) -> dict[str, Any]:
+    """Compress one checkpoint: a keyframe that belongs to no run, written by this process alone or by several.
+
+    What was saved or loaded in the directory that `path` lies in is neither used nor remembered. The whole state is in
+    memory, or a rank's share of it; files of `torch.save` and safetensors are mapped.
+
+    With `max_degradation`, the smallest configuration is searched whose base layer keeps `evaluate` to it; the
+    refinement layer is left out, of moments too, unless `config` sets `refinement_bits`: what is loaded is then what
+    was measured. If no configuration keeps to it, weights are stored exactly, unless `config` sets `search.otherwise`.
+    With `evaluate` alone, the search is that of `config.search`; with neither, the configuration is taken as it is.
+
+    With `communicator`, the call is collective: all ranks give the same arguments, each reads and writes its share, and
+    what is decoded is what one process would have stored, bit for bit. The search is for one process.
+
+    Args:
+        source: a state dict of whole tensors; a module, whose state dict is saved; or the path of a checkpoint: a
+            `.safetensors` file, the index of several or a directory with them, a `torch.save` file of plain data, a
+            dsq_ckpt checkpoint, or a plain DCP directory. Only the last is unpickled, by torch itself: give only DCP
+            directories that you trust.
+        path: the checkpoint directory to write, on storage that all ranks share.
+        config: as for `dsq_ckpt.save`.
+        evaluate: the metric of the model as it is now, as for `Compressor`.
+        check: the same metric on other batches, as for `Compressor`: the bound is kept by both.
+        max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
+        model: the model that `evaluate` looks at, where `source` is not it. It is given the weights of the source
+            first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
+            tells layer types and nothing more.
+        overwrite: replace a complete checkpoint at `path`.
+        communicator: of the ranks that compress together, such as `dsq_ckpt.distributed.mpi.MPICommunicator()` or
+            `dsq_ckpt.distributed.comm.TorchCommunicator()`; None: this process alone.
+
+    Returns:
+        What `describe` tells, and `quality`: what the search measured, None where there was none.
+
+    Raises:
+        ConfigError: the configuration is wrong, or one for differences (`delta.against: values`, as in the systems lc,
+            topn and scar), arguments contradict each other or those of another rank, or the model has other keys,
+            shapes or dtypes than the source.
+        CheckpointNotFound, CorruptCheckpoint, LoadFailed: the source cannot be read.
+        CheckpointExists: `path` holds a complete checkpoint and `overwrite` was not given.
+        SaveFailed: `path` is no directory.
+        DSQError: what else failed, `evaluate`, `check` and another rank included; all ranks raise, and nothing was
+            committed.
+    """
+    comm = communicator or SingleProcess()
+
+    def prepare() -> tuple[Path, DSQConfig, Opened]:
+        target = local_path(path)
+        refuse_checkpoint(target, overwrite)
+        if evaluate is not None and comm.size > 1:
+            raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
+        expect_folds(evaluate, check)
+        chosen = _configuration(config, max_degradation, evaluate)
+        return target, chosen, _opened(source, target, model, evaluate)
+
+    target, chosen, opened = together(comm, prepare)
+    judged = source if isinstance(source, nn.Module) else model
+    background.wait()  # what it commits is for its run to remember
+    with closing(opened), apart():
+        _same(comm, Terms.of(target, chosen), {"overwrite": overwrite, "source": [
+            (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
+        ]})
+        save_parts(
+            target, lambda: _share(opened, comm), chosen, comm, parent=None, overwrite=overwrite,
+            types=None if judged is None else layer_types(judged),
+            chooser=as_configured if judged is None or evaluate is None else _search(judged, evaluate, check),
+        )
+
+    def about() -> dict[str, Any] | None:
+        return {**describe(target), "quality": Manifest.read(target).quality} if comm.rank == 0 else None
+
+    result = told_together(comm, about)[0]
+    assert result is not None
+    return result
+
+
+def _configuration(config: ConfigLike, max_degradation: float | None, evaluate: Evaluate | None) -> DSQConfig:
+    chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation)
+    if chosen.delta.against == "values":
+        raise ConfigError(
+            f"system '{chosen.system}' with delta.against 'values' compresses differences to a parent, and a "
+            "checkpoint by itself has none: all of it would be stored exactly. Choose a system that compresses weights "
+            "themselves (dsq, inshrinkerator, uniform, adaptive, kmeans), or exact where that is meant; differences "
+            "are for dsq_ckpt.save in a run"
+        )
+    if max_degradation is not None and evaluate is None:
+        raise ConfigError("max_degradation needs evaluate: a function that gives the metric of the model as it is")
+    return chosen
+
+
+def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
+    """What is to be compressed; with `evaluate`, the tensors of the model that it looks at."""
+    if isinstance(source, nn.Module) and model not in (None, source):
+        raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
+    if evaluate is not None and model is None and not isinstance(source, nn.Module):
+        raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
+    opened: Opened
+    if isinstance(source, nn.Module | Mapping):
+        opened = _whole(dict(source.state_dict() if isinstance(source, nn.Module) else source))
+    elif expanded(source).resolve() == target.resolve():
+        raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
+    else:
+        opened = open_source(source)
+    if not opened.tensors:
+        raise ConfigError("the source holds no tensors: there is nothing to compress")
+    if evaluate is not None and model is not None and not isinstance(source, nn.Module):
+        with closing(opened):
+            opened = InMemory(_loaded_into(model, whole_state(opened)))
+    return opened
+
+
+def _whole(state: State) -> InMemory:
+    """A state dict that a user gave, once all its tensors are whole ones."""
+    opened = InMemory(by_parts(state))
+    for fqn in opened.tensors:
+        tensor = opened.tensor(fqn)
+        if isinstance(tensor, DTensor | ShardedTensor):
+            raise ConfigError(
+                f"'{fqn}' is a part of a distributed tensor; compress takes whole ones: use dsq_ckpt.save on all ranks"
+            )
+        if tensor.is_meta:
+            raise ConfigError(f"'{fqn}' is on the meta device: it has no values to compress")
+    return opened
+
+
+def _same(comm: Communicator, terms: Terms, arguments: Mapping[str, Any]) -> None:
+    """Make sure that all ranks are about to do the same; collective.
+
+    Raises:
+        ConfigError: they are not; on all ranks.
+    """
+    # Hashes, since there may be many tensors.
+    told = comm.gather((terms, {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}))
+    refuse_different([given for given, _ in told])
+    for rank, (_, hashes) in enumerate(told):
+        if differing := [name for name in hashes if hashes[name] != told[0][1][name]]:
+            raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
+
+
+def _share(opened: Opened, comm: Communicator) -> Contribution:
+    """What this rank is to read and write; rank 0 has what is no tensor too."""
+    values = opened.read(deal(opened, comm.size)[comm.rank])
+    parts = [
+        Part(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
+        for key in values
+    ]
+    if comm.rank:
+        return Contribution(parts)
+    return Contribution(
+        parts, objects={name: _dumped(value) for name, value in opened.objects().items()}, nesting=opened.nesting
+    )
+
+
+def _dumped(value: Any) -> bytes:
+    """An object as DCP writes it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., Choice]:
+    """A chooser that searches, and fails where `evaluate` or `check` does: nothing is gained by a snapshot of unknown
+    quality.
+    """
+    failures: list[tuple[str, Exception]] = []
+
+    def guarded(name: str, original: Evaluate) -> Evaluate:
+        def call() -> float:
+            try:
+                return original()
+            except Exception as error:
+                failures.append((name, error))
+                raise
+
+        return call
+
+    manager = ConfigManager(
+        model, guarded("evaluate", evaluate), check=None if check is None else guarded("check", check)
+    )
+
+    def choose(
+        sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> Choice:
+        choice = manager(sketches, local, config, comm, workers)
+        if failures:
+            name, error = failures[0]
+            raise SaveFailed(f"`{name}` raised {type(error).__name__}: {error}") from error
+        if choice.quality is not None and not {fold.key for fold in manager.folds} <= set(choice.quality):
+            raise SaveFailed(str(choice.quality["reason"]))
+        return choice
+
+    return choose
+
+
+def _bounded(config: ConfigLike, max_degradation: float) -> DSQConfig:
+    """The configuration with a bound on the base layer, and without a refinement layer unless it asks for one."""
+    if not 0 < max_degradation < 10:
+        raise ConfigError(
+            f"max_degradation is {max_degradation}; expected a number above 0 and below 10, such as 0.01 for 1 %; for "
+            "no degradation at all take the preset 'exact'"
+        )
+    whole = as_config(config)  # says what is wrong with it, and where
+    snapshot = {
+        "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"otherwise": "exact"},
+    }
+    bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
+    return DSQConfig.create(merged(merged(snapshot, _said(config)), bound))
+
+
+def _said(config: ConfigLike) -> Tree:
+    """What a configuration says itself; of a `DSQConfig`, which has every key, what differs from the defaults."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return {str(key): value for key, value in config.items()}
+    if not isinstance(config, DSQConfig):
+        return named_tree(config)
+    tree, usual = config.model_dump(), DSQConfig(system=config.system).model_dump()
+    said = difference(tree, usual)
+    if "groups" in said.get("quantize", {}):  # a group's defaults are what weights are set to
+        weights = tree["quantize"]["weights"]
+        said["quantize"]["groups"] = {
+            name: difference(group, weights) for name, group in tree["quantize"]["groups"].items()
+        }
+    return said
+
+
+def _loaded_into(model: nn.Module, state: State) -> State:
+    """Give the model the weights of a state dict; returns that state dict with the model's tensors in their place.
+
+    Raises:
+        ConfigError: no entry has the model's keys, or a shape or dtype differs.
+    """
+    own = model.state_dict()
+    path, entry = _entry(own, state)
+    for name, value in entry.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        expected = own[name]
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise ConfigError(
+                f"'{'.'.join([*path, name])}' of the source is {_looks(value)}, but {_looks(expected)} in the model; "
+                "evaluate a model of the same shapes and dtypes (model.to(dtype))"
+            )
+    try:
+        model.load_state_dict(dict(entry), strict=False)  # keys were compared; of tied tensors one is enough
+    except RuntimeError as error:
+        raise ConfigError(f"the model does not take the source's weights: {error}") from error
+    own = model.state_dict()
+    adopted = {name: own[name] if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+    return _replaced(state, path, adopted)
+
+
+def _entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """The part of a state dict that has the keys of a model's, `own`: where it is, and what it holds."""
+    best: tuple[str, ...] = ()
+    closest: Mapping[str, Any] = {}
+    for path, entry in _entries((), state):
+        missing = own.keys() - entry.keys()
+        if entry.keys() <= own.keys() and _tied(missing, own):
+            return path, entry
+        if len(own.keys() & entry.keys()) > len(own.keys() & closest.keys()):
+            best, closest = path, entry
+    where = f"entry '{'.'.join(best)}' of the source" if best else "the source"
+    if not closest:
+        raise ConfigError(
+            f"the source has none of the model's keys ({_some(own)}); it has {_some(state)}: give the model that these "
+            "are of, or the state dict under the model's own names"
+        )
+    raise ConfigError(
+        f"{where} has other keys than the model: missing are {_some(own.keys() - closest.keys())}; "
+        f"not the model's are {_some(closest.keys() - own.keys())}"
+    )
+
+
+def _entries(path: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """All dicts in a state dict, outer ones first."""
+    yield path, state
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _entries((*path, str(key)), value)
+
+
+def _tied(missing: set[str], own: Mapping[str, Any]) -> bool:
+    """Whether all missing tensors share their memory with others, as a head does with its embedding."""
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    there = {value.data_ptr() for name, value in tensors.items() if name not in missing and value.numel()}
+    return all(name in tensors and tensors[name].data_ptr() in there for name in missing)
+
+
+def _replaced(state: Mapping[str, Any], path: tuple[str, ...], entry: State) -> State:
+    if not path:
+        return entry
+    return {
+        key: _replaced(value, path[1:], entry) if str(key) == path[0] and isinstance(value, Mapping) else value
+        for key, value in state.items()
+    }
+
+
+def _looks(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _some(names: Iterable[str]) -> str:
+    known = sorted(map(str, names))
+    shown = ", ".join(f"'{name}'" for name in known[:3])
+    return (shown + (f" and {len(known) - 3} more" if len(known) > 3 else "")) or "none"

@@ -1,0 +1,409 @@
+"""`save`, `async_save` and `load`: `torch.distributed.checkpoint` with our writer and reader."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from dsq_ckpt.api import background
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.arguments import expect, expect_path
+from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.nesting import Path, empty_dicts
+from dsq_ckpt.core.subclasses import loading, refuse_cycles, storable
+from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
+from dsq_ckpt.dcp.calls import AsyncCall
+from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
+from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
+from dsq_ckpt.dcp.writer import DSQStorageWriter
+from dsq_ckpt.distributed.comm import Elsewhere, SingleProcess, communicator, together
+from dsq_ckpt.engine.remembered import remember_committed
+from dsq_ckpt.engine.result import SaveResult
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest, existing_path
+
+logger = logging.getLogger(__name__)
+
+_SAVE, _LOAD = "save(state_dict, path)", "load(state_dict, path)"
+ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def as_config(config: ConfigLike) -> DSQConfig:
+    """A configuration from what a user gives; see `DSQConfig.create`."""
+    return DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
+
+
+def _state_of(value: Any, call: str) -> dict[str, Any]:
+    """The state dict that a user gave, or that of a module.
+
+    Args:
+        value: that was given.
+        call: how the call is written.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, nn.Module):
+        return dict(value.state_dict())
+    expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
+    found: dict[str, Any] = value
+    return found
+
+
+@contextmanager
+def _plain_errors(
+    otherwise: type[DSQError], own_rank: int, undo: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Raise what failed, naming its rank, in place of DCP's bundle of tracebacks (which stays as the cause).
+
+    `undo` is called before, once all ranks have failed.
+
+    What is not an error of this package becomes `otherwise`; what is no `Exception`, such as KeyboardInterrupt, is
+    raised as it is on its own rank.
+
+    DCP's `CheckpointException` is not even an `Exception`, so `except Exception` around a save would miss it.
+    """
+    try:
+        yield
+    except CheckpointException as bundle:
+        undo()
+        raise _plain_error(bundle, otherwise, own_rank) from bundle
+    except RuntimeError as error:  # of a collective, between the steps whose errors DCP bundles
+        if not (dist.is_available() and dist.is_initialized()):
+            raise
+        raise otherwise(
+            f"rank {dist.get_rank()}: {type(error).__name__}: {error}; if it could not reach another rank, that one or "
+            "its host is gone"
+        ) from error
+
+
+def _plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank: int | None) -> BaseException:
+    failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
+    mine = None if own_rank is None else failures.get(own_rank)
+    if mine is not None and not isinstance(mine, Exception):
+        return mine
+    own = {rank: error for rank, error in failures.items() if not isinstance(error, Elsewhere)}
+    rank, error = min((own or failures).items(), key=lambda pair: pair[0])
+    prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
+    if isinstance(error, DSQError):
+        return type(error)(f"{prefix}{error}")
+    return otherwise(prefix + described(error))
+
+
+@contextmanager
+def _at_exit() -> Iterator[None]:
+    """Say why no thread starts any more, as in a function of `atexit`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
+        raise SaveFailed(
+            "the interpreter is exiting, and begins nothing in the background any more: call dsq_ckpt.save here, which "
+            "saves before it returns"
+        ) from error
+
+
+@contextmanager
+def _alone(no_dist: bool) -> Iterator[None]:
+    """Silence DCP's warning that a single process is a single process, where that is what was asked for."""
+    if not no_dist:
+        yield
+        return
+    with warnings.catch_warnings():
+        _silence()
+        yield
+
+
+def _silence() -> None:
+    # For good where a save goes on in the background: filters are those of the whole process, not of a thread.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def save(
+    state_dict: dict[str, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    config: ConfigLike = None,
+    parent: str | os.PathLike[str] | None = "auto",
+    overwrite: bool = False,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    pinned: bool = False,
+    no_dist: bool = False,
+) -> SaveResult:
+    """Save a nested state dict, compressed; collective over `process_group`.
+
+    Keys of dicts that are numbers, as in a plain `optimizer.state_dict()`, and dicts without entries come back in an
+    export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
+    The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
+
+    A module stands for its state dict, and tells layer types.
+
+    Returns:
+        What was written, the same on every rank; rank 0 logs it.
+
+    Raises:
+        ConfigError: an argument is not what it must be.
+        DSQError: what else failed, naming the rank, on every rank; earlier checkpoints are untouched.
+    """
+    return save_with(
+        _begun(state_dict, path, config, parent, overwrite, model, process_group, pinned, no_dist),
+        process_group=process_group, no_dist=no_dist,
+    )
+
+
+Begin = Callable[[], tuple[DSQStorageWriter, dict[str, Any]]]
+"""Makes the writer of a save, and the state dict; called so that the failure of one rank reaches the others."""
+
+
+def _begun(
+    given: dict[str, Any] | nn.Module, path: str | os.PathLike[str], config: ConfigLike,
+    parent: str | os.PathLike[str] | None, overwrite: bool, model: nn.Module | None,
+    process_group: dist.ProcessGroup | None, pinned: bool, no_dist: bool,
+) -> Begin:
+    def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
+        expect_path("path", path)
+        state = _state_of(given, _SAVE)
+        writer = DSQStorageWriter(
+            path, config, parent=parent, overwrite=overwrite, process_group=process_group, pinned=pinned,
+            no_dist=no_dist, model=given if isinstance(given, nn.Module) else model,
+        )
+        return writer, state
+
+    return begin
+
+
+def _storable(begin: Begin) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
+    writer, state = begin()
+    assert writer.path is not None
+    return writer, storable(state), writer.path
+
+
+@held_signals()
+def save_with(
+    begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, staged: bool = False
+) -> SaveResult:
+    """Save with a writer of the caller's; with `staged`, it chooses and quantizes before DCP plans."""
+    background.wait()
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    writer, state_dict, path = together(comm, lambda: _storable(begin))
+    if staged:
+        writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
+        state_dict = writer.stage(state_dict)
+    with _plain_errors(SaveFailed, comm.rank, writer.discard), _alone(no_dist):
+        dcp.save(
+            state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
+        )
+    result = together(comm, lambda: _committed(path))
+    remember_committed(path, result.save_id)
+    return _logged(result, comm.rank)
+
+
+def _logged(result: SaveResult, rank: int) -> SaveResult:
+    if rank == 0:
+        logger.info("%s", result)
+    return result
+
+
+def _committed(path: pathlib.Path) -> SaveResult:
+    """The checkpoint just committed; a rank that had nothing to write may not share the directory."""
+    try:
+        return SaveResult.of(path, Manifest.read(path))
+    except CheckpointNotFound as error:
+        raise SaveFailed(
+            f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
+            "hosts; save to a directory that is"
+        ) from error
+    except DSQError as error:
+        raise SaveFailed(f"the checkpoint was committed, but cannot be read back: {error}") from error
+
+
+def async_save(
+    state_dict: dict[str, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    config: ConfigLike = None,
+    parent: str | os.PathLike[str] | None = "auto",
+    overwrite: bool = False,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    pinned: bool = False,
+    no_dist: bool = False,
+    processes: bool = False,
+) -> Future[SaveResult]:
+    """Save in the background; training goes on as soon as the codes are there.
+
+    The call returns after sketch, quantization and the copy of what is stored exactly; entropy coding and files follow
+    in a thread on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the
+    one before it.
+
+    Returns:
+        A future of what `save` returns; its `result()` raises what the save raised.
+
+    Raises:
+        ConfigError: an argument is not what it must be.
+        DSQError: what else failed before the call returns, such as a checkpoint at `path` that is not to be
+            overwritten.
+    """
+    return save_async_with(
+        _begun(state_dict, path, config, parent, overwrite, model, process_group, pinned, no_dist),
+        process_group=process_group, no_dist=no_dist, processes=processes,
+    )
+
+
+@held_signals()
+def save_async_with(
+    begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, processes: bool = False
+) -> Future[SaveResult]:
+    """`async_save` with a writer of the caller's."""
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    if processes and (no_dist or process_group is not None):
+        raise SaveFailed(
+            "processes=True needs torch.distributed, and saves on all its ranks: initialize a process group and pass "
+            "none here, nor no_dist, or leave processes out"
+        )
+    if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
+        raise SaveFailed(lacking)
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    writer, state_dict, path = together(comm, lambda: _storable(begin))
+    background.wait()
+    kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
+    group = None if processes or no_dist else background.group(process_group)
+    if no_dist:
+        _silence()
+    writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
+    with _plain_errors(SaveFailed, comm.rank), _at_exit():
+        response = dcp.async_save(
+            state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
+            no_dist=no_dist, process_group=group,
+        )
+    inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+    outer: Future[SaveResult] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        error = done.exception()
+        if isinstance(error, CheckpointException):
+            writer.discard()
+            plain = _plain_error(error, SaveFailed, None if processes else comm.rank)
+            plain.__cause__ = error
+            error = plain
+        elif isinstance(error, Exception) and not isinstance(error, DSQError):
+            ended = how_it_ended(after_error=True) if processes else None
+            where = "in DCP's background process: " if processes else ""
+            plain = SaveFailed(
+                f"{where}{described(error)}" if ended is None
+                else f"DCP's background process {ended}; the next save starts another"
+            )
+            plain.__cause__ = error
+            error = plain
+        try:
+            if error is not None:
+                raise error
+            outer.set_result(_logged(_committed(path), comm.rank))
+        except BaseException as failure:
+            outer.set_exception(failure)
+
+    inner.add_done_callback(pass_on)
+    background.begun(outer)
+    return outer
+
+
+@held_signals()
+def load(
+    state_dict: dict[str, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    refinement: Refinement = "auto",
+    exact: Sequence[str] = (),
+    allow_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
+
+    An empty dict in it, or itself if it is empty, is filled with all that is stored below it, as whole tensors on the
+    CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
+    which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
+    arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
+    dict.
+
+    Raises:
+        ConfigError: an argument is not what it must be.
+        CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
+        DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict, or more than
+            plain data.
+    """
+    if isinstance(state_dict, nn.Module):
+        own = _state_of(state_dict, _LOAD)
+        load(
+            own, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
+            no_dist=no_dist,
+        )
+        state_dict.load_state_dict(own)
+        return
+    _state_of(state_dict, _LOAD)
+    background.wait()
+    reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    comm = SingleProcess() if no_dist else communicator(process_group)
+
+    def prepare() -> tuple[list[Path], list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]]:
+        """Before DCP, which would log a page about a wrong path; the state dict is left as it is."""
+        directory = existing_path(path)
+        Manifest.read(directory)
+        refuse_cycles(state_dict)
+        empty = [own for own, _ in empty_dicts(state_dict)]
+        if not empty:
+            return [], []
+        with Checkpoint(directory) as checkpoint:
+            return empty, fillings(state_dict, checkpoint)
+
+    empty, to_fill = together(comm, prepare, LoadFailed)
+    try:
+        for target, placeholders in to_fill:
+            target.update(placeholders)
+        with (
+            _plain_errors(LoadFailed, comm.rank), _alone(no_dist), loading(state_dict) as inner,
+            _sortable(inner) as sortable,
+        ):
+            dcp.load(
+                sortable, storage_reader=reader, planner=NestedLoadPlanner(empty), process_group=process_group,
+                no_dist=no_dist,
+            )
+    except BaseException as error:
+        for target, _ in to_fill:
+            target.clear()
+        if isinstance(error, DSQError) and reader.unreadable is not None:
+            raise reader.unreadable from error
+        if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path
+            raise type(error)(f"'{reader.path}': {error}") from error
+        raise
+
+
+@contextmanager
+def _sortable(state_dict: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """A state dict with strings as keys, by which DCP sorts and names; what is set in it is set in the original."""
+    if all(isinstance(key, str) for key in state_dict):
+        yield state_dict
+        return
+    by_name = {str(key): value for key, value in state_dict.items()}
+    if len(by_name) < len(state_dict):
+        raise LoadFailed(f"two keys at the top level have the same name, among {list(by_name)}; load one of them alone")
+    yield by_name
+    state_dict.update({key: by_name[str(key)] for key in state_dict})

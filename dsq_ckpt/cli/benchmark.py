@@ -1,0 +1,283 @@
+"""`dsq bench`: kernels against memcpy, a whole save and load against DCP's own, on the machine at hand.
+
+Every figure is a median with its spread, and a peer is measured in the same run: machines are noisy, ratios less so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+
+from dsq_ckpt import kernels
+from dsq_ckpt.api import save_load as api
+from dsq_ckpt.coding import RansCoder
+from dsq_ckpt.config.schema import DSQConfig, Lattice
+from dsq_ckpt.engine import remembered
+from dsq_ckpt.kernels.keys import FULL
+from dsq_ckpt.quantization.codebook import fit_group
+from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
+from dsq_ckpt.storage.description import describe
+from dsq_ckpt.version import __version__
+
+_TARGETS = {  # name: (target, whether more is better)
+    "sketch / memcpy": (0.4, True),
+    "joint sketch / memcpy": (0.3, True),
+    "table quantize / memcpy": (0.3, True),
+    "rANS encode, G codes/s": (0.15, True),
+    "rANS decode, G codes/s": (0.25, True),
+    "k-means, all k to 32, 3000 buckets, ms": (50.0, False),
+    "save keyframe / dcp.save": (0.7, False),
+    "save delta / dcp.save": (0.7, False),
+    "load keyframe / dcp.load": (1.0, False),
+    "load keyframe, cold / dcp.load, cold": (1.0, False),
+    "save memory / fp32 bytes": (0.6, False),
+}
+
+
+def run_bench(parameters: int, threads: int, directory: Path, moments: bool = True, repeats: int = 5) -> dict[str, Any]:
+    """Run everything; returns medians, spreads and the machine, ready for JSON.
+
+    Args:
+        parameters: size of the model; with `moments` the state has three times as many elements.
+        threads: worker threads of saves and loads (0: as a save would choose).
+        directory: where checkpoints are written, so on the disk that is to be measured.
+        moments: whether the state holds Adam's moments.
+        repeats: runs per figure.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    _kernels(min(parameters, 25_000_000), repeats, rows)
+    _clustering(repeats, rows)
+    for with_moments in (False, True) if moments else (False,):
+        _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
+    return {
+        "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"dsq_ckpt": __version__, "torch": torch.__version__, "numpy": np.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def print_bench(result: dict[str, Any], console: Console) -> None:
+    """The result as a table."""
+    table = Table(title=f"dsq bench: {result['parameters']:,} parameters, {result['threads']} thread(s)")
+    table.add_column("figure")
+    for name in ("median", "min", "max", "aim"):
+        table.add_column(name, justify="right")
+    for name, row in result["rows"].items():
+        target = _TARGETS.get(name.removesuffix(" (weights + moments)"))
+        aim = "" if target is None else f"{'≥' if target[1] else '≤'} {target[0]:g}"
+        table.add_row(name, *(f"{row[key]:.3g}" for key in ("median", "min", "max")), aim)
+    console.print(table)
+
+
+def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    rng = np.random.default_rng(0)
+    before = rng.normal(0, 0.02, count).astype(np.float32)
+    after = before + rng.normal(0, 0.005, count).astype(np.float32)  # about 0.7 bits per code, as early in training
+    target, codes, parent = np.empty_like(after), np.empty(count, np.uint8), np.empty(count, np.uint8)
+    counts = np.zeros((1, FULL.size), np.int64)
+    kernels.sketch(before, FULL.lo, FULL.hi, 1.0, counts[0])
+    first = fit_group(counts, FULL, Lattice(step=0.5), None)
+    kernels.quantize(before, None, 0, FULL.lo, FULL.hi, 1.0, first.table, parent)
+    window, symbols = first.codebook.window, first.codebook.symbols
+    joint = np.zeros((symbols + 1, window.size), np.int64)
+    kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, joint)
+    second = fit_group(joint, window, Lattice(step=0.5), first.codebook)
+    kernels.quantize(after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes)
+    coder, alone = RansCoder.fit(second.counts), RansCoder.fit(first.counts)
+    data, keyframe = coder.encode(codes, parent), alone.encode(parent, None)
+    decoded = np.empty_like(codes)
+    single, scratch = np.zeros(FULL.size, np.int64), np.zeros_like(joint)
+    work: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: np.copyto(target, after),
+        "sketch": lambda: kernels.sketch(after, FULL.lo, FULL.hi, 1.0, single),
+        "joint sketch": lambda: kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, scratch),
+        "table quantize": lambda: kernels.quantize(
+            after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes),
+        "rANS encode": lambda: coder.encode(codes, parent),
+        "rANS decode": lambda: coder.decode(data, parent, decoded),
+        "rANS encode, keyframe": lambda: alone.encode(parent, None),
+        "rANS decode, keyframe": lambda: alone.decode(keyframe, None, decoded),
+    }
+    seconds = _interleaved(work, repeats)
+    rows["memcpy, G elements/s"] = _summary([count / s / 1e9 for s in seconds["memcpy"]])
+    for name in ("sketch", "joint sketch", "table quantize"):
+        rows[f"{name} / memcpy"] = _summary([a / b for a, b in zip(seconds["memcpy"], seconds[name], strict=True)])
+    for name in ("rANS encode", "rANS decode", "rANS encode, keyframe", "rANS decode, keyframe"):
+        rows[f"{name}, G codes/s"] = _summary([count / s / 1e9 for s in seconds[name]])
+    rows["bits per code, delta"] = _summary([8 * len(data) / count])
+    rows["bits per code, keyframe"] = _summary([8 * len(keyframe) / count])
+
+
+def _clustering(repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    rng = np.random.default_rng(0)
+    points = np.sort(rng.normal(size=3000))
+    weights = np.exp(-points**2 / 2) * 1e5
+    seconds = _interleaved({"k-means": lambda: exact_kmeans(points, weights, 32)}, repeats)
+    rows["k-means, all k to 32, 3000 buckets, ms"] = _summary([1e3 * s for s in seconds["k-means"]])
+
+
+def _checkpoints(
+    parameters: int, moments: bool, threads: int, directory: Path, repeats: int, rows: dict[str, dict[str, float]]
+) -> None:
+    suffix = " (weights + moments)" if moments else ""
+    config = DSQConfig().with_values(**{"storage.threads": threads})
+    state = synthetic_state(parameters, moments)
+    drifted = _drift(state)
+    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    fp32 = sum(tensor.numel() for tensor in state.values()) * 4
+    directory.mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, list[float]] = {}
+    memory = []
+    with tempfile.TemporaryDirectory(dir=directory) as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root = Path(scratch)
+        for number in range(repeats + 1):  # the first round warms caches and compiles kernels
+            # Nothing is deleted in between: a training run, too, writes to blocks of the disk that are not in use yet.
+            plain, run = root / f"dcp-{number}", root / f"dsq-{number}"
+            remembered.forget()
+            dcp_load = partial(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
+            timed: dict[str, Callable[[], object]] = {
+                "dcp.save": partial(
+                    dcp.save, state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True
+                ),
+                "save keyframe": partial(api.save, state, run / "key", config=config, no_dist=True),
+                "dcp.load": dcp_load,
+                "load keyframe": partial(api.load, into, run / "key", no_dist=True),
+                "save delta": partial(api.save, drifted, run / "delta", config=config, no_dist=True),
+                "dcp.load, cold": dcp_load,
+                "load keyframe, cold": partial(api.load, into, run / "key", no_dist=True),
+            }
+            for name, work in timed.items():
+                os.sync()
+                if name.endswith("cold"):
+                    _drop_from_cache(root)
+                _resident_peak(reset=True)
+                resident = _resident()
+                seconds.setdefault(name, []).append(_seconds(work))
+                if name == "save delta":  # the parent's codes were resident before: one byte per element
+                    memory.append((_resident_peak(reset=False) - resident + fp32 / 4) / fp32)
+            if number == 0:
+                rows["ratio of a keyframe" + suffix] = _summary([_ratio(run / "key")])
+                rows["ratio of a delta" + suffix] = _summary([_ratio(run / "delta")])
+    remembered.forget()
+    for name, peer in (
+        ("save keyframe", "dcp.save"), ("save delta", "dcp.save"), ("load keyframe", "dcp.load"),
+        ("load keyframe, cold", "dcp.load, cold"),
+    ):
+        ratios = [a / b for a, b in zip(seconds[name][1:], seconds[peer][1:], strict=True)]
+        rows[f"{name} / {peer}{suffix}"] = _summary(ratios)
+    for name in seconds:
+        rows[f"{name}, s{suffix}"] = _summary(seconds[name][1:])
+    rows[f"save memory / fp32 bytes{suffix}"] = _summary(memory[1:])
+
+
+def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
+    """A transformer-shaped state of about `parameters` weights: matrices, an embedding, norms; realistic values."""
+    width = max(64, int((parameters / (12 * 8 + 64)) ** 0.5) // 64 * 64)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (64 * width, width)}
+    layer = 0
+    while sum(int(np.prod(shape)) for shape in shapes.values()) + 12 * width * width <= parameters:
+        for name, rows_, columns in (("qkv", 3, 1), ("out", 1, 1), ("up", 4, 1), ("down", 1, 4)):
+            shapes[f"layers.{layer}.{name}.weight"] = (rows_ * width, columns * width)
+        shapes[f"layers.{layer}.norm.weight"] = (width,)
+        layer += 1
+    generator = torch.Generator().manual_seed(0)
+    state: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        scale = 0.02 * 2 ** (0.5 * float(torch.randn((), generator=generator)))
+        state[f"model.{name}"] = torch.empty(shape).normal_(0, scale, generator=generator)
+        if moments:
+            first = torch.empty(shape).normal_(0, 1e-3, generator=generator)
+            spread = torch.empty(shape).normal_(0, 1.5, generator=generator).exp_()
+            state[f"optimizer.state.{name}.exp_avg"] = first * spread.sqrt()
+            state[f"optimizer.state.{name}.exp_avg_sq"] = spread * 1e-5
+    return state
+
+
+def _drift(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state some hundred steps later: weights a tenth of their size away, moments half renewed."""
+    generator = torch.Generator().manual_seed(1)
+    later = {}
+    for name, tensor in state.items():
+        noise = torch.empty(tensor.shape).normal_(0, 1, generator=generator)
+        if name.endswith("exp_avg_sq"):
+            later[name] = tensor * (0.3 * noise).exp_()
+        elif name.endswith("exp_avg"):
+            later[name] = 0.7 * tensor + noise.mul_(0.7 * tensor.std())
+        else:
+            later[name] = tensor + noise.mul_(0.1 * tensor.std())
+    return later
+
+
+def _ratio(path: Path) -> float:
+    sizes = describe(path)
+    return float(sizes["bytes_logical"] / sizes["bytes_written"])
+
+
+def _interleaved(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turns, so that a slow moment of the machine hits all of them; one warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(repeats + 1):
+        for name, run in work.items():
+            elapsed = _seconds(run)
+            if number:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _drop_from_cache(root: Path) -> None:
+    """Ask the kernel to forget the files' pages, as after a restart; the disk's own caches are beyond reach."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_peak(reset: bool) -> int:
+    """High-water mark of resident memory in bytes (Linux); with `reset`, it starts anew."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

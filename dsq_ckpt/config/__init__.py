@@ -1,0 +1,1 @@
+"""The configuration: its schema, search spaces, and the published systems as configurations."""

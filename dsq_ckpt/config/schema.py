@@ -1,0 +1,478 @@
+"""The one configuration tree, `DSQConfig`.
+
+It is built from keyword arguments, a dict, JSON or YAML; every offending key is named at once. A setting that
+nothing reads does not exist. The defaults are those measured in `benchmarks/results/` (see `docs/design.md`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.hints import explained, group_hint
+from dsq_ckpt.core.trees import merged, named_tree, preset_tree
+from dsq_ckpt.errors import ConfigError
+
+SystemName = Literal["dsq", "inshrinkerator", "uniform", "adaptive", "kmeans", "lc", "topn", "scar", "exact"]
+
+
+LAYERS = ("embedding", "linear", "conv", "other")
+"""Groups of weights by layer type."""
+
+# How many ranks run on this host, as torchrun and the launchers of Open MPI and of MPICH and its kin tell them.
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Lattice(_Strict):
+    """Uniform lattice: code = round(x / step). The zero cell is pruned; beyond the alphabet is protected."""
+
+    fit: Literal["lattice"] = "lattice"
+    step: float = Field(
+        0.5, gt=0, le=16, description="cell width in root mean squares: of all tensors of the kind where their "
+        "gradients are known (then scaled by tensor), else of the group"
+    )
+    bins: int = Field(62, ge=2, le=62, description="levels besides zero, half of them negative (even number)")
+    rate_distortion: float = Field(
+        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+    )
+    sensitivity: float = Field(
+        0.25, ge=0, le=1, description="step of a tensor ~ (mean squared gradient)**-sensitivity; 0: not by gradients"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> Lattice:
+        if self.bins % 2:
+            raise ValueError(f"bins of a lattice must be even (half of the levels are negative), not {self.bins}")
+        return self
+
+
+class KMeans(_Strict):
+    """Levels by exact weighted one-dimensional k-means on the sketch, or by Lloyd's iterations as in the papers."""
+
+    fit: Literal["kmeans", "lloyd"] = "kmeans"
+    bins: int = Field(16, ge=2, le=254, description="levels, not counting pruned and protected")
+    prune: float = Field(0.0, ge=0, le=0.9, description="fraction of the smallest |x| stored as zero")
+    protect: float = Field(0.005, ge=0, le=0.2, description="fraction of the largest |x| kept in bf16")
+    metric: Literal["magnitude", "sensitivity"] = Field(
+        "magnitude", description="what pruning goes by; sensitivity where a Compressor averages gradients"
+    )
+    sigma: float = Field(
+        1.0, ge=0, le=1, description="sample weight sigma*frequency + (1-sigma)*|value|; the papers use 0.2"
+    )
+    rate_distortion: float = Field(
+        0.05, ge=0, le=2, description="lambda, in units of 12 x the mean squared error of nearest-level coding"
+    )
+    domain: Literal["linear", "log"] = Field("linear", description="where distance is measured: x, or log2 |x|")
+    seed: int = Field(0, ge=0, description="seed of k-means++ (fit='lloyd')")
+
+    @model_validator(mode="after")
+    def _log_has_no_pruning(self) -> KMeans:
+        if self.domain == "log" and (self.prune > 0 or self.sigma < 1):
+            raise ValueError("domain='log' has no pruning (zeros are kept exactly) and no magnitude weight: "
+                             "set prune=0 and sigma=1")
+        return self
+
+
+class Uniform(_Strict):
+    """QD-Compressor: equal cells over the range of values, as many as their entropy asks for."""
+
+    fit: Literal["uniform"] = "uniform"
+    min_bins: int = Field(8, ge=2, le=254, description="levels at least")
+    max_bins: int = Field(254, ge=2, le=254, description="levels at most")
+    rate_distortion: ClassVar[float] = 0.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Uniform:
+        if self.min_bins > self.max_bins:
+            raise ValueError(f"min_bins is {self.min_bins}, above max_bins, {self.max_bins}")
+        return self
+
+
+class Adaptive(_Strict):
+    """Check-N-Run: equal cells over the part of the range that a greedy search finds best; the rest is clipped."""
+
+    fit: Literal["adaptive"] = "adaptive"
+    bins: int = Field(16, ge=2, le=254, description="levels")
+    step_bins: int = Field(25, ge=1, le=1000, description="the search gives up 1 / step_bins of the range at a time")
+    search_range: float = Field(0.3, ge=0, lt=1, description="part of the range that may be given up")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Gobo(_Strict):
+    """GOBO: outliers of a normal distribution kept in bf16, the others by k-means that watches the L1 norm."""
+
+    fit: Literal["gobo"] = "gobo"
+    bins: int = Field(16, ge=2, le=254, description="levels")
+    outlier_threshold: float = Field(-4.0, le=0, description="log density below which a value is an outlier")
+    max_iterations: int = Field(1000, ge=1, description="of k-means, which stops early when it gains nothing")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Exponent(_Strict):
+    """LC-Checkpoint: one level per sign and power of two; the largest powers of two are kept, the rest is zero."""
+
+    fit: Literal["exponent"] = "exponent"
+    bits: int = Field(2, ge=1, le=7, description="priority promotion: 2**bits - 1 buckets besides zero")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Largest(_Strict):
+    """Top-n: the largest |x| kept in bf16, all else zero."""
+
+    fit: Literal["largest"] = "largest"
+    fraction: float = Field(0.05, gt=0, le=1, description="fraction of elements kept")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Partition(_Strict):
+    """SCAR: one part of every chunk kept in bf16, a different one in every checkpoint of a chain, all else zero."""
+
+    fit: Literal["partition"] = "partition"
+    parts: int = Field(20, ge=1, le=100_000, description="parts, of nearly equal size")
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Octaves(_Strict):
+    """Second moments by their power of two: one level per octave in use, given the parent's. Needs no refinement."""
+
+    fit: Literal["octaves"] = "octaves"
+    rate_distortion: ClassVar[float] = 0.0
+
+
+class Update(_Strict):
+    """First moments in units of the update: cells of m / sqrt(v), with sqrt(v) of the same element by its octave."""
+
+    fit: Literal["update"] = "update"
+    step: float = Field(1.0, gt=0, le=4, description="cell width; the refinement layer divides cells evenly")
+    error: float = Field(
+        0.25, ge=0, le=1, description="relative error that a restore may give Adam's next update: the refinement takes "
+        "as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
+    )
+
+    rate_distortion: float = Field(
+        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+    )
+
+    @model_validator(mode="after")
+    def _error_can_be_kept(self) -> Update:
+        if 0 < self.error <= 0.1:  # moments.UNIT_ERROR, which would import torch
+            raise ValueError(
+                f"error is {self.error:g}, and the octaves of second moments alone change the update by 10%: choose "
+                "more, 0 (no bound), or store exp_avg and exp_avg_sq with method exact"
+            )
+        return self
+
+
+AnyCodebook = Annotated[
+    Lattice | KMeans | Uniform | Adaptive | Gobo | Exponent | Largest | Partition | Octaves | Update,
+    Field(discriminator="fit"),
+]
+_FITS = (
+    "lattice", "kmeans", "lloyd", "uniform", "adaptive", "gobo", "exponent", "largest", "partition", "octaves",
+    "update",
+)
+
+
+class TensorConfig(_Strict):
+    """How the tensors of one kind (weights, first moments, ...) are stored."""
+
+    method: Literal["quantize", "bf16", "exact"] = "quantize"
+    codebook: AnyCodebook = Lattice()
+    refinement_bits: int = Field(
+        4, ge=0, le=8, description="bits per element for the residual inside the cell, newest checkpoint only"
+    )
+
+
+class Rule(_Strict):
+    """Tensors whose fully qualified name matches a shell pattern are stored exactly, or go to a group of weights."""
+
+    pattern: str = Field(min_length=1)
+    exact: StrictBool = Field(False, description="bit for bit; then there is no group")
+    group: str | None = Field(None, min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_was_a_group(cls, tree: Any) -> Any:
+        """Read rules of versions that had `group: exact` for `exact: true`."""
+        if isinstance(tree, dict) and tree.get("group") == "exact" and tree.get("exact", True) is True:
+            return {**tree, "exact": True, "group": None}
+        return tree
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Rule:
+        if self.exact and self.group is not None:
+            raise ValueError(f"exact: true needs no group, and has '{self.group}': give one of both")
+        if not self.exact and self.group is None:
+            raise ValueError("a rule needs exact: true (bit for bit), or the name of a group")
+        return self
+
+
+BY_SIZE = {
+    "exp_avg": TensorConfig(codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=2),
+    "exp_avg_sq": TensorConfig(
+        codebook=KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=1
+    ),
+}
+"""Moments by their size alone: once the defaults, which blocks that give another codebook, or its numbers, go over."""
+
+
+def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a kind that a block goes over."""
+    codebook = given.get("codebook")
+    if kind in BY_SIZE and isinstance(codebook, dict):
+        usual = default.codebook
+        if codebook.get("fit", usual.fit) != usual.fit or not set(codebook) <= set(type(usual).model_fields):
+            return BY_SIZE[kind].model_dump()
+    return default.model_dump()
+
+
+class QuantizeConfig(_Strict):
+    """What is lossy, and how."""
+
+    weights: TensorConfig = TensorConfig()
+    exp_avg: TensorConfig = TensorConfig(codebook=Update(), refinement_bits=6)
+    exp_avg_sq: TensorConfig = TensorConfig(codebook=Octaves(), refinement_bits=0)
+    momentum: TensorConfig = TensorConfig(
+        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
+    )
+    groups: dict[str, TensorConfig] = Field(
+        default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
+    )
+    rules: tuple[Rule, ...] = Field(default=(), description="first match wins; exact: true means bit for bit")
+    share: Literal["layer", "tensor"] = Field(
+        "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
+    )
+    min_elements: int = Field(4096, ge=1, description="smaller tensors are not quantized; weights are exact")
+    small_moments: Literal["bf16", "exact"] = Field(
+        "bf16", description="moments of tensors that are not quantized: small ones, norms and biases"
+    )
+    nonfinite: Literal["exact", "error"] = Field("exact", description="what to do with a tensor with NaN or Inf")
+    outlier_octaves: int = Field(
+        3, ge=0, le=64,
+        description="a tensor this many powers of two away from its group is normalised (0: never)",
+    )
+
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, tree: Any) -> Any:
+        """A block that sets some keys of a kind keeps that kind's defaults for the others, not those of weights."""
+        if not isinstance(tree, dict):
+            return tree
+        tree = dict(tree)
+        for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum"):
+            if isinstance(tree.get(kind), dict):
+                tree[kind] = merged(_defaults_for(kind, cls.model_fields[kind].default, tree[kind]), tree[kind])
+        if isinstance(tree.get("groups"), dict):
+            weights = tree.get("weights", cls.model_fields["weights"].default)
+            base = weights.model_dump() if isinstance(weights, TensorConfig) else weights
+            tree["groups"] = {
+                name: merged(base, block) if isinstance(block, dict) and isinstance(base, dict) else block
+                for name, block in tree["groups"].items()
+            }
+        return tree
+
+    @model_validator(mode="after")
+    def _moments_alone(self) -> QuantizeConfig:
+        blocks = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq,
+                  "momentum": self.momentum, **{f"groups.{name}": group for name, group in self.groups.items()}}
+        for name, block in blocks.items():
+            for kind, fit in (("exp_avg", Update), ("exp_avg_sq", Octaves)):
+                if isinstance(block.codebook, fit) and name != kind:
+                    raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_exist(self) -> QuantizeConfig:
+        known = {*LAYERS, *(rule.group for rule in self.rules if rule.group is not None)}
+        unknown = sorted(set(self.groups) - known)
+        if unknown:
+            raise ValueError(f"groups: there is no group '{unknown[0]}'; there are {', '.join(sorted(known))}")
+        for place, rule in enumerate(self.rules):
+            # What has settings of its own is no slip.
+            own = rule.group is None or rule.group in self.groups
+            if not own and (hint := group_hint(str(rule.group), LAYERS)) is not None:
+                raise ValueError(f"rules.{place}: {hint}")
+        return self
+
+
+class DeltaConfig(_Strict):
+    """Coding against the parent checkpoint."""
+
+    enabled: StrictBool = True
+    against: Literal["codes", "values"] = Field(
+        "codes", description="codes: given the parent's codes; values: the difference to the values the parent "
+        "decodes to (base layer), and bit for bit where there is no parent"
+    )
+    coder: Literal["rans", "huffman"] = "rans"
+    rearrange: StrictBool = Field(True, description="huffman: deltas split by previous code")
+    run_length: StrictBool = Field(True, description="huffman: lengths of runs are coded")
+    max_chain: int = Field(32, ge=1, le=1000, description="a keyframe at the latest after this many deltas")
+
+
+class SearchConfig(_Strict):
+    """How a `Compressor` looks for the smallest configuration that keeps the model's quality."""
+
+    bound: Literal["progress", "relative"] = Field(
+        "progress", description="progress: a restore may lose at most `share` of what training gained since the "
+        "parent, and the base layer at most `epsilon`; relative: `epsilon` alone, as in the papers"
+    )
+    epsilon: float = Field(0.05, gt=0, lt=10, description="relative degradation of the metric by the base layer")
+    share: float = Field(0.1, gt=0, le=1, description="of the metric's gain since the parent checkpoint")
+    floor: float = Field(
+        0.0002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
+    )
+    higher_is_better: StrictBool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
+    trials: int = Field(2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known")
+    radius: int = Field(1, ge=1, le=8, description="how far from the last configuration these look, in steps")
+    gentler_only: StrictBool = Field(
+        False, description="as the papers: never more aggressive than the checkpoint before"
+    )
+    spread: StrictBool = Field(
+        False, description="each replica tries another configuration; only where `evaluate` does not communicate"
+    )
+    otherwise: Literal["gentlest", "exact"] = Field(
+        "gentlest", description="how weights are stored when nothing satisfies the bound"
+    )
+    window: int = Field(50, ge=1, le=100_000, description="batches before a checkpoint whose gradients are averaged")
+    beta: float = Field(0.9, gt=0, le=1, description="weight of the newest gradient in that average")
+    max_lossy_resumes: int | None = Field(
+        None, ge=0, description="from so many lossy restores of a run on, checkpoints are stored exactly"
+    )
+
+
+class RefinementConfig(_Strict):
+    """How long the refinement layer is kept."""
+
+    keep_last: int = Field(3, ge=1, description="newest checkpoints of a run that keep their refinement")
+
+
+class StorageConfig(_Strict):
+    """Files and threads."""
+
+    threads: int = Field(0, ge=0, le=256, description="worker threads per rank; 0: cores / local ranks, at most 8")
+    fsync: StrictBool = Field(True, description="flush every file and directory to the device before the commit")
+    zstd_level: int = Field(3, ge=1, le=19, description="for tensors stored exactly")
+    block_elements: int = Field(1 << 20, ge=1 << 10, le=1 << 26, description="elements coded per block")
+    on_device: StrictBool = Field(
+        True, description="quantize CUDA tensors on their GPU; false: copy them to the host first"
+    )
+
+    replicate_keyframes: StrictBool | Annotated[int, Field(ge=1, le=8)] = Field(
+        False, description="files that all deltas of a chain need exist in two copies (true), or in so many"
+    )
+
+    @property
+    def keyframe_copies(self) -> int:
+        """How many copies of a keyframe's files a chain of checkpoints has."""
+        return 1 + self.replicate_keyframes if isinstance(self.replicate_keyframes, bool) else self.replicate_keyframes
+
+    def thread_count(self) -> int:
+        """Worker threads of this rank."""
+        if self.threads:
+            return self.threads
+        found = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+        local_ranks = max(1, next((int(ranks) for ranks in found if ranks.isdecimal()), 1))
+        return max(1, min(8, (os.cpu_count() or 1) // local_ranks))
+
+
+class DSQConfig(_Strict):
+    """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`."""
+
+    system: SystemName = Field("dsq", description="whose defaults and search space: ours, or one it is compared with")
+    quantize: QuantizeConfig = QuantizeConfig()
+    search: SearchConfig = SearchConfig()
+    delta: DeltaConfig = DeltaConfig()
+    refinement: RefinementConfig = RefinementConfig()
+    storage: StorageConfig = StorageConfig()
+
+    @model_validator(mode="after")
+    def _what_differences_serve(self) -> DSQConfig:
+        quantize, values = self.quantize, self.delta.against == "values"
+        kinds = {"weights": quantize.weights, "exp_avg": quantize.exp_avg, "exp_avg_sq": quantize.exp_avg_sq,
+                 "momentum": quantize.momentum, **{f"groups.{name}": group for name, group in quantize.groups.items()}}
+        for name, config in kinds.items():
+            if config.method == "quantize" and isinstance(config.codebook, Partition) and not values:
+                raise ValueError(
+                    f"quantize.{name} updates one part of a tensor at a time (fit: partition), which only differences "
+                    "can: set delta.against to values"
+                )
+        if values and quantize.exp_avg_sq.method == "quantize":
+            raise ValueError(
+                "delta.against is values, and a lossy sum of differences can make second moments negative: set "
+                "quantize.exp_avg_sq.method to exact or bf16"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_system(cls, tree: Any) -> Any:
+        """What the user gives goes over the defaults of the chosen system."""
+        if isinstance(tree, dict) and (system := SYSTEMS.get(str(tree.get("system", "dsq")))) is not None:
+            return merged(dict(system.defaults), tree)
+        return tree
+
+    def __init__(self, **values: Any) -> None:
+        """From keyword arguments.
+
+        Raises:
+            ConfigError: names every unknown key and every value out of range.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explained("configuration", error, DSQConfig, _FITS)) from None
+
+    @classmethod
+    def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
+        """A configuration from nothing, a dict, a JSON or YAML file, the name of a preset, or itself.
+
+        Raises:
+            ConfigError: names every unknown key and every value out of range; there is no such file or preset.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, DSQConfig):
+            return source
+        expect(
+            "config", source, (dict, str, os.PathLike),
+            "a DSQConfig, a dict, the path of a JSON or YAML file, or the name of a preset",
+        )
+        where, tree = "configuration", source
+        if not isinstance(tree, dict):
+            where = os.fspath(tree)
+            tree = named_tree(tree)
+        try:
+            return cls(**{str(key): value for key, value in tree.items()})
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("configuration", where, 1)) from None
+
+    @classmethod
+    def preset(cls, name: str) -> DSQConfig:
+        """A configuration that comes with the package: default, smallest, moments_exact or exact.
+
+        Raises:
+            ConfigError: there is no such preset.
+        """
+        return cls.create(preset_tree(name))
+
+    def with_values(self, **dotted: Any) -> DSQConfig:
+        """A copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
+        tree = self.model_dump()
+        for path, value in dotted.items():
+            node = tree
+            *parents, leaf = path.split(".")
+            for name in parents:
+                if not isinstance(node.get(name), dict):
+                    raise ConfigError(f"configuration key '{path}': there is no '{name}'")
+                node = node[name]
+            node[leaf] = value
+        return DSQConfig.create(tree)

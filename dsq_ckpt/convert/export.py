@@ -1,0 +1,369 @@
+"""A checkpoint in formats that need no `dsq_ckpt` to be read: plain DCP, `torch.save`, safetensors.
+
+All run in one process, whatever number of ranks saved. Values are those that `dsq_ckpt.load` gives. DCP and
+safetensors files are written tensor by tensor, so memory holds one tensor; a `torch.save` file needs all of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.dcp.reader import Refinement
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.container import sync_directory
+from dsq_ckpt.storage.manifest import expanded, local_path
+from dsq_ckpt.storage.targets import publish, refuse, replace_directory, temporary
+
+StrPath = str | os.PathLike[str]
+Progress = Callable[[int], None]
+"""Called with the uncompressed bytes of each tensor that was exported."""
+
+
+class ExportError(DSQError):
+    """What was asked for does not fit the target format, or the target is not ours to replace."""
+
+
+@dataclass
+class Exported:
+    """What an export wrote."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    """Uncompressed bytes of all tensors."""
+    refined: bool
+    """Whether the refinement layer was used."""
+    left_out: list[str] = field(default_factory=list)
+    """Objects that the format has no place for, and names of which the checkpoint has a path and no value, as it does
+    where a planner saved a part."""
+
+
+def export_dcp(
+    source: StrPath, target: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a plain DCP directory, which `dcp.load` reads into the state dict that was saved.
+
+    Objects are passed on as the bytes DCP made of them; none is unpickled.
+
+    Args:
+        source: a checkpoint directory.
+        target: the directory to make.
+        refinement: as in `dsq_ckpt.load`.
+        overwrite: replace a plain DCP checkpoint at `target`.
+        progress: called after every tensor.
+
+    Raises:
+        CheckpointExists: `target` exists.
+        ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint.
+    """
+    goal = Path(os.path.normpath(local_path(target)))
+    refuse(goal, overwrite)
+    if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
+        raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
+    with Opened(source, refinement, progress) as opened, temporary(goal) as hidden:
+        flat: dict[str, Any] = {
+            fqn: torch.empty(tensor["shape"], dtype=dtype_of(tensor["dtype"]), device="meta")
+            for fqn, tensor in opened.tensors.items()
+        }
+        flat.update(dict.fromkeys(opened.objects))
+        writer = dcp.FileSystemWriter(hidden, single_file_per_rank=True, thread_count=1)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": that is so
+                dcp.save(flat, storage_writer=writer, planner=_Planner(opened), no_dist=True)
+        except CheckpointException as error:
+            raise cause_of(error) from error
+        sync_directory(hidden)
+        replace_directory(hidden, goal)
+        return opened.result(goal)
+
+
+def export_torch(
+    source: StrPath, file: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    allow_pickle: bool = False, progress: Progress | None = None,
+) -> Exported:
+    """Write a `torch.save` file with the nested state dict that was saved; all tensors are in memory at once.
+
+    Args:
+        source: a checkpoint directory.
+        file: the file to write.
+        refinement: as in `dsq_ckpt.load`.
+        overwrite: replace `file`.
+        allow_pickle: unpickle objects of any class, which can run code of whoever wrote the checkpoint.
+        progress: called after every tensor.
+
+    Raises:
+        CheckpointExists: `file` exists.
+        ExportError: an object is more than plain data and `allow_pickle` was not given.
+    """
+    goal = Path(os.path.normpath(local_path(file)))
+    refuse(goal, overwrite)
+    with Opened(source, refinement, progress) as opened:
+        nested = opened.nested(allow_pickle)
+        with temporary(goal) as hidden, open(hidden, "xb") as stream:
+            try:
+                torch.save(nested, stream)
+            except RuntimeError as error:
+                raise cause_of(error) from error
+            publish(stream, hidden, goal)
+        return opened.result(goal)
+
+
+def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool = False) -> dict[str, Any]:
+    """The nested state dict that was saved, as whole tensors on the CPU; the run it belongs to is not resumed by this.
+
+    Args:
+        source: a checkpoint directory.
+        refinement: as in `dsq_ckpt.load`.
+        allow_pickle: unpickle objects of any class, which can run code of whoever wrote the checkpoint.
+
+    Raises:
+        ExportError: an object is more than plain data and `allow_pickle` was not given.
+    """
+    with Opened(source, refinement, None) as opened:
+        return opened.nested(allow_pickle)
+
+
+def export_safetensors(
+    source: StrPath, file: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write all tensors, by their flat names, to a safetensors file.
+
+    The format has no place for objects: their names are in the result, and in the file's metadata as the JSON list
+    `left_out`. The file is written here and not by the `safetensors` package, which wants all tensors in memory.
+
+    Args:
+        source: a checkpoint directory.
+        file: the file to write.
+        refinement: as in `dsq_ckpt.load`.
+        overwrite: replace `file`.
+        progress: called after every tensor.
+
+    Raises:
+        CheckpointExists: `file` exists.
+        ExportError: safetensors has no name for a tensor's dtype.
+    """
+    goal = Path(os.path.normpath(local_path(file)))
+    refuse(goal, overwrite)
+    with Opened(source, refinement, progress) as opened:
+        # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
+        names = sorted(opened.tensors, key=lambda fqn: (-opened.dtype(fqn).itemsize, fqn))
+        metadata = {
+            "format": "pt", "save_id": opened.checkpoint.manifest.save_id, "left_out": json.dumps(opened.objects),
+        }
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        for fqn in names:
+            start, end = end, end + opened.size(fqn)
+            shape = opened.tensors[fqn]["shape"]
+            header[fqn] = {"dtype": _safetensors_dtype(fqn, opened), "shape": shape, "data_offsets": [start, end]}
+        head = json.dumps(header, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 8)
+        with temporary(goal) as hidden, open(hidden, "xb") as stream:
+            stream.write(len(head).to_bytes(8, "little") + head)
+            for fqn in names:
+                tensor = opened.tensor(fqn)
+                if tensor.numel():
+                    stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            publish(stream, hidden, goal)
+        result = opened.result(goal)
+        result.left_out += opened.objects
+        return result
+
+
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}
+
+
+class Opened:
+    """A checkpoint opened for export: tensors by name, from the chunks of all ranks, with refinement or without.
+
+    Args:
+        path: a checkpoint directory.
+        refinement: as in `dsq_ckpt.load`.
+        progress: called after every whole tensor.
+    """
+
+    def __init__(self, path: StrPath, refinement: Refinement, progress: Progress | None) -> None:
+        self.checkpoint = Checkpoint(expanded(path))
+        try:
+            state = self.checkpoint.manifest.refinement
+            if refinement is True and state != "kept":
+                raise CheckpointNotFound(
+                    f"'{path}' has no refinement layer ({state}); only the newest checkpoints of a run keep theirs "
+                    "(refinement.keep_last). Export one of those, which `dsq log` shows, or the base layer alone"
+                )
+            self.refined = refinement is not False and state == "kept"
+            with self.checkpoint.naming():
+                self.paths = Nesting.from_json(self.checkpoint.index)
+                self.tensors: dict[str, dict[str, Any]] = self.checkpoint.index["tensors"]
+                self.objects: list[str] = sorted(self.checkpoint.index["objects"])
+        except BaseException:
+            self.checkpoint.close()
+            raise
+        self._progress = progress
+        storage = StorageConfig()
+        self._workers = Workers(storage.thread_count(), storage.block_elements)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files."""
+        self._workers.__exit__()
+        self.checkpoint.close()
+
+    def nested(self, allow_pickle: bool) -> dict[str, Any]:
+        """All of it, in memory, in the shape that was saved where that is known."""
+        flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
+        flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
+        flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
+        with self.checkpoint.naming():
+            return flat if self.paths is None else self.paths.nested(flat)
+
+    def order(self) -> list[str]:
+        """All names in the order of the state dict that was saved, where it is known."""
+        return list(self.paths) if self.paths is not None else [*self.tensors, *self.objects]
+
+    def dtype(self, fqn: str) -> torch.dtype:
+        return dtype_of(self.tensors[fqn]["dtype"])
+
+    def size(self, fqn: str) -> int:
+        """Uncompressed bytes of a tensor."""
+        return torch.Size(self.tensors[fqn]["shape"]).numel() * self.dtype(fqn).itemsize
+
+    def tensor(self, fqn: str) -> torch.Tensor:
+        """A whole tensor.
+
+        Raises:
+            CorruptCheckpoint: its chunks do not cover it.
+        """
+        with self.checkpoint.naming():
+            whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn))
+            filled = 0
+            for offsets, shape, _, _ in self.tensors[fqn]["chunks"]:
+                target = whole
+                for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
+                    target = target.narrow(dim, start, length)
+                target.copy_(self.chunk(fqn, tuple(offsets)))
+                filled += target.numel()
+        if filled != whole.numel():
+            raise CorruptCheckpoint(f"'{fqn}': chunks hold {filled} of {whole.numel()} elements")
+        if self._progress is not None:
+            self._progress(whole.nbytes)
+        return whole
+
+    def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        """A part of a tensor as a rank stored it."""
+        with self.checkpoint.naming():
+            return self.checkpoint.tensor(self.checkpoint.find(fqn, offsets), self.refined, self._workers)
+
+    def object_bytes(self, fqn: str) -> bytes:
+        """An object as DCP serialised it."""
+        with self.checkpoint.naming():
+            return self.checkpoint.object_bytes(self.checkpoint.find(fqn, None))
+
+    def object(self, fqn: str, allow_pickle: bool) -> Any:
+        """An object, unpickled only as far as it is plain data unless the caller trusts the file."""
+        try:
+            return torch.load(io.BytesIO(self.object_bytes(fqn)), map_location="cpu", weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise ExportError(
+                f"object '{fqn}' is more than plain data; unpickling it can run code. If you trust this checkpoint, "
+                "pass --allow-pickle (allow_pickle=True); export to DCP or safetensors unpickles nothing"
+            ) from error
+        except (ImportError, AttributeError) as error:
+            raise ExportError(
+                f"object '{fqn}' needs code that is not here: {error}; export where the training code is installed, "
+                "or export to DCP, which unpickles nothing"
+            ) from error
+        except DSQError:
+            raise
+        except Exception as error:  # unpicklers raise anything
+            raise CorruptCheckpoint(
+                f"object '{fqn}' of '{self.checkpoint.directory}' cannot be unpickled: {error!r}"
+            ) from error
+
+    def result(self, path: Path) -> Exported:
+        stored = {*self.tensors, *self.checkpoint.index["objects"]}
+        nowhere = [fqn for fqn in self.paths or () if fqn not in stored]
+        return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined, nowhere)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans a state dict of meta tensors; the data of each item is decoded when DCP writes it."""
+
+    def __init__(self, source: Opened) -> None:
+        super().__init__(flatten_state_dict=source.paths is not None)
+        self._source = source
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if self._source.paths is not None:
+            self.mappings = dict(self._source.paths)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._source.tensor(index.fqn)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._source.object_bytes(write_item.index.fqn))
+        return self.lookup_object(write_item.index)
+
+
+def _safetensors_dtype(fqn: str, source: Opened) -> str:
+    name = source.tensors[fqn]["dtype"]
+    if name not in _SAFETENSORS:
+        raise ExportError(f"'{fqn}' is {name}, for which safetensors has no name; export to DCP or torch")
+    return _SAFETENSORS[name]
+
+
+def _is_plain_dcp(directory: Path) -> bool:
+    """Whether a directory holds a plain DCP checkpoint and nothing that replacing it would lose."""
+    if directory.is_symlink() or not (directory / ".metadata").is_file():
+        return False
+    return all(entry.name == ".metadata" or entry.suffix == ".distcp" for entry in directory.iterdir())
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error to show: inside DCP's wrapper (one process exports, so there is one), and, where torch's zip writer
+    hides that the disk is full behind a position that it did not expect, the one before it.
+    """
+    if isinstance(error, CheckpointException):
+        error = next((failure for failure, _ in error.failures.values()), error)
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            return found
+        found = found.__cause__ or found.__context__
+    return error

@@ -1,0 +1,1 @@
+"""What every other package may use: threads, nested states, signals, warnings, arguments."""

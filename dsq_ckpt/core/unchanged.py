@@ -1,0 +1,69 @@
+"""Whether tensors still hold what they held, by a checksum of all their bytes.
+
+Torch counts changes in place, but not those made through `.data`, and it counts a change that was undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+
+from dsq_ckpt.core.workers import Workers
+
+_BLOCK = 1 << 22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def checksums(tensors: Mapping[_Key, Callable[[], torch.Tensor]], workers: Workers) -> dict[_Key, Hashable]:
+    """Return a checksum by key of what each function gives, on this rank."""
+    return dict(zip(tensors, workers.map(lambda tensor: checksum(tensor()), tensors.values()), strict=True))
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> Hashable:
+    """Return a checksum of the bytes of a tensor, with its dtype and shape; tensors made of others count as these.
+
+    On the CPU this is xxh3-64, which reads about 20 GB/s on one core. On other devices it is a weighted sum in int64,
+    computed there.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, a quantized tensor
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return tuple(checksum(part) for part in inner if isinstance(part, torch.Tensor))
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor._version
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if tensor.device.type == "cpu":
+        found = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data)
+    else:
+        found = _weighted_sum(torch.view_as_real(values).view(-1) if values.is_complex() else values)
+    return tensor.dtype, tensor.shape, found
+
+
+def _weighted_sum(values: torch.Tensor) -> int:
+    """Return the sum of flat elements, as integers of their bits, times odd numbers that tell places apart."""
+    bits = values.view(_INTEGERS[values.itemsize])
+    odd = _odd_numbers(min(_BLOCK, len(bits)), bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for block in bits.split(_BLOCK):
+        wide = block.long()
+        mixed = wide ^ (wide >> 32 & 0xFFFFFFFF)  # the sign of a double is the highest bit, which no odd number moves
+        total = total * 0x9E3779B1 + (mixed * odd[: len(block)]).sum()
+    return int(total)
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd int64 numbers without a pattern, made on a device: those of splitmix64, from 1 on."""
+    mixed = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) | 1
+
+
+def named(changed: list[Any]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return ", ".join(f"'{name}'" for name in changed[:3]) + more

@@ -1,0 +1,1 @@
+"""The collectives of a save: one process, torch.distributed, MPI."""

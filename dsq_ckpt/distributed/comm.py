@@ -1,0 +1,256 @@
+"""How ranks agree: the three collectives of a save, and a status in them, so that one failure fails all.
+
+`dsq_ckpt.distributed.mpi` has the communicator for MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
+
+Counts = npt.NDArray[np.int64]
+_T = TypeVar("_T")
+_HEAD, _SHORT = 8, 4088
+"""Bytes of a length, and of a pickle that is gathered in one round; a longer one takes a second."""
+
+
+class Elsewhere(DSQError):
+    """Another rank failed; where both are at hand, its error says more."""
+
+
+class FailedElsewhere(Elsewhere, SaveFailed):
+    """A save failed on another rank."""
+
+
+class LoadFailedElsewhere(Elsewhere, LoadFailed):
+    """A load failed on another rank."""
+
+
+class RankUnreachable(SaveFailed, LoadFailed):
+    """A collective, which may be one of a save or of a load, failed: another rank, or its host, is gone or did not come
+    in time; or none can be reached from this process.
+    """
+
+
+class Communicator(Protocol):
+    """The collectives a save needs. All ranks call the same ones in the same order; each waits for all of them."""
+
+    rank: int
+    size: int
+
+    def sum(self, counts: Counts) -> None:
+        """Sum a contiguous int64 array of the same shape over all ranks, in place."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank; any that can be pickled."""
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, on every rank; what the others give is ignored."""
+
+
+class SingleProcess:
+    """The communicator of a process alone."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, counts: Counts) -> None:
+        return None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+class TorchCommunicator:
+    """torch.distributed, over `group` (None: the default group), on the device its backend wants."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sum(self, counts: Counts) -> None:
+        device = self._device()
+        tensor = torch.from_numpy(counts)
+        with _reaching(self.rank):
+            if device.type == "cpu":
+                dist.all_reduce(tensor, group=self.group)
+            else:
+                on_device = tensor.to(device)
+                dist.all_reduce(on_device, group=self.group)
+                tensor.copy_(on_device)
+
+    def gather(self, value: Any) -> list[Any]:
+        data = pickle.dumps(value)
+        with _reaching(self.rank):
+            found = self._all_gather(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
+            sizes = [int.from_bytes(one[:_HEAD], "little") for one in found]
+            if (longest := max(sizes)) > _SHORT:  # all ranks see that alike
+                rest = self._all_gather(data[_SHORT:], longest - _SHORT)
+                found = [one + more for one, more in zip(found, rest, strict=True)]
+        return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in zip(found, sizes, strict=True)]
+
+    def _all_gather(self, data: bytes, size: int) -> list[bytes]:
+        """Return what each rank gives, padded to `size` bytes, in rank order; collective."""
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device())
+        everything = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everything, own, group=self.group)
+        return [one.cpu().numpy().tobytes() for one in everything]
+
+    def _device(self) -> torch.device:
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        kinds = [device.type for device in group._device_types]
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+    def broadcast(self, value: Any) -> Any:
+        values = [value]
+        with _reaching(self.rank):
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
+
+@contextmanager
+def _reaching(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankUnreachable(
+            f"rank {rank}: {error}; if it could not reach another rank, that one or its host is gone, or took longer "
+            "than the timeout of the process group"
+        ) from error
+
+
+_inherited: dist.ProcessGroup | None = None  # the default group of the process that this one was forked from
+
+
+def _forked() -> None:
+    global _inherited
+    if dist.is_available() and dist.is_initialized():
+        _inherited = dist.group.WORLD
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> Communicator:
+    """The communicator of a save of `ranks` ranks (None: as many as the group has).
+
+    DCP never tells a writer which group it plans on; the number of plans it gathered is the only witness, and it is
+    compared with the group here, since a collective on the wrong group would hang.
+
+    Raises:
+        SaveFailed: the group given to the writer has another size than the save.
+        RankUnreachable: this process is a fork of one that is a rank.
+    """
+    available = dist.is_available() and dist.is_initialized()
+    if ranks == 1 or not available:
+        return SingleProcess()
+    if dist.group.WORLD is _inherited:
+        raise RankUnreachable(
+            f"this process was forked from rank {dist.get_rank()} of torch.distributed, and process groups do not work "
+            "in a fork: pass no_dist=True, so that it saves or loads alone, or start it with the method 'spawn'"
+        )
+    found = dist.get_world_size(group)
+    if ranks is not None and found != ranks:
+        raise SaveFailed(
+            f"DCP saves with {ranks} rank(s), but the process group given to the storage writer has {found}: "
+            "pass the same process_group to DSQStorageWriter and to dcp.save"
+        )
+    return SingleProcess() if found == 1 else TorchCommunicator(group)
+
+
+def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:
+    """All-reduce `counts`; a rank that failed takes part all the same, and then every rank raises.
+
+    Raises:
+        DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
+        BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
+    """
+    message = np.zeros(counts.size + 1, np.int64)
+    if failure is None:
+        message[1:] = counts.reshape(-1)
+    else:
+        message[0] = 1 + (comm.rank << 32)
+    comm.sum(message)
+    failed = int(message[0] & 0xFFFFFFFF)
+    if isinstance(failure, DSQError) or not isinstance(failure, Exception | None):
+        raise failure
+    if failure is not None:
+        where = f"rank {comm.rank}, " if comm.size > 1 else ""
+        raise SaveFailed(f"{where}before the sketches were merged: {described(failure)}") from failure
+    if failed:
+        culprit = f"rank {int(message[0] >> 32)}" if failed == 1 else f"{failed} ranks"
+        raise FailedElsewhere(f"{culprit} failed before the sketches were merged; see the error raised there")
+    return message[1:]
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return how long collectives of a group wait; None: not known."""
+    if group is None:
+        return None
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
+
+
+def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:
+    """The result of local work that must succeed on all ranks or fail on all; collective.
+
+    Args:
+        comm: of the ranks.
+        work: what each of them does.
+        otherwise: what an error that is none of ours becomes; `LoadFailed` for the work of a load.
+
+    Raises:
+        DSQError: on every rank as soon as one failed: its own error there, on the others `FailedElsewhere`, or
+            `LoadFailedElsewhere` for a load.
+        BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
+    """
+    results: list[_T] = []
+    told_together(comm, lambda: results.append(work()), otherwise)
+    return results[0]
+
+
+def told_together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> list[_T]:
+    """Do work that must succeed on all ranks or fail on all, and return the results of all, in rank order; collective.
+
+    As `together`, which it saves a collective after it. Results can be pickled.
+    """
+    failure: BaseException | None = None
+    result: _T | None = None
+    try:
+        result = work()
+    except RankUnreachable:
+        raise  # there is nobody to tell
+    except BaseException as error:
+        failure = error
+    # A rank that only heard of a failure, in a collective within the work, hears here what it was.
+    heard = isinstance(failure, Elsewhere)
+    everywhere = comm.gather((heard, None if failure is None else described(failure), result))
+    if failure is not None and not heard:
+        if isinstance(failure, DSQError) or not isinstance(failure, Exception):
+            raise failure
+        raise otherwise((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
+    failed = [(rank, *told) for rank, (*told, _) in enumerate(everywhere) if told[1] is not None]
+    culprits = [one for one in failed if not one[1]] or failed
+    if culprits:
+        elsewhere = LoadFailedElsewhere if issubclass(otherwise, LoadFailed) else FailedElsewhere
+        raise elsewhere("; ".join(f"rank {rank} failed: {text}" for rank, _, text in culprits[:3])) from failure
+    return [result for *_, result in everywhere]

@@ -1,0 +1,1 @@
+"""One save, step by step, and what a process remembers of its run."""

@@ -1,0 +1,268 @@
+"""Whether the files that a save is coded against are still what was written, and what to do if not.
+
+All checkpoints of a chain share its keyframe, so one flipped bit there makes all of them unreadable, and those that
+would still be coded against it. With each delta the ranks read a part of the files it builds on, from the device and
+not from memory as far as the system lets them, so that damage is found while there is a run to write a new keyframe.
+They are read by a thread beside the save and the training that follows; the next save of the chain acts upon it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator, told_together
+from dsq_ckpt.engine.remembered import ParentRef, find
+from dsq_ckpt.engine.session import Agreement
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
+from dsq_ckpt.storage.container import file_checksum, sync_directory
+from dsq_ckpt.storage.links import copy_file, replace_by_link
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints
+from dsq_ckpt.storage.runs import canonical, run_of
+
+CHECKED_EVERY = 4
+"""Of so many deltas of a chain that follow each other, each file is checked with one."""
+_MOST = 64
+_POLLED_EVERY = 0.1  # seconds
+Findings = dict[tuple[Path, str], str]
+"""Problems by checkpoint directory and name of the file, which is empty where the check itself failed."""
+_under_way: list[_Check] = []  # or done, and not asked for; oldest first
+os.register_at_fork(after_in_child=_under_way.clear)  # without their threads they would seem to have found nothing
+
+
+class _Check:
+    """This rank's share of the files that a delta builds on, compared with their checksums in a thread of its own.
+
+    Attributes:
+        saves: ids of the delta and of its parent, one of which the next save of the chain comes after.
+    """
+
+    def __init__(self, agreement: Agreement, parent: ParentRef, rank: int) -> None:
+        self.saves = {agreement.save_id, parent.save_id}
+        self._parent, self._share = parent, slice(rank, None, agreement.ranks)
+        self._found: Findings = {}
+        self._thread = threading.Thread(target=self._run, name="dsq-ancestry", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is exiting
+            self._run()
+
+    def result(self) -> Findings:
+        """Wait for the end, unless a signal's handler raises meanwhile; return what is wrong."""
+        while self._thread.is_alive():
+            self._thread.join(_POLLED_EVERY)
+            let_signals_through()
+        return self._found
+
+    def _run(self) -> None:
+        directory = Path(self._parent.path)
+        try:
+            with Workers(1, 1) as workers:
+                found = damaged(directory, due(self._parent)[self._share], workers)
+        except CheckpointNotFound:
+            return
+        except Exception as error:  # what could not be checked is not known to be sound
+            found = {"": described(error)}
+        # An older checkpoint may be deleted meanwhile: a newer one has links of its own, or could not be made.
+        there = {name: problem for name, problem in found.items() if not _gone(directory / name)}
+        self._found = _in(directory, there)
+
+
+def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers) -> Agreement:
+    """Return what was agreed on, without its parent if a file of that was found to be damaged; collective.
+
+    The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
+    What is found here was looked for since the save before, and is told of whatever this save builds upon; if that is a
+    parent, this begins to look for the next save.
+
+    Raises:
+        DSQError: on all ranks, when any failed; what was found is kept for the next save.
+    """
+    before = agreement.parent or agreement.previous
+    if before is None:
+        return agreement
+    parent = agreement.parent if agreement.layout.tensors else None  # else nothing is coded against it
+    known = find(before.save_id)
+    checks = [check for check in _under_way if before.save_id in check.saves]
+
+    def looked_for() -> tuple[bool, bool, Findings]:
+        found = _joined([check.result() for check in checks])
+        return known is None or known.suspect, known is not None and bool(known.memory), found
+
+    told = told_together(comm, looked_for)
+    found = _joined([found for *_, found in told])
+    # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole, and at once.
+    # Ranks agree on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to
+    # miss.
+    if parent is not None and (any(doubtful for doubtful, *_ in told) or not any(held for _, held, _ in told)):
+        found |= _joined(told_together(comm, lambda: _checked(
+            parent, lambda: due(parent, everything=True)[comm.rank :: comm.size], workers
+        )))
+    builds_on_damage = False
+    if found:
+        if known is not None:
+            known.suspect = True  # should this save fail
+        builds_on_damage = told_together(comm, lambda: comm.rank == 0 and _reported(found, parent, workers))[0]
+    _under_way[:] = [check for check in _under_way if check not in checks]
+    if builds_on_damage:
+        return replace(agreement, parent=None, model=None)
+    if parent is not None:
+        _under_way.append(_Check(agreement, parent, comm.rank))
+        del _under_way[:-_MOST]
+    return agreement
+
+
+def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bool:
+    """Restore what is damaged, as far as there are copies, and warn; return whether the parent's own files were."""
+    names = {name for _, name in found}
+    own: Findings = {}
+    if parent is not None:
+        own = _checked(parent, lambda: [file for file in due(parent, everything=True) if file.name in names], workers)
+    # By run, since all checkpoints of it are restored at once.
+    once = {(run_of(path), name): (path, problem) for (path, name), problem in (found | own).items()}
+    settled = "; ".join(_settled(path, name, problem) for (_, name), (path, problem) in sorted(once.items()))
+    if parent is not None and (own or "" in names):
+        state = "is damaged" if any(names) else "could not be checked"
+        warn(
+            f"the parent checkpoint '{parent.path}' {state}; writing a keyframe, which needs none of its files. "
+            + settled
+        )
+        return True
+    warn(f"files of earlier checkpoints are damaged or could not be checked; this save does not need them. {settled}")
+    return False
+
+
+def _checked(parent: ParentRef, chosen: Callable[[], Sequence[ManifestFile]], workers: Workers) -> Findings:
+    """Return what is wrong with some files of the parent, or with what tells of them."""
+    try:
+        found = damaged(Path(parent.path), chosen(), workers)
+    except (DSQError, OSError) as error:
+        found = {"": str(error)}
+    return _in(Path(parent.path), found)
+
+
+def _in(directory: Path, found: Mapping[str, str]) -> Findings:
+    return {(directory, name): problem for name, problem in found.items()}
+
+
+def _joined(found: Sequence[Findings]) -> Findings:
+    return {place: problem for one in found for place, problem in one.items()}
+
+
+def _gone(path: Path) -> bool:
+    """Return whether there is nothing at a path; an error of its device does not tell that."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
+def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
+    """Return the data files of a checkpoint that are to be checked with a delta against it, largest first."""
+    files = [file for file in Manifest.read(Path(parent.path)).files if file.role in ("own", "ancestor")]
+    chosen = [file for file in files if everything or _is_due(file.name, parent.depth)]
+    return sorted(chosen, key=lambda file: (-file.size, file.name))
+
+
+def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) -> dict[str, str]:
+    """Return what is wrong with files of a checkpoint, by their names."""
+    found: dict[str, str] = {}
+    for name, problem in workers.map(lambda file: (file.name, problem_of(directory / file.name, file)), files):
+        let_signals_through()
+        if problem is not None:
+            found[name] = problem
+    return found
+
+
+def _is_due(name: str, depth: int) -> bool:
+    return (xxhash.xxh3_64_intdigest(name.encode()) + depth) % CHECKED_EVERY == 0
+
+
+def problem_of(path: Path, expected: ManifestFile) -> str | None:
+    """Return what is wrong with a file, None if it is what was written."""
+    try:
+        _forget_pages(path)
+        size, checksum = file_checksum(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if size != expected.size:
+        return f"has {size} bytes, expected {expected.size}"
+    return None if checksum == expected.checksum else f"has checksum {checksum}, expected {expected.checksum}"
+
+
+def _forget_pages(path: Path) -> None:
+    """Let the system read a file anew: what it still has in memory was right when it was written."""
+    with suppress(AttributeError, OSError):  # not on this system, or not for this file
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _settled(directory: Path, name: str, problem: str) -> str:
+    """Restore a damaged file wherever an intact copy allows; return what was found and done, for people."""
+    if not name:
+        return f"the check of '{directory}' failed: {problem}"
+    text = f"'{directory / name}' {problem}"
+    try:
+        holders = {path: manifest for path, manifest in checkpoints(run_of(directory), lambda *_: None)}
+        with suppress(CheckpointNotFound):  # deleted since
+            holders.setdefault(canonical(directory), Manifest.read(directory))
+        files = {
+            path: file for path, manifest in holders.items() for file in manifest.files if file.name == name
+        }
+        bad, good = _sorted_by_soundness(files)
+        if not bad and canonical(directory) not in files:
+            return f"{text}; it is gone, and no checkpoint that is left has this copy"
+        if not bad:
+            return f"{text}, and is sound when it is read again: the disk may be failing"
+        if not good:
+            return f"{text}: {_listed(bad)} cannot be read any more, and there is no intact copy"
+        _restore(good[0] / name, [path / name for path in bad], files[good[0]])
+    except (DSQError, OSError) as error:
+        return f"{text}: it could not be restored ({error})"
+    return f"{text}: it was restored in {_listed(bad)} from the intact copy in '{good[0].name}'"
+
+
+def _sorted_by_soundness(files: Mapping[Path, ManifestFile]) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints whose link to a file is to a damaged one, and the others; each file is read once."""
+    sound: dict[tuple[int, int], bool] = {}
+    bad: list[Path] = []
+    good: list[Path] = []
+    for path, file in files.items():
+        try:
+            status = os.stat(path / file.name)
+        except FileNotFoundError:
+            bad.append(path)
+            continue
+        inode = status.st_dev, status.st_ino
+        if inode not in sound:
+            sound[inode] = problem_of(path / file.name, file) is None
+        (good if sound[inode] else bad).append(path)
+    return bad, good
+
+
+def _restore(intact: Path, damaged: Sequence[Path], expected: ManifestFile) -> None:
+    """Put one copy of an intact file in the place of all damaged ones."""
+    first, *others = damaged
+    copy_file(intact, first, True, expected)
+    for path in others:
+        replace_by_link(first, path)
+    for path in damaged:
+        sync_directory(path.parent)
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    shown = ", ".join(f"'{path.name}'" for path in paths[:5])
+    return shown + (f" and {len(paths) - 5} more checkpoints" if len(paths) > 5 else "")

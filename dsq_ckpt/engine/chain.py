@@ -1,0 +1,321 @@
+"""Chains of checkpoints: which is the parent, what it leaves to its child, links between them, retention."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine.remembered import Memory, ParentRef, Shapes, continues, find, has_shapes, known, shapes_of, shared
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
+from dsq_ckpt.quantization.analysis import ParentModel
+from dsq_ckpt.quantization.chunk import ChunkKey, Codes, Floats32
+from dsq_ckpt.quantization.groups import QUANTIZABLE
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.container import sync_directory
+from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.manifest import Manifest, checkpoints, local_path
+from dsq_ckpt.storage.runs import existing_run, refuse_other, run_of
+from dsq_ckpt.storage.shard import RecordRef
+
+_told: set[Path] = set()  # run directories that were said to hold several states
+
+
+class Descent(NamedTuple):
+    """Where a state that is to be saved comes from.
+
+    Attributes:
+        previous: the checkpoint that it comes after in its run, whether it is coded against it or not.
+        base: the checkpoint that it may be coded against.
+        lossy_resumes: how often the run was restored from lossy state before.
+    """
+
+    previous: ParentRef | None = None
+    base: ParentRef | None = None
+    lossy_resumes: int = 0
+
+
+def descent(path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes) -> Descent:
+    """Return what a save to `path` comes after.
+
+    Args:
+        path: the new checkpoint.
+        parent: "auto" or None: the last checkpoint of this state that this process committed or loaded in the same run;
+            else the path of a complete checkpoint.
+        shapes: of all tensors of the state, by name.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
+    """
+    run = run_of(path)
+    if parent is None or parent == "auto":
+        last = _last(run, shapes, told=parent is not None)
+        return Descent(last, last, _resumes(run) if last is None else last.lossy_resumes)
+    named = local_path(parent)
+    with CheckpointFiles(named) as files:
+        manifest, older = files.manifest, shapes_of(files)
+    # Whatever it is coded against, the state comes from what this process saved or loaded last.
+    origin = _last(run, shapes) or _last(run_of(named), shapes)
+    resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
+    base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
+    return Descent(base if continues(shapes, older) else None, base, resumes)
+
+
+def _last(run: Path, shapes: Shapes, told: bool = False) -> ParentRef | None:
+    """Return the last checkpoint of a state in a run directory; having loaded it is a resume, if it is lossy."""
+    candidates = [(one, one.shapes) for one in known(run) if has_shapes(one) and one.shapes is not None]
+    older = [(shared(shapes, other), one) for one, other in candidates if continues(shapes, other)]
+    # A part of the state may have been saved by itself since: of both, the whole is what is continued.
+    for _, one in sorted(older, key=lambda pair: -pair[0]):
+        problem = "is gone or was replaced"
+        try:
+            manifest = Manifest.read(one.path)
+        except CheckpointNotFound:
+            pass
+        except DSQError as error:
+            one.complete, problem = True, f"cannot be read ({error})"
+        else:
+            if manifest.save_id == one.save_id:
+                resumes = manifest.lossy_resumes + (one.loaded and manifest.lossy)
+                return ParentRef(manifest.save_id, str(one.path), manifest.depth, resumes)
+        if one.complete:  # else it is of a save that failed, or is still under way
+            if told:
+                warn(f"the parent checkpoint '{one.path}' {problem}; writing a keyframe")
+            return None
+    if others := [one.path for one, other in candidates if one.complete and not continues(shapes, other)]:
+        _tell_apart(run, others[0])
+    return None
+
+
+def _resumes(run: Path) -> int:
+    """Return how often any state was restored in a run: one whose tensors have new names may come from any."""
+    counts = [0]
+    for one in known(run):
+        with suppress(DSQError):
+            if one.loaded and (manifest := Manifest.read(one.path)).save_id == one.save_id:
+                counts.append(manifest.lossy_resumes + manifest.lossy)
+    return max(counts)
+
+
+def _tell_apart(run: Path, other: Path) -> None:
+    """Say, once for a run directory, that several states are saved in it."""
+    if run not in _told:
+        _told.add(run)
+        warn(
+            f"what is saved in '{run}' now has less than half of '{other.name}', the checkpoint before it, by the same "
+            "names and shapes: it is taken for another state, which starts with a keyframe and keeps its refinement "
+            "apart from that one's; if it is the same training, with tensors renamed, that costs one keyframe"
+        )
+
+
+def choose_parent(
+    base: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
+) -> ParentRef | None:
+    """Return `base`, if a delta against it is wanted and possible; only the coordinator decides.
+
+    Args:
+        base: see `descent`.
+        parent: None asks for a keyframe.
+        config: chain length and whether deltas are made at all.
+    """
+    if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.max_chain:
+        return None
+    path = Path(base.path)
+    for file in Manifest.read(path).files:
+        if file.role not in ("own", "ancestor"):
+            continue
+        problem = None
+        try:
+            size = (path / file.name).stat().st_size
+            if size != file.size:
+                problem = f"has {size} instead of {file.size} bytes in"
+        except FileNotFoundError:
+            problem = "lacks"
+        except OSError as error:
+            problem = f"cannot be used ({error.strerror}) for"
+        if problem is not None:
+            warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
+            return None
+    return base
+
+
+class Base(NamedTuple):
+    """What a chunk is coded against.
+
+    Attributes:
+        ref: a record of the parent.
+        requires: all files that record needs.
+        residual: the chunk is added to that record's values; otherwise its codes are coded given that record's.
+    """
+
+    ref: RecordRef
+    requires: frozenset[str]
+    residual: bool = False
+
+
+class Parent:
+    """The parent checkpoint as seen by one rank: from memory where what is needed is still there, else from disk."""
+
+    def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers) -> None:
+        self.ref = ref
+        self.model = model
+        self._workers = workers
+        self.checkpoint = Checkpoint(Path(ref.path))
+        if self.checkpoint.manifest.save_id != ref.save_id:
+            self.checkpoint.close()
+            raise SaveFailed(
+                f"the parent '{ref.path}' was replaced while this save was planned: it is "
+                f"{self.checkpoint.manifest.save_id}, expected {ref.save_id}; save again"
+            )
+        found = find(ref.save_id)
+        if found is not None:
+            found.complete = True
+        self._memory = Memory() if found is None else found.memory
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+    def codes(self, key: ChunkKey, group: str) -> tuple[Base, Codes] | None:
+        """Previous codes of a chunk, or None where it must start anew (other sharding, group or alphabet)."""
+        book = self.model.books.get(group)
+        try:
+            ref = self.checkpoint.find(key.fqn, key.offsets)
+        except CheckpointNotFound:
+            return None
+        record = self.checkpoint.record(ref)
+        if book is None or tuple(record["shape"]) != key.shape:
+            return None
+        if record["type"] != "coded" or record["group"] != group or "residual" in record:
+            return None
+        if self.checkpoint.codebook(ref).symbols != book.symbols:
+            return None
+        if record.get("exponent", 0) != self.model.exponents.get(key.fqn, 0):
+            return None
+        codes = self._memory.codes.get(key)
+        if codes is None:
+            codes = self.checkpoint.codes(ref, self._workers)
+        return Base(ref, self.checkpoint.requires(ref.file)), codes
+
+    def resident(self, key: ChunkKey) -> torch.Tensor | None:
+        """The codes that `codes` tells of in device memory; they are then no longer held here, so that they can go."""
+        return self._memory.resident.pop(key, None)
+
+    def values(self, key: ChunkKey) -> tuple[Base, Floats32] | None:
+        """What a chunk decodes to, flat, or None where it must start anew (other sharding, or no numbers)."""
+        try:
+            ref = self.checkpoint.find(key.fqn, key.offsets)
+        except CheckpointNotFound:
+            return None
+        record = self.checkpoint.record(ref)
+        if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
+            return None
+        if "unit" in record:  # its codes stand for values in units that change
+            return None
+        values = self._memory.values.get(key)
+        if values is None:
+            values = self.checkpoint.values(ref, self._workers)
+        return Base(ref, self.checkpoint.requires(ref.file), residual=True), values
+
+
+def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
+    """Unlink refinements of all but the newest checkpoints of a run; pinned ones keep theirs.
+
+    Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
+    the same directory; and none, if it is lossy and has no refinement, or holds NaN, since the one before it is then
+    the one to go back to. The older manifest says "dropped" before its file goes, so that a crash in between leaves an
+    orphan, never a promise that is not kept.
+
+    Args:
+        newest: the checkpoint just committed.
+        keep_last: how many of the newest checkpoints keep their refinement.
+        fsync: flush what is written.
+
+    Returns:
+        The directories whose refinement was dropped.
+    """
+    manifest = Manifest.read(newest)
+    if (manifest.refinement != "kept" and manifest.lossy) or manifest.nonfinite:
+        return []
+    dropped: list[Path] = []
+    directory, age = newest, 0
+    while manifest.previous_name is not None:
+        directory, expected, age = directory.parent / manifest.previous_name, manifest.previous, age + 1
+        try:
+            manifest = Manifest.read(directory)
+        except DSQError:
+            break
+        if directory.is_symlink():
+            break  # it leads to another run
+        if manifest.save_id != expected or (age >= keep_last and manifest.refinement == "dropped"):
+            break  # replaced by another; or what is older was dropped before
+        if age >= keep_last and manifest.refinement == "kept" and not manifest.pinned:
+            _drop(directory, manifest, fsync)
+            dropped.append(directory)
+    return dropped
+
+
+def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
+    names = [file.name for file in manifest.files if file.role == "refinement"]
+    kept = [file for file in manifest.files if file.role != "refinement"]
+    manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(directory, exclusive=False, fsync=fsync)
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    if fsync:
+        sync_directory(directory)
+
+
+def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
+    """Return a sentence or two on what is lost where a checkpoint that dropped its refinement is loaded, for people."""
+    errors: dict[str, float] = {}
+    for group, report in manifest.groups.items():
+        kind = group.partition("/")[0]
+        errors[kind] = max(errors.get(kind, 0.0), report.relative_error)
+    # What is known of differences says nothing about the values that they add up to.
+    against = manifest.config.get("delta", {}).get("against")
+    rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error}
+    lost = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
+    kept = [
+        path.name for path, other in checkpoints(directory.absolute().parent, lambda *_: None)
+        if other.refinement == "kept" and other.save_id != manifest.save_id
+    ]
+    return (
+        f"'{directory}' is loaded from its base layer alone, since newer checkpoints took over its refinement layer: "
+        "what is loaded differs from what was saved"
+        + (f" ({lost}, root mean square of a group of tensors)" if lost and against != "values" else "")
+        + ", and training goes on as from a restart of lower precision. "
+        + (f"Refinement is there in {', '.join(repr(name) for name in kept[:-4:-1])}. " if kept else "")
+        + "To keep it longer set refinement.keep_last in the configuration, or save with pinned=True"
+    )
+
+
+def latest(run: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest complete checkpoint directly below a run directory.
+
+    None: the run has not begun. Its directory is empty but for logs and settings, or does not exist; a warning tells
+    of another directory with checkpoints and nearly the same name.
+
+    Raises:
+        CheckpointNotFound: `run` is a file, a checkpoint, a dangling link, or a directory of other files or of runs.
+        DSQError: a manifest cannot be read, and its checkpoint may be the newest.
+    """
+    problems: list[tuple[Path, DSQError]] = []
+    directory = existing_run(run)
+    found = list(checkpoints(directory, lambda path, error: problems.append((path, error))))
+    older = set[str]().union(*(manifest.comes_after() for _, manifest in found))
+    for path, error in problems:
+        saves = {entry.name[:16] for entry in path.glob("*.index")}
+        if not saves or not saves <= older:
+            raise type(error)(
+                f"{error}; that checkpoint may be the newest of '{run}': restore or delete it, or name the checkpoint "
+                "to go on from"
+            ) from error
+    if not found:
+        refuse_other(directory)
+        return None
+    return str(found[-1][0])

@@ -1,0 +1,266 @@
+"""The coordinator's part of a save: check that all is there, write index and manifest."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.core.hints import pattern_hint
+from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.engine import chain
+from dsq_ckpt.engine.remembered import ParentRef
+from dsq_ckpt.engine.session import Agreement, RankResult
+from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
+from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.groups import without_effect
+from dsq_ckpt.quantization.worst import Worst
+from dsq_ckpt.storage.container import FileInfo, sync_directory, write_index
+from dsq_ckpt.storage.index import uncovered
+from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
+from dsq_ckpt.storage.runs import canonical, run_of
+from dsq_ckpt.storage.shard import Written
+from dsq_ckpt.version import __version__
+
+_told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by run
+
+
+class Committed(NamedTuple):
+    """A checkpoint that is complete; `flushed`: its name is on the device, so that what is older may go."""
+
+    manifest: Manifest
+    flushed: bool
+
+
+def commit(
+    directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
+    objects: Sequence[str], planner: dict[str, Any], choice: Choice, attachments: Sequence[FileInfo] = (), *,
+    overwrite: bool, pinned: bool, started: float,
+) -> Committed:
+    """The coordinator's part: check that all is there, write index and manifest.
+
+    Args:
+        results: of all ranks.
+        tensors: {fqn: {"dtype", "shape", "chunks": [ChunkKey, ...]}} that were planned.
+        objects: names of the objects that were planned.
+        planner: keys of the index that tell how the state dict was nested.
+        choice: how it was stored.
+        attachments: files of other formats that lie beside ours and belong to the checkpoint.
+        overwrite: replace a complete checkpoint.
+        pinned: its refinement is not to be dropped.
+        started: when the save began, seconds since the epoch.
+
+    Raises:
+        SaveFailed: something planned was not written, or is not all of a tensor; the checkpoint stays invisible.
+        CheckpointExists: another save completed a checkpoint here meanwhile.
+    """
+    analysis, config = choice.analysis, choice.config
+    written: dict[ChunkKey | str, Written] = {}
+    for result in results:
+        written.update(result.written)
+    planned = [key for tensor in tensors.values() for key in tensor["chunks"]] + list(objects)
+    if not planned and not attachments:
+        warn_safely(f"the state dict is empty: the checkpoint '{directory}' holds nothing")
+    lost = [key for key in planned if key not in written]
+    if lost:
+        raise SaveFailed(
+            f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
+            "the checkpoint was not committed"
+        )
+    for fqn, tensor in tensors.items():
+        if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
+            raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
+    if not {*tensors, *objects} <= set(planner["planner"] or ()):
+        planner = {**planner, "planner": None}  # paths to a part of it would lose the rest
+    apart = sorted({key for result in results for key in result.units} - set(written))
+    if apart:
+        raise SaveFailed(
+            f"'{apart[0].fqn}' has no chunk at {apart[0].offsets} of shape {apart[0].shape}, which measures a first "
+            "moment that was saved; save both in the same layout, or store quantize.exp_avg exactly"
+        )
+    own = [file for result in results for file in result.files]
+    files = [ManifestFile.of(file, "own") for file in own]
+    files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
+    files += [ManifestFile.of(file, "attachment") for file in attachments]
+    required = sorted({name for result in results for name in result.requires})
+    depth = 0
+    if required:
+        assert agreement.parent is not None
+        depth = agreement.parent.depth + 1
+        known = {file.name: file for file in Manifest.read(Path(agreement.parent.path)).files}
+        files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
+    absent = [file for file in files if _size(directory / file.name) != file.size]
+    if absent:
+        raise SaveFailed(_incomplete(directory, absent, results))
+    names = [file.name for file in own]
+    place = {name: number for number, name in enumerate(names)}
+    index = {
+        "files": names,
+        "tensors": {
+            fqn: {"dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": [
+                [list(key.offsets), list(key.shape), place[written[key].ref.file], written[key].ref.record]
+                for key in tensor["chunks"]
+            ]} for fqn, tensor in tensors.items()
+        },
+        "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in objects},
+        "codebooks": {
+            # A group of zeros teaches nothing to the next checkpoint.
+            name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items()
+            if fitted.mean_square > 0 and not agreement.layout.residual
+        },
+        "exponents": {} if agreement.layout.residual else analysis.exponents,
+        "tied": {name: first for result in results for name, first in result.tied.items()},
+        "planner_data": None, **planner,
+    }
+    files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
+    kinds: dict[str, Sizes] = {}
+    for result in results:
+        for kind, sizes in result.kinds.items():
+            total = kinds.setdefault(kind, Sizes())
+            total.logical += sizes.logical
+            total.base += sizes.base
+            total.refinement += sizes.refinement
+    refined = any(result.refinement for result in results)
+    previous, previous_name = _previous(directory, agreement.previous)
+    manifest = Manifest(
+        save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
+        parent=agreement.parent.save_id if required and agreement.parent else None,
+        parent_name=_name_of(Path(agreement.parent.path)) if required and agreement.parent else None,
+        previous=previous, previous_name=previous_name,
+        depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
+        groups={
+            name: _report(fitted, agreement.layout.residual, analysis.worst.get(name))
+            for name, fitted in analysis.fitted.items()
+            if fitted.counts.any()
+        },
+        nonfinite=sorted(analysis.nonfinite), quality=choice.quality,
+        lossy_resumes=agreement.lossy_resumes,
+        seconds=time.time() - started, config=config.model_dump(mode="json"),
+        writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    replaced = _replaced(directory, files) if overwrite else []
+    if config.storage.fsync:
+        sync_directory(directory)
+    flushed = True
+    try:
+        manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
+    except FileExistsError as error:
+        raise CheckpointExists(
+            f"another save completed a checkpoint in '{directory}' while this one was written; choose another path, or "
+            "overwrite it (overwrite=True)"
+        ) from error
+    except Unflushed as error:  # visible to everybody; taking it back could fail as well
+        flushed = False
+        warn_safely(
+            f"'{directory}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
+            "may take it back: what it replaces and older refinement layers are kept; look at the device, save again"
+        )
+    for path in replaced if flushed else ():
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
+            warn_safely(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
+    _warn_of_idle(directory, config, tensors, agreement.layout.settings)
+    return Committed(manifest, flushed)
+
+
+def retire(directory: Path, config: DSQConfig) -> None:
+    """After the commit: drop the refinement of what came before, as far as `config.refinement` asks for it."""
+    try:
+        chain.drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
+    except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
+        warn_safely(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
+
+
+def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]) -> None:
+    """Say, once for a run, which rules and groups decide about no tensor: what a slip leaves out is stored lossily."""
+    texts = []
+    for pattern, earlier in without_effect(config.quantize.rules, names).items():
+        text = f"quantize.rules: the pattern '{pattern}' matches no tensor"
+        if earlier is None:
+            texts.append(text + pattern_hint(pattern, names))
+        else:
+            texts.append(f"{text} that no earlier rule does, such as '{earlier}'; the first match wins: move it up")
+    usual = SYSTEMS[config.system].defaults.get("quantize", {}).get("groups", {})
+    texts += [
+        f"quantize.groups: no tensor belongs to '{name}', so its settings have no effect; name layers by a rule, or "
+        "pass model= for their types" for name in config.quantize.groups if name not in {*settings, *usual}
+    ]
+    for text in texts:
+        key = run_of(directory), text.partition(";")[0]
+        if key not in _told:
+            _told.add(key)
+            warn_safely(text)
+
+
+def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:
+    """Why files that ranks wrote are not there for the coordinator, as far as can be told."""
+    here = platform.node()
+    wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
+    shown = []
+    for file in absent[:3]:
+        size, author = _size(directory / file.name), wrote.get(file.name)
+        notes = [f"written by rank {author.rank} on host {author.host}"] if author is not None else []
+        notes += [f"{size} of {file.size} bytes"] if size >= 0 else []
+        shown.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
+    more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+    text = f"after all ranks wrote, host {here}, which commits, lacks in '{directory}' {', '.join(shown)}{more}: "
+    if any(wrote[file.name].host != here for file in absent if file.name in wrote):
+        text += "the directory is not shared by all hosts; save to one that is; "
+    return text + "the checkpoint was not committed"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:
+    """Save id of the checkpoint before, and its name if it lies in the same run directory.
+
+    A checkpoint saved over itself comes after what its predecessor came after, which nothing else would remember.
+    """
+    if previous is None:
+        return None, None
+    path = Path(previous.path)
+    if canonical(path) == canonical(directory):
+        replaced = Manifest.read(path)
+        return replaced.previous, replaced.previous_name
+    return previous.save_id, _name_of(path) if run_of(path) == run_of(directory) else None
+
+
+def _name_of(path: Path) -> str | None:
+    """The name of a directory as text, in which bytes that are none become question marks; None for a backslash."""
+    name = path.name.encode("utf-8", "replace").decode()
+    return name if is_plain(name) else None
+
+
+def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
+    """Files of the checkpoint that is being overwritten which the new one does not need."""
+    kept = {file.name for file in files}
+    try:
+        return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]
+    except DSQError:  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
+        return []
+
+
+def _report(fitted: Fitted, residual: bool, worst: Worst | None) -> GroupReport:
+    elements = int(fitted.counts.sum())
+    energy = fitted.mean_square or 1.0
+    return GroupReport(
+        elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent or residual,
+        bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
+        refined_error=(fitted.refined_error / energy) ** 0.5 if fitted.refinement_bits else None,
+        update_error=fitted.update_error, step=fitted.codebook.step,
+        worst_tensor=worst.tensor if worst else None, worst_error=worst.error if worst else None,
+    )

@@ -1,0 +1,72 @@
+"""Files that a new checkpoint has from its parent: links, and of keyframes as many copies as are asked for."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.links import NO_LINKS, copy_file, link_files
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+
+
+def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool) -> None:
+    """Make the files that a new checkpoint needs of its parent appear in it, keyframe files in several copies.
+
+    Of `copies` checkpoints of a chain that follow each other, no two share a keyframe file: each has it from the
+    checkpoint that many before it, or copies it where that one is gone.
+
+    Args:
+        parent: directory of the parent.
+        target: directory of the new checkpoint.
+        names: of the parent's data files.
+        copies: of each file that needs no other, on the device; 1: all checkpoints share it.
+        fsync: flush copies to the device.
+
+    Raises:
+        CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
+    """
+    if copies > 1:
+        with CheckpointFiles(parent) as files:
+            known = {file.name: file for file in files.manifest.files}
+            keyframes = {name for name in names & known.keys() if files.requires(name) == {name}}
+        holders = _newest_first(parent, copies) if keyframes else []
+        for name in keyframes:
+            if not (target / name).exists():
+                _other_copy([holder / name for holder in holders], target / name, known[name], copies, fsync)
+    link_files(parent, target, names, fsync)
+
+
+def _newest_first(parent: Path, count: int) -> list[Path]:
+    """Return a checkpoint and those before it in its run, as far as they are there."""
+    found, manifest = [parent], Manifest.read(parent)
+    while len(found) < count and manifest.previous_name is not None:
+        expected, directory = manifest.previous, parent.parent / manifest.previous_name
+        try:
+            manifest = Manifest.read(directory)
+        except DSQError:
+            break
+        if manifest.save_id != expected:
+            break
+        found.append(directory)
+    return found
+
+
+def _other_copy(holders: list[Path], target: Path, file: ManifestFile, copies: int, fsync: bool) -> None:
+    """Link a file from the oldest of `copies` holders, if that shares it with none of the others; else copy it."""
+    inodes = []
+    for path in holders:
+        with suppress(FileNotFoundError):
+            inodes.append(path.stat().st_ino)
+    if len(inodes) == copies and inodes[-1] not in inodes[:-1]:
+        try:
+            os.link(holders[-1], target)
+            return
+        except FileExistsError:
+            return  # another rank was faster
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+    copy_file(holders[0], target, fsync, file)

@@ -1,0 +1,261 @@
+"""Merging a chain of differences into super-steps, which are faster to read (LC-Checkpoint, section 3.2).
+
+A checkpoint of differences needs all records back to its keyframe. A merged one holds, for every chunk, the
+combinations of their codes as one record (as few as can be: a record has room for 255 combinations), over the same
+keyframe. It gives the same values bit for bit, with and without refinement. The source is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsq_ckpt.coding import RansCoder, shuffle_compress
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
+from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.quantization.superstep import SuperStep
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import (
+    FORMAT_VERSION,
+    Block,
+    ContainerReader,
+    ContainerWriter,
+    make_directory,
+    sync_directory,
+    write_index,
+)
+from dsq_ckpt.storage.links import link_files
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile, local_path
+from dsq_ckpt.storage.shard import RecordRef
+from dsq_ckpt.storage.targets import refuse_checkpoint
+
+StrPath = str | os.PathLike[str]
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote.
+
+    Attributes:
+        path: the new checkpoint.
+        links_before, links: differences that the longest chain of a chunk adds up, in the source and now.
+        bytes: of the files it wrote; the keyframe's are linked.
+    """
+
+    path: Path
+    links_before: int
+    links: int
+    bytes: int
+
+
+def merge(source: StrPath, target: StrPath) -> Merged:
+    """Write a checkpoint of differences anew, its chains merged.
+
+    Runs in one process, whatever number of ranks saved. `target` is a checkpoint like others: it needs `source` no
+    longer, and may be the parent of further saves.
+
+    Args:
+        source: a checkpoint saved with `delta.against` "values".
+        target: the directory to make.
+
+    Raises:
+        CheckpointExists: `target` holds a complete checkpoint.
+        SaveFailed: there is nothing to merge, or `target` is a directory with other files.
+    """
+    goal = local_path(target)
+    refuse_checkpoint(goal, overwrite=False)
+    started, storage = time.time(), StorageConfig()
+    with Checkpoint(local_path(source)) as checkpoint, Workers(
+        storage.thread_count(), storage.block_elements
+    ) as workers:
+        before = max((len(_chain(checkpoint, ref)) - 1 for _, ref in checkpoint.chunks()), default=0)
+        if any(file.role == "attachment" for file in checkpoint.manifest.files):
+            raise SaveFailed(
+                f"'{source}' is a tag of DeepSpeed, whose own files belong to this very save; tags are not merged"
+            )
+        if before < 2:
+            raise SaveFailed(f"'{source}' has nothing to merge: no tensor is a sum of two differences or more")
+        make_directory(goal, fsync=True)
+        ranks = [_Rank(checkpoint, name, goal, workers) for name in checkpoint.index["files"]]
+        save_id = uuid.uuid4().hex[:16]
+        files = [file for rank in ranks for file in rank.write(save_id)]
+        manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
+    return Merged(goal, before, max(rank.links for rank in ranks), manifest.bytes_in("own", "index", "refinement"))
+
+
+def _chain(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
+    """A record and all that it is added to, newest first."""
+    return checkpoint.chain(ref, "residual", ("coded", "merged", "plain"))
+
+
+def _commit(
+    checkpoint: Checkpoint, goal: Path, save_id: str, ranks: list[_Rank], files: list[ManifestFile], started: float
+) -> Manifest:
+    old = checkpoint.manifest
+    kinds = {kind: sizes.model_copy() for kind, sizes in old.kinds.items()}
+    for rank in ranks:
+        for kind, change in rank.grown.items():
+            kinds[kind].base += change
+    ancestors = frozenset[str]().union(*(rank.requires for rank in ranks))
+    link_files(checkpoint.directory, goal, ancestors, fsync=True)
+    files = files + [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
+    index = {**checkpoint.index, "files": [f"{save_id}{name[16:]}" for name in checkpoint.index["files"]]}
+    files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))
+    newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name))
+    siblings = goal.parent == checkpoint.directory.absolute().parent
+    manifest = old.model_copy(update={
+        "save_id": save_id, "version": FORMAT_VERSION, "created": time.time(), "files": files, "kinds": kinds,
+        "parent": newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
+        "depth": max(rank.depth for rank in ranks), "seconds": time.time() - started,
+    })
+    sync_directory(goal)
+    manifest.write(goal, exclusive=True, fsync=True)
+    return manifest
+
+
+class _Rank:
+    """One base file, and its refinement file, on their way into a merged checkpoint.
+
+    Records keep their numbers; super-steps that others are added to come after them.
+
+    Attributes:
+        requires: ancestors it needs.
+        links: differences that the longest chain of a chunk adds up.
+        depth: the same, with the codes that the oldest of them is coded given.
+        grown: bytes by kind of tensor.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, goal: Path, workers: Workers) -> None:
+        self._checkpoint, self._name, self._goal, self._workers = checkpoint, name, goal, workers
+        self._reader = checkpoint.reader(name)
+        self._stem = Path(name).stem
+        refinement = f"{self._stem}.refinement"
+        kept = refinement in {file.name for file in checkpoint.manifest.files}
+        self._refinement = checkpoint.reader(refinement) if kept else None
+        self.requires: set[str] = set()
+        self.links = self.depth = 0
+        self.grown: dict[str, int] = defaultdict(int)
+
+    def write(self, save_id: str) -> list[ManifestFile]:
+        """Write the files of this rank."""
+        head = {"save": save_id, "rank": self._reader.contents["rank"]}
+        self._base = f"{save_id}{self._name[16:]}"
+        with ContainerWriter(self._goal, self._base, True) as self._writer:
+            contents = {**self._reader.contents, **head, **self._contents()}
+            files = [ManifestFile.of(self._writer.finish(contents), "own")]
+        if self._refinement is not None:
+            with ContainerWriter(self._goal, f"{Path(self._base).stem}.refinement", True) as writer:
+                copied = _Copies(self._refinement, writer)
+                records = {
+                    number: {
+                        **entry, "blocks": [copied(place) for place in entry["blocks"]],
+                        **({"protected": copied(entry["protected"])} if "protected" in entry else {}),
+                    } for number, entry in self._refinement.contents["records"].items()
+                }
+                contents = {**self._refinement.contents, **head, "base": self._base, "records": records}
+                files.append(ManifestFile.of(writer.finish(contents), "refinement"))
+        return files
+
+    def _contents(self) -> Tree:
+        copied, old = _Copies(self._reader, self._writer), self._reader.contents
+        self._more: list[Tree] = []
+        self._count = len(old["records"])
+        records = [self._record(number, record, copied) for number, record in enumerate(old["records"])]
+        used = {record["group"] for record in records if record["type"] == "coded"}
+        groups = {
+            name: {**group, "model": copied(group["model"])} for name, group in old["groups"].items() if name in used
+        }
+        packs = [(copied(place), itemsize, size) for place, itemsize, size in old["packs"]]
+        return {
+            "requires": sorted(self.requires), "groups": groups, "packs": packs, "records": records + self._more,
+        }
+
+    def _record(self, number: int, record: Tree, copied: _Copies) -> Tree:
+        """What takes the place of a record: itself, or what its chain is merged into."""
+        ref = RecordRef(self._name, number)
+        if record["type"] not in ("coded", "merged"):
+            return record
+        *steps, oldest = _chain(self._checkpoint, ref)
+        if oldest.file == self._name and oldest != ref:
+            raise CorruptCheckpoint(f"'{self._name}' record {oldest.record} is not of an earlier checkpoint")
+        codes = len(self._checkpoint.chain(oldest, "parent", ("coded", "plain"))) - 1
+        needed = oldest.file if steps else record.get("parent", [None])[0]
+        if needed is not None:
+            self.requires |= self._checkpoint.requires(needed)
+        refined = self._refinement is not None and str(number) in self._refinement.contents["records"]
+        kept = refined or len(steps) < 2
+        older: list[Any] = list(oldest)
+        runs = list(self._runs(steps[kept:][::-1]))
+        links = len(runs) + bool(kept and steps)
+        self.links, self.depth = max(self.links, links), max(self.depth, links + codes)
+        size = -_size(record)
+        for place, run in enumerate(runs):
+            merged = self._merged(record, run, older)
+            size += _size(merged)
+            if place == len(runs) - 1 and not kept:
+                self.grown[kind_of(record["fqn"])] += size
+                return merged
+            older = [self._base, self._count + len(self._more)]
+            self._more.append(merged)
+        new = {**record, "blocks": [None if block is None else copied(block) for block in record["blocks"]]}
+        if "protected" in record:
+            new["protected"] = copied(record["protected"])
+        if steps:
+            new["residual"] = older
+        self.grown[kind_of(record["fqn"])] += size + _size(new)
+        return new
+
+    def _runs(self, steps: Sequence[RecordRef]) -> Iterator[SuperStep]:
+        """Differences, the oldest first, merged as far as they can be."""
+        current: SuperStep | None = None
+        for link in steps:
+            step = self._checkpoint.superstep(link, self._checkpoint.codes(link, self._workers))
+            both = None if current is None else current.then(step)
+            if current is not None and both is None:
+                yield current
+            current = both or step
+        if current is not None:
+            yield current
+
+    def _merged(self, like: Tree, step: SuperStep, older: list[Any]) -> Tree:
+        """A record of a super-step, written."""
+        coder = RansCoder.fit(np.bincount(step.codes, minlength=step.last + 1)[None])
+        size = int(self._reader.contents["block_elements"])
+        parts = [step.codes[start : start + size] for start in range(0, len(step.codes), size)]
+        record = {
+            "type": "merged", **{key: like[key] for key in ("fqn", "offsets", "shape", "dtype")},
+            "coder": coder.name, "model": self._writer.add(coder.to_bytes()), "steps": step.steps.tolist(),
+            "blocks": [self._writer.add(data) for data in self._workers.map(lambda p: coder.encode(p, None), parts)],
+            "residual": older,
+        }
+        if step.own.size:
+            record["protected_count"] = step.own.shape[1]
+            record["protected"] = self._writer.add(shuffle_compress(step.own.tobytes(), 4))
+        return record
+
+
+class _Copies:
+    """Blocks of one file that are added to another."""
+
+    def __init__(self, source: ContainerReader, target: ContainerWriter) -> None:
+        self._source, self._target = source, target
+
+    def __call__(self, place: Sequence[Any]) -> Block:
+        return self._target.add(self._source.read(Block(*place)))
+
+
+def _size(record: Tree) -> int:
+    """Bytes of a record's blocks."""
+    places = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]
+    return sum(int(place[1]) for place in places if place is not None)

@@ -1,0 +1,89 @@
+"""`SaveResult`: what a save returns, in one line for people and as numbers for a logger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, repr=False)
+class SaveResult:
+    """A committed checkpoint.
+
+    Attributes:
+        path: its directory.
+        save_id: of this save; an overwritten checkpoint has another one.
+        bytes_written: of all files that this save wrote, on all ranks.
+        bytes_logical: of what was saved, uncompressed.
+        depth: deltas since the keyframe; 0: it is one.
+        seconds: from the call until the commit.
+        refinement: "kept", or "none" where nothing has one.
+        quality: what the search of a `Compressor` measured, as in the manifest; None where there was none.
+    """
+
+    path: Path
+    save_id: str
+    bytes_written: int
+    bytes_logical: int
+    depth: int
+    seconds: float
+    refinement: str
+    quality: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest) -> SaveResult:
+        """From what was just committed."""
+        written = manifest.bytes_in("own", "index", "refinement", "attachment") + (path / MANIFEST).stat().st_size
+        logical = sum(sizes.logical for sizes in manifest.kinds.values())
+        return cls(
+            path, manifest.save_id, written, logical, manifest.depth, manifest.seconds, manifest.refinement,
+            manifest.quality,
+        )
+
+    @property
+    def keyframe(self) -> bool:
+        """Whether it is coded by itself, not against a parent."""
+        return self.depth == 0
+
+    @property
+    def ratio(self) -> float:
+        """Uncompressed bytes over bytes written."""
+        return self.bytes_logical / max(self.bytes_written, 1)
+
+    @property
+    def degradation(self) -> float | None:
+        """Relative degradation of the metric by the base layer, negative if it improved; None: it was not measured."""
+        found = (self.quality or {}).get("degradation")
+        return None if found is None else float(found)
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers for TensorBoard or Weights & Biases: bytes_written, bytes_logical, ratio, depth, keyframe, seconds,
+        and degradation where it was measured.
+        """
+        found = {
+            "bytes_written": float(self.bytes_written), "bytes_logical": float(self.bytes_logical),
+            "ratio": self.ratio, "depth": float(self.depth), "keyframe": float(self.keyframe), "seconds": self.seconds,
+        }
+        return found if self.degradation is None else {**found, "degradation": self.degradation}
+
+    def __str__(self) -> str:
+        depth = "keyframe" if self.keyframe else f"delta {self.depth}"
+        parts = [_size(self.bytes_written), f"{self.ratio:.1f}x", depth, f"{self.seconds:.1f} s"]
+        if self.degradation is not None:
+            parts.append(f"degradation {self.degradation:.2%}".replace("%", " %"))
+        return f"{self.path.name}: {', '.join(parts)}"
+
+    __repr__ = __str__
+
+
+def _size(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"

@@ -1,0 +1,98 @@
+"""What all ranks of a save must have been given alike; compared before anything is written.
+
+It travels with what ranks tell each other at the beginning of a save anyway, so that it costs no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.errors import ConfigError
+
+_OWN = frozenset({"storage.threads", "storage.on_device", "storage.block_elements", "storage.zstd_level"})
+"""Keys that may differ by rank: they say how a rank does its part, and nothing of what is stored or promised."""
+_MOST = 5
+_UNSET = "not set"
+
+
+class Terms(NamedTuple):
+    """What a rank was given.
+
+    Attributes:
+        path: the checkpoint directory, absolute.
+        settings: of the configuration, by dotted key, where they are not the defaults.
+    """
+
+    path: str
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: Path, config: DSQConfig) -> Terms:
+        """Return what this rank was given."""
+        usual = _defaults()
+        found = _flat(config.model_dump())
+        return cls(str(path), {
+            key: value for key, value in found if key not in _OWN and (key not in usual or usual[key] != value)
+        })
+
+
+def refuse_different(given: Sequence[Terms]) -> None:
+    """Make sure that all ranks were given the same.
+
+    Args:
+        given: to all ranks, in rank order.
+
+    Raises:
+        ConfigError: they were not; it names what differs, and the ranks.
+    """
+    if all(terms == given[0] for terms in given):
+        return
+    if paths := _differing([terms.path for terms in given]):
+        raise ConfigError(
+            f"the ranks of one save were given different paths: {paths}; give all of them the same directory, on "
+            "storage that they share, and an absolute path where their working directories differ"
+        )
+    usual = _defaults()
+    keys = sorted(set().union(*(terms.settings for terms in given)))
+    values = {key: [terms.settings.get(key, usual.get(key, _UNSET)) for terms in given] for key in keys}
+    differing = {key: text for key in keys if (text := _differing(values[key]))}
+    # Codebooks of different kinds have different keys.
+    kinds = tuple(key.removesuffix("fit") for key in differing if key.endswith(".codebook.fit"))
+    shown = [f"{key} is {text}" for key, text in differing.items() if key.endswith(".fit") or not key.startswith(kinds)]
+    more = f"; and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
+    raise ConfigError(
+        f"the ranks of one save were given different configurations: {'; '.join(shown[:_MOST])}{more}; give all of "
+        "them the same"
+    )
+
+
+def _differing(values: Sequence[Any]) -> str:
+    """Which value is on which ranks; empty where it is the same on all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value if value is _UNSET else repr(value), []).append(rank)
+    return ", ".join(f"{value} on {_named(some)}" for value, some in ranks.items()) if len(ranks) > 1 else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_MOST]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else "")
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    return dict(_flat(DSQConfig().model_dump()))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

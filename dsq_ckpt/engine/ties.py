@@ -1,0 +1,144 @@
+"""Tensors that share memory, as tied weights do: one is stored for all, as the strictest of their settings asks.
+
+A load into tensors that are tied writes the same memory once for each name, in an order that nobody chose. So what is
+stored under any of the names has to be good enough for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from dsq_ckpt.config.schema import Lattice, TensorConfig
+from dsq_ckpt.engine.session import Item
+from dsq_ckpt.quantization.chunk import ChunkKey
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Which of a rank's items share memory.
+
+    Attributes:
+        first: the item that each of those is stored as which are not stored themselves.
+        exact: items that are stored exactly whatever their own settings say, since another name of their memory asks
+            for it, or for settings that cannot be told to be stricter or laxer.
+    """
+
+    first: dict[ChunkKey, ChunkKey]
+    exact: frozenset[ChunkKey]
+
+    @classmethod
+    def of(cls, items: Sequence[Item], beside: Iterable[Item] = ()) -> Ties:
+        """Find the ties among the items that this rank writes.
+
+        Args:
+            items: that it writes.
+            beside: others that lie here and that another rank writes; their settings count.
+        """
+        alive: list[torch.Tensor] = []  # what is made for the asking must not give its memory to the next
+        own = {item.key for item in items}
+        same: dict[Hashable, list[tuple[Item, Hashable]]] = {}
+        ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
+        for item in chain(items, (other for other in beside if other.key not in own)):
+            try:
+                alive.append(tensor := _local(item.load()))
+            except Exception:  # it fails again where the other ranks learn of it
+                continue
+            if not item.key.elements or not tensor.numel() or tensor.layout is not torch.strided:
+                continue
+            # Moments keep records of their own: what is coded of them is not what is coded of other tensors.
+            moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
+            memory: Hashable = (_memory(tensor), item.key.offsets, item.key.shape, moment)
+            if memory not in same and _dense(tensor):
+                start = tensor.data_ptr()
+                ranges.setdefault(tensor.device, []).append((start, start + tensor.numel() * tensor.itemsize, memory))
+            same.setdefault(memory, []).append((item, _unit(item, alive)))
+        stands = {memory: _strictest(group) for memory, group in same.items()}
+        for shared in chain.from_iterable(map(_overlapping, ranges.values())):
+            if not _alike([member for memory in shared for member in same[memory]]):
+                stands.update(dict.fromkeys(shared))
+        first: dict[ChunkKey, ChunkKey] = {}
+        exact: set[ChunkKey] = set()
+        for memory, group in same.items():
+            keys = [item.key for item, _ in group]
+            chosen = stands[memory]
+            if chosen is None:
+                exact.update(keys)
+            elif chosen.key not in own:  # its settings are what counts, and only an item with them can have them
+                exact.update(item.key for item, _ in group if item.config != chosen.config)
+            mine = [key for key in keys if key in own]
+            kept = chosen.key if chosen is not None and chosen.key in own else next(iter(mine), None)
+            first.update({key: kept for key in mine if kept is not None and key != kept})
+        return cls(first, frozenset(exact))
+
+    def kept(self, items: Iterable[Item]) -> list[Item]:
+        """Return the items that are stored themselves, as they are to be stored."""
+        return [
+            replace(item, config=None, second_moment=None) if item.key in self.exact else item
+            for item in items if item.key not in self.first
+        ]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill the memory from the first to the last, each in a place of its own."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in steps) + 1 == tensor.numel() and 0 not in tensor.stride()
+
+
+def _unit(item: Item, alive: list[torch.Tensor]) -> Hashable:
+    """Return the memory of what an item is measured by."""
+    if item.second_moment is None:
+        return None
+    try:
+        alive.append(tensor := _local(item.second_moment.load()))
+        return _memory(tensor)
+    except Exception:  # as above
+        return item.second_moment.fqn
+
+
+def _overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hashable]]:
+    """Return groups of two or more ranges of addresses that overlap, by what stands beside them."""
+    groups: list[list[Hashable]] = []
+    reached = 0
+    for start, stop, memory in sorted(ranges, key=lambda one: one[:2]):
+        if groups and start < reached:
+            groups[-1].append(memory)
+        else:
+            groups.append([memory])
+        reached = max(reached, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def _strictest(group: Sequence[tuple[Item, Hashable]]) -> Item | None:
+    """Return the item whose settings are as strict as those of all others, or None for all to be exact."""
+    for item, unit in group:
+        if all(unit == other and _as_strict(item.config, one.config) for one, other in group):
+            return item
+    return None
+
+
+def _alike(group: Sequence[tuple[Item, Hashable]]) -> bool:
+    return all(item.config == group[0][0].config and unit == group[0][1] for item, unit in group)
+
+
+def _as_strict(one: TensorConfig | None, other: TensorConfig | None) -> bool:
+    if one is None or other is None or one == other:
+        return one is None or one == other
+    if one.method != other.method or one.method == "bf16":
+        return one.method == other.method
+    book, loose = one.codebook, other.codebook
+    if isinstance(book, Lattice) and isinstance(loose, Lattice) and book.step <= loose.step:
+        loose = loose.model_copy(update={"step": book.step})
+    return book == loose and one.refinement_bits >= other.refinement_bits

@@ -1,0 +1,339 @@
+"""Kernels compiled ahead: in the background from the moment that a save is prepared, once for all ranks of a host.
+
+Numba takes some 15 s for what a first save needs, and keeps the result in files. The processes of a host that begin at
+once share the work by locks on a file beside these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dsq_ckpt import kernels
+from dsq_ckpt.coding import HuffmanCoder, RansCoder, huffman_bits
+from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.kernels import jit
+from dsq_ckpt.kernels.keys import FULL
+from dsq_ckpt.quantization.codebook.adaptive import adaptive_range
+from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
+from dsq_ckpt.quantization.codebook.table import rate_distortion_table
+from dsq_ckpt.quantization.moments import OctaveFrame, UpdateFrame, from_units
+
+logger = logging.getLogger(__name__)
+Group = Literal["save", "load", "more"]
+
+SECONDS = 15
+"""What compiling takes for a save, about."""
+_SILENT = 1.0  # seconds that nobody is told of
+_PATIENCE = 120.0  # seconds that another process may take for kernels that are wanted here too
+_LOCK = "dsq_ckpt.lock"
+
+_X = np.linspace(-1.0, 1.0, 64, dtype=np.float32)
+_CODES = np.tile(np.arange(4, dtype=np.uint8), 16)
+_CELLS, _JOINT = np.ones(256), np.ones((5, 4), np.int64)
+_SPAN = (FULL.lo, FULL.hi, 0.5)
+
+
+def _sketch(elements: int) -> None:
+    kernels.sketch(np.ones(elements, np.float32), *_SPAN, np.zeros(FULL.size, np.int64))
+
+
+def _joint_sketch() -> None:
+    kernels.joint_sketch(_X, _CODES, 4, *_SPAN, np.zeros((5, FULL.size), np.int64))
+
+
+def _quantize(rows: int) -> None:
+    parent = _CODES if rows > 1 else None
+    kernels.quantize(_X, parent, rows - 1, *_SPAN, np.zeros((rows, FULL.size), np.uint8), np.empty(64, np.uint8))
+
+
+def _refine(log: bool) -> None:
+    kernels.refine(_X, _CODES, 0.5, _CELLS, _CELLS, 4, log, np.empty(64, np.uint8))
+
+
+def _measure() -> None:
+    squares = torch.from_numpy(_X * _X)
+    OctaveFrame().coded(squares, slice(None))
+    UpdateFrame("", squares).coded(torch.from_numpy(_X), slice(None))
+
+
+def _unmeasure() -> None:
+    from_units(_X.copy(), _X * _X)
+
+
+def _kmeans() -> None:
+    exact_kmeans(np.arange(4.0), np.ones(4), 2)
+
+
+def _table() -> None:
+    points, movable = np.linspace(0.0, 1.0, 4), np.ones(4, np.bool_)
+    rate_distortion_table(_JOINT, points, _CODES[:4], movable, points, _CODES[:4], 0.1)
+
+
+def _encode() -> None:
+    coder = RansCoder.fit(_JOINT)
+    coder.to_bytes()
+    coder.encode(_CODES, None)
+
+
+def _decode() -> None:
+    coder = RansCoder.fit(_JOINT)
+    model, data = coder.to_bytes(), coder.encode(_CODES, None)
+    RansCoder.from_bytes(model).decode(data, None, np.empty(64, np.uint8))
+
+
+def _unpack(readonly: bool) -> None:
+    packed = kernels.pack(_CODES, 2)
+    kernels.unpack(np.frombuffer(packed.tobytes(), np.uint8) if readonly else packed, 2, np.empty(64, np.uint8))
+
+
+def _dequantize() -> None:
+    kernels.dequantize(_CODES, np.ones(5, np.float32), 1.0, 4, _X[:0], np.empty(64, np.float32))
+
+
+def _dequantize_refined() -> None:
+    kernels.dequantize_refined(
+        _CODES, _CODES, 2, _CELLS, _CELLS, _CELLS, np.ones(5, np.float32), 1.0, 4, _X[:0], False,
+        np.empty(64, np.float32),
+    )
+
+
+def _huffman() -> None:
+    coder = HuffmanCoder.fit(_JOINT)
+    model = coder.to_bytes()
+    for parent in (None, _CODES):
+        HuffmanCoder.from_bytes(model).decode(coder.encode(_CODES, parent), parent, np.empty(64, np.uint8))
+    huffman_bits(_CODES.astype(np.int64))
+
+
+def _importance() -> None:
+    kernels.classes(kernels.importance(_X, _X), 0.1, 0.2)
+
+
+def _scan() -> None:
+    from dsq_ckpt.kernels import scan  # the gradient log, which saves of checkpoints do without
+
+    place, nonzero, ones = torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64), torch.ones(128)
+    for dtype in (torch.float32, torch.bfloat16):
+        scan.gather([ones.to(dtype)], place, [1], torch.empty(1, dtype=dtype), nonzero)
+    scan.factor_between([ones], [1.0, 2.0], [2 * ones])
+    scan.Samples([ones], 2).take()
+
+
+_TASKS: dict[Group, list[Callable[[], object]]] = {
+    "save": [
+        lambda: _sketch(64), lambda: _sketch(1 << 18), _joint_sketch, _kmeans, _table, _encode, lambda: _quantize(1),
+        lambda: _quantize(5), lambda: _refine(False), lambda: _refine(True), lambda: kernels.pack(_CODES, 2),
+        _measure, lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
+    ],
+    "load": [
+        _decode, lambda: _unpack(True), _dequantize, _dequantize_refined, _unmeasure,
+        lambda: kernels.from_bf16(np.zeros(4, np.uint16)),
+    ],
+    "more": [
+        _huffman, _scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5), _importance,
+        lambda: _unpack(False),
+    ],
+}
+ALL: tuple[Group, ...] = ("save", "load", "more")
+
+
+class _Background:
+    """The thread that compiles: what it is asked for, and what it has done."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.queue: list[Group] = []
+        self.done: set[Group] = set()
+        self.stopped = False
+
+    def ask(self, groups: Sequence[Group]) -> None:
+        with self.changed:
+            self.queue = [*groups, *(group for group in self.queue if group not in groups)]
+            self.queue = [group for group in self.queue if group not in self.done]
+            if self.queue and self.thread is None and not self.stopped:
+                thread = threading.Thread(target=self.run, name="dsq_ckpt-compile", daemon=True)
+                thread.start()
+                self.thread = thread
+
+    def run(self) -> None:
+        try:
+            while (group := self.next()) is not None:
+                try:
+                    compile_group(group, lambda: self.stopped)
+                finally:  # whatever failed, nobody is to wait for it: calls compile what they need
+                    with self.changed:
+                        self.done.add(group)
+                        self.changed.notify_all()
+        finally:
+            with self.changed:
+                if self.thread is threading.current_thread():  # it failed; another one does what else is asked for
+                    self.thread = None
+                self.changed.notify_all()
+
+    def has_yet_to_do(self, group: Group) -> bool:
+        """Whether a group is not done and a thread lives to do it; waits for a moment where it is so."""
+        with self.changed:
+            def waits() -> bool:
+                return group not in self.done and self.thread is not None and self.thread.is_alive()
+
+            return not self.changed.wait_for(lambda: not waits(), _SILENT)
+
+    def next(self) -> Group | None:
+        with self.changed:
+            self.queue = [group for group in self.queue if group not in self.done]
+            if self.queue and not self.stopped:
+                return self.queue[0]
+            self.thread = None
+            return None
+
+
+_background = _Background()
+
+
+def start() -> None:
+    """Begin to compile in the background what a save and a load need, if that has not begun; returns at once."""
+    _background.ask(("save", "load"))
+
+
+def wait(group: Group) -> None:
+    """Wait until kernels are compiled; says so on rank 0 where it takes longer than a moment.
+
+    What a signal's handler raises is raised here.
+    """
+    if group in _background.done:
+        return
+    with suppress(Exception):  # what is not compiled here is compiled when it is called
+        _background.ask((group,))
+    began = time.monotonic()
+    told = False
+    while _background.has_yet_to_do(group):
+        let_signals_through()
+        if not told and time.monotonic() - began >= _SILENT and jit.compilations():
+            told = True
+            with suppress(Exception):
+                _tell()
+
+
+def _tell() -> None:
+    """One line, before the wait: a log record where logging is set up, else on stderr, where Python logs warnings."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0") or 0)
+    if rank:
+        return
+    kept = "once on this machine"
+    if not jit.cache_directories():
+        kept = "in every process, as no directory for caches can be written (set NUMBA_CACHE_DIR)"
+    text = f"dsq_ckpt compiles its kernels, {kept}; this takes about {SECONDS} s (`dsq warmup` does it ahead)"
+    if logger.hasHandlers():
+        logger.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> list[Exception]:
+    """Compile the kernels of a group, or read them from files; what other processes compile just now comes last.
+
+    Returns:
+        What failed; it is left to the call that needs it, which raises.
+    """
+    if group == "save":
+        with suppress(OSError):
+            _take_over()
+    numbers = {task: place for place, task in enumerate(task for name in ALL for task in _TASKS[name])}
+    failed: list[Exception] = []
+    pending, deadline = list(_TASKS[group]), time.monotonic() + _PATIENCE
+    while pending and not stopped():
+        left = []
+        for task in pending:
+            if stopped():
+                break
+            with _turn(numbers[task]) as mine:
+                if not mine and time.monotonic() < deadline:
+                    left.append(task)
+                    continue
+                try:
+                    with jit.fork_waits():  # what is imported meanwhile is locked in a child too
+                        task()
+                except Exception as error:
+                    failed.append(error)
+                    logger.debug("a kernel could not be compiled ahead: %s", error)
+        if len(left) == len(pending):
+            time.sleep(0.05)
+        pending = left
+    return failed
+
+
+@contextmanager
+def _turn(number: int) -> Iterator[bool]:
+    """Whether a piece of the work is this process's to do: True unless another one is at it.
+
+    Locks of `lockf` are not inherited by forked processes, and end with the process that holds them.
+    """
+    directories = jit.cache_directories()
+    try:
+        file = os.open(directories[0] / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except (OSError, IndexError):
+        yield True
+        return
+    try:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            mine = True
+        except BlockingIOError:
+            mine = False
+        except OSError:  # a file system without locks
+            mine = True
+        yield mine
+    finally:
+        os.close(file)
+
+
+def _take_over() -> None:
+    """Copy machine code from beside the package, where it cannot be written, to where this user's is kept.
+
+    Numba itself reads only what it can write too, so it would compile again what an image was built with.
+    """
+    for kernel in jit.KERNELS:
+        shipped, own = Path(kernel.py_func.__code__.co_filename).parent / "__pycache__", kernel.stats.cache_path
+        if not own or shipped == Path(own) or not shipped.is_dir() or os.access(shipped, os.W_OK):
+            continue
+        for file in shipped.glob("*.nb[ci]"):
+            target = Path(own) / file.name
+            if not target.exists():
+                temporary = target.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.tmp")
+                shutil.copyfile(file, temporary)
+                os.replace(temporary, target)
+
+
+def _forked() -> None:
+    """In a child: the thread is not there."""
+    global _background
+    _background = _Background()
+
+
+@atexit.register
+def _stop() -> None:
+    """The interpreter ends: LLVM must not be at work while it is taken down."""
+    _background.stopped = True
+    thread = _background.thread
+    if thread is not None:
+        thread.join()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,1 @@
+"""Averaged gradients, as a measure of sensitivity."""

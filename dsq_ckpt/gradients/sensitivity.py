@@ -1,0 +1,393 @@
+"""Which weights the loss is sensitive to: a moving average of the gradients that training computes anyway.
+
+Sensitivity is ``|weight * gradient|``, the first-order change of the loss when a weight is set to zero (Inshrinkerator,
+section 4.1).  As in its section 4.5, gradients are taken from training in the batches before a checkpoint, copied to
+pinned memory on a stream of their own, and averaged on the CPU with most weight on the newest.
+
+One batch goes through three states.  *Captured*: ``.grad`` is on its way to the host.  Capturing again replaces it, so
+of the micro-batches of one step, whose sum grows in ``.grad``, the last capture is what remains.  *Counted*: the
+optimizer has stepped (``settle``).  *Averaged*: the copy has arrived and is in the average.
+
+Each rank averages what it holds: of a DTensor the local shard, without communication.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.gradients import offload
+from dsq_ckpt.gradients.schedule import Schedule
+from dsq_ckpt.quantization.groups import unwrapped
+
+__all__ = ["GradientAverage", "Schedule", "names_of"]
+
+
+def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by name, without what DDP, FSDP, torch.compile and activation checkpointing put into names.
+
+    Call it after wrapping and sharding, which replace parameters.  Tied parameters are there under each name.  Where
+    two parameters would get the same name, the later one keeps its name in the module tree.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        short = unwrapped(name)
+        taken = short in found and found[short] is not parameter
+        found[name if taken else short] = parameter
+    return found
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One parameter. Weakly held: an average must not keep a model alive."""
+
+    name: str
+    parameter: weakref.ref[nn.Parameter]
+    state: Literal["empty", "captured", "counted"] = "empty"
+    staged: torch.Tensor | None = None
+    """The last captured gradient: host, the gradient's dtype; pinned if it comes from CUDA."""
+    arrived: offload.Arrivals = offload.NOTHING
+    refused: torch.Tensor | None = None
+    """On the host with `arrived`: not zero if the optimizer found infinities and did not step."""
+    average: torch.Tensor | None = None
+    """float32, contiguous, the local shape."""
+    steps: int = 0
+    """Batches in the average."""
+    settled: int = 0
+    """Steps since the beginning, within the window or not."""
+
+
+class GradientAverage:
+    """Moving average of the gradients of named parameters, on the host, sharded as they are.
+
+    ``average = beta * gradient + (1 - beta) * average``, per parameter, over the batches in which it had a gradient;
+    the first gradient is the first average.  Gradients with NaN or Inf are left out and counted in ``skipped``.
+
+    Either let an optimizer drive it (``attach``), or the backward pass (``attach_to_parameters``), or call ``capture``
+    before and ``settle`` after each optimizer step.  Outside the window of ``schedule``, capturing does nothing.
+
+    What is captured is ``.grad`` as it is then.  Parameters without gradient are left alone; one whose gradient is
+    partial or laid out otherwise than the parameter (DTensor) is left out, with one warning.  Sparse gradients are made
+    dense on the host, which on CUDA waits for the GPU.  Use from one thread at a time; not inside CUDA graphs.
+
+    Memory on the host: 4 bytes per element of this rank's shards, and one copy of the gradients in their own dtype
+    (2 or 4 bytes; pinned on CUDA, whose allocator rounds sizes up to powers of two).  On the GPU: none.
+
+    Args:
+        parameters: by name (``names_of``).  One object under several names is one entry, under the first;
+            ``aliases`` has the others.
+        beta: weight of the newest gradient, in (0, 1].
+        window: batches before a checkpoint in which gradients are captured.
+        every: steps between checkpoints; None: learned (``Schedule``).
+        overlap: what may run on CUDA while gradients are copied.  "none": nothing.  "step": the optimizer step, which
+            then must not write to ``.grad`` (those of torch.optim do not).  "batch": the next batch too; then ``.grad``
+            must be a new tensor in each batch, so neither ``zero_grad(set_to_none=False)`` nor gradient buckets.
+
+    Raises:
+        ValueError: ``beta``, ``window`` or ``every`` out of range.
+    """
+
+    aliases: dict[str, str]
+    """Other names of tied parameters: the first name of each."""
+    skipped: Counter[str]
+    """Batches left out because of NaN or Inf, by first name, since the last ``reset``."""
+    schedule: Schedule
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        beta: float = 0.9,
+        window: int = 50,
+        *,
+        every: int | None = None,
+        overlap: Literal["none", "step", "batch"] = "step",
+    ) -> None:
+        if not 0.0 < beta <= 1.0:
+            raise ValueError(f"beta is {beta}, expected a number in (0, 1]")
+        self.beta = beta
+        self.overlap = overlap
+        self.schedule = Schedule(every, window)
+        self.aliases = {}
+        self.skipped = Counter()
+        self._entries: dict[str, _Entry] = {}
+        self._by_id: dict[int, _Entry] = {}
+        for name, parameter in parameters.items():
+            first = self._by_id.get(id(parameter))
+            if first is not None:
+                self.aliases[name] = first.name
+            else:
+                self._entries[name] = self._by_id[id(parameter)] = _Entry(name, weakref.ref(parameter))
+        self._streams: offload.Streams = {}
+        self._modes: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+        self._settle_at_once = False
+        self._settled = 0
+        self._captured_any = False
+        self._warned: set[str] = set()
+
+    def __getstate__(self) -> Any:
+        """Raises TypeError: hooks, streams and buffers belong to this process and this model."""
+        raise TypeError("a GradientAverage cannot be copied or pickled; make a new one for the other model")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries or name in self.aliases
+
+    @property
+    def steps(self) -> int:
+        """Batches that count since the last ``reset``: of the parameter that has most.  Waits for copies."""
+        for entry in self._entries.values():
+            self._fold(entry)
+        return max((entry.steps for entry in self._entries.values()), default=0)
+
+    @property
+    def memory(self) -> int:
+        """Bytes held on the host."""
+        held = [tensor for entry in self._entries.values() for tensor in (entry.average, entry.staged)]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def capture(self) -> None:
+        """Copy ``.grad`` of every parameter: after backward, unscaling and clipping, before step and ``zero_grad``."""
+        self._capture(self._entries.values())
+
+    def settle(self) -> None:
+        """The optimizer has stepped, in the window or not: what was captured counts, and the schedule moves on."""
+        self._settle(list(self._entries.values()))
+
+    def average(self, name: str) -> torch.Tensor | None:
+        """The average gradient; waits for copies under way.
+
+        Args:
+            name: of a parameter, any of its names.
+
+        Returns:
+            float32, CPU, contiguous, the local shard's shape; None if no gradient counted.  Not a copy: it changes
+            with the next batches, and is not to be written to.
+
+        Raises:
+            KeyError: no such parameter; ask with ``in``.
+        """
+        entry = self._entries[self.aliases.get(name, name)]
+        self._fold(entry)
+        parameter = entry.parameter()
+        if parameter is not None:
+            self._drop_unless(entry, offload.local(parameter).shape)
+        if self._captured_any and not self._settled:
+            self._warn_once("gradients were captured, but none counts: call settle() after each step, or attach()")
+        return entry.average
+
+    def mean_squares(self) -> dict[str, tuple[float, int]]:
+        """Sum of squares of the local average, and its elements, by first name; (0.0, 0) without an average.
+
+        Sums over ranks give the mean square of the whole parameter, and of a replicated one as well.
+        """
+        found = {}
+        for name in self._entries:
+            average = self.average(name)
+            found[name] = (0.0, 0) if average is None else (offload.sum_of_squares(average), average.numel())
+        return found
+
+    def reset(self) -> None:
+        """A checkpoint was made: begin anew.  Frees averages and buffers, and tells ``schedule``."""
+        for entry in self._entries.values():
+            entry.state, entry.arrived, entry.refused = "empty", offload.NOTHING, None
+            entry.average = entry.staged = None
+            entry.steps = 0
+        self.skipped.clear()
+        self.schedule.saved()
+
+    def attach(
+        self, optimizer: torch.optim.Optimizer, capture: Literal["step", "manual"] = "step", *, later: bool = False
+    ) -> None:
+        """Let the steps of ``optimizer`` settle its parameters; with "step" also capture, so that a loop needs no line.
+
+        Several optimizers may be attached, each for its own parameters.  ``step(closure)`` is captured after the step,
+        and so are gradients that a fused optimizer unscales itself under ``GradScaler``; a step that such an optimizer
+        refuses does not count.  With "manual", ``capture`` is yours to call, after ``GradScaler.unscale_``.  With
+        ``later`` the optimizer may be given its parameters between steps, as ZeRO does with sub-groups.
+
+        Raises:
+            ValueError: attached already, or the optimizer has none of the parameters: it was made before sharding,
+                or steps copies of its own; call ``capture`` and ``settle`` then.
+        """
+        if optimizer in self._modes:
+            raise ValueError("this optimizer is attached already")
+        if not later and not self._entries_of(optimizer):
+            raise ValueError("this optimizer has none of the parameters; make both after sharding the model")
+        self._modes[optimizer] = capture
+        if capture == "step":
+            self._handles.append(optimizer.register_step_pre_hook(_weakly(self._before_step)))
+        self._handles.append(optimizer.register_step_post_hook(_weakly(self._after_step)))
+
+    def attach_to_parameters(self, settle: bool = True) -> None:
+        """Capture each gradient when the backward pass has accumulated it, ahead of hooks that step and free it.
+
+        For optimizers that run inside backward.  Such gradients are neither clipped nor unscaled, and DDP has not
+        averaged them over ranks yet; FSDP2 has; FSDP1 produces none that hooks see.
+
+        Args:
+            settle: every gradient counts at once.  False: leave that to ``settle`` or an attached optimizer, where
+                one step takes several backward passes.
+        """
+        self._settle_at_once = settle
+        for entry in self._entries.values():
+            parameter = entry.parameter()
+            if parameter is None or not parameter.requires_grad:
+                continue
+            handle = parameter.register_post_accumulate_grad_hook(_weakly(self._after_backward))
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks is not None:  # they run in the order of this dict
+                others = {key: hook for key, hook in hooks.items() if key != handle.id}
+                for key in others:
+                    del hooks[key]
+                hooks.update(others)
+            self._handles.append(handle)
+
+    def detach(self) -> None:
+        """Remove all hooks.  Averages stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._modes.clear()
+
+    def _entries_of(self, optimizer: torch.optim.Optimizer) -> list[_Entry]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = [(self._by_id.get(id(parameter)), parameter) for parameter in parameters]
+        return [entry for entry, parameter in found if entry is not None and entry.parameter() is parameter]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (_has_closure(args, kwargs) or _is_scaled(optimizer)):
+            self._capture(self._entries_of(optimizer))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entries = self._entries_of(optimizer)
+        if self._modes.get(optimizer) == "step":
+            if _has_closure(args, kwargs) or _is_scaled(optimizer):
+                self._capture(entries)
+        elif _is_scaled(optimizer):
+            self._capture([entry for entry in entries if entry.state == "captured"])
+        self._settle(entries, getattr(optimizer, "found_inf", None))
+
+    def _after_backward(self, parameter: nn.Parameter) -> None:
+        entry = self._by_id.get(id(parameter))
+        if entry is not None and entry.parameter() is parameter:
+            self._capture([entry])
+            if self._settle_at_once:
+                self._settle([entry])
+
+    def _gradient(self, entry: _Entry) -> torch.Tensor | None:
+        """The local gradient as it can be copied; None if there is none to be had."""
+        parameter = entry.parameter()
+        gradient = None if parameter is None or not parameter.requires_grad else parameter.grad
+        if parameter is None or gradient is None or not gradient.is_floating_point():
+            return None
+        if not offload.laid_out_alike(parameter, gradient):
+            self._warn_once(f"the gradient of '{entry.name}' is partial or laid out unlike it, and is not averaged")
+            return None
+        shard = offload.dense(offload.local(gradient))
+        return shard if shard.shape == offload.local(parameter).shape else None  # else of what it was before
+
+    @torch.no_grad()
+    def _capture(self, entries: Iterable[_Entry]) -> None:
+        if not self.schedule.due():
+            return
+        pairs, captured = [], []
+        for entry in entries:
+            self._fold(entry)  # its buffer is needed
+            entry.state = "empty"
+            gradient = self._gradient(entry)
+            if gradient is None:
+                continue
+            if entry.staged is None or (entry.staged.shape, entry.staged.dtype) != (gradient.shape, gradient.dtype):
+                entry.staged = offload.host_like(gradient)
+            pairs.append((gradient, entry.staged))
+            captured.append(entry)
+        arrivals = offload.copy(pairs, self._streams)
+        if self.overlap == "none":
+            offload.wait_on_device(arrivals)
+        for entry in captured:
+            entry.state, entry.arrived, entry.refused = "captured", arrivals, None
+        self._captured_any = self._captured_any or bool(captured)
+
+    @torch.no_grad()
+    def _settle(self, entries: Iterable[_Entry], found_inf: torch.Tensor | None = None) -> None:
+        pending = []
+        for entry in entries:
+            entry.settled += 1
+            if entry.settled > self._settled:  # several optimizers, or hooks, of one batch are one step
+                self._settled = entry.settled
+                self.schedule.stepped()
+            if entry.state == "captured":
+                pending.append(entry)
+        if self.overlap == "step":
+            events = {id(event): (device, event) for entry in pending for device, event in entry.arrived}
+            offload.wait_on_device(events.values())
+        flag, verdict = None, offload.NOTHING
+        if pending and found_inf is not None:
+            flag = offload.host_like(found_inf)
+            verdict = offload.copy([(found_inf, flag)], self._streams)
+        for entry in pending:
+            entry.state, entry.arrived, entry.refused = "counted", entry.arrived + verdict, flag
+            if all(event.query() for _, event in entry.arrived):
+                self._fold(entry)
+
+    @torch.no_grad()
+    def _fold(self, entry: _Entry) -> None:
+        """Bring a counted gradient into the average, once it has arrived."""
+        if entry.state != "counted" or entry.staged is None:
+            return
+        for _, event in entry.arrived:
+            event.synchronize()
+        entry.state, entry.arrived = "empty", offload.NOTHING
+        if entry.refused is not None and bool(entry.refused):
+            return
+        self._drop_unless(entry, entry.staged.shape)
+        if not offload.is_finite(entry.staged):
+            self.skipped[entry.name] += 1
+            return
+        if entry.average is None:
+            entry.average = torch.empty(entry.staged.shape, dtype=torch.float32).copy_(entry.staged)
+        else:
+            offload.blend(entry.average, entry.staged, self.beta)
+        entry.steps += 1
+
+    def _drop_unless(self, entry: _Entry, shape: torch.Size) -> None:
+        """Begin anew if the average has another shape."""
+        if entry.average is not None and entry.average.shape != shape:
+            found = f"{tuple(entry.average.shape)} to {tuple(shape)}"
+            entry.average, entry.steps = None, 0
+            warn(f"'{entry.name}' has changed from {found}: its average gradient was dropped")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(text)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep the object of its method alive, does nothing once that is gone, and is not compiled."""
+    reference = weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def hook(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return hook
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `step` computes the gradients itself; `args` begins with the optimizer."""
+    return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
+
+
+def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `.grad` is multiplied by the loss scale until `step`: GradScaler sets this on fused optimizers."""
+    return getattr(optimizer, "grad_scale", None) is not None

@@ -1,0 +1,205 @@
+"""Passes over all gradients that the training thread waits for, at the speed of memory.
+
+On a CPU they are Numba's loops over the bits of elements, which read everything once, allocate nothing, and take all
+parameters in one call: torch's own operations make masks and products, and each call of one costs some microseconds per
+parameter. Elsewhere they are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import carray, types
+from numba.extending import intrinsic
+
+from dsq_ckpt.kernels.jit import jit
+
+Array = npt.NDArray[Any]
+_RUN = 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """The bits of values, as integers of their size: NaN equals itself, and only +0 is 0."""
+    return values.view(_INTEGERS.get(values.dtype.itemsize, values.dtype))
+
+
+def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one dtype are equal bit for bit."""
+    return torch.equal(as_integers(one), as_integers(other))
+
+
+def gather(
+    gradients: Sequence[torch.Tensor], places: torch.Tensor, counts: Sequence[int], values: torch.Tensor,
+    nonzero: torch.Tensor,
+) -> None:
+    """Some elements of each gradient, and how many of all its elements are not +0.
+
+    Args:
+        gradients: of one dtype and device.
+        places: int64[sum of counts], row-major indices into each, one after the other.
+        counts: how many of them are for each gradient.
+        values: of the gradients' dtype, as many; filled with the elements.
+        nonzero: int64, one per gradient; filled. It is where places and values are.
+
+    Raises:
+        IndexError: there is no such element.
+    """
+    flats = [gradient.reshape(-1).contiguous() for gradient in gradients]  # kept for as long as addresses are used
+    if not _on_cpu(*flats, values):
+        for flat, own, picked, count in zip(
+            flats, places.split(list(counts)), values.split(list(counts)), nonzero.split(1), strict=True
+        ):
+            picked.copy_(flat.index_select(0, own.to(flat.device)))
+            count.copy_(as_integers(flat).count_nonzero().view(1))
+        return
+    wrong = _gather(
+        *_addresses(flats), places.numpy(), np.array(counts, np.int64), as_integers(values).numpy(), nonzero.numpy()
+    )
+    if wrong >= 0:
+        raise IndexError(f"gradient {wrong} of {[tuple(one.shape) for one in gradients]} has fewer elements")
+
+
+def factor_between(
+    before: Sequence[torch.Tensor], scales: Iterable[float], after: Sequence[torch.Tensor]
+) -> float | None:
+    """The number that tensors were multiplied by, bit for bit as fp32 rounds products; None: it is none of these.
+
+    Args:
+        before: contiguous, on the CPU.
+        scales: exact in fp32; 1 is for any dtype, others for fp32.
+        after: as many, wherever they are; those of another shape or dtype are no multiples.
+    """
+    for one, other in zip(before, after, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return None
+    single = all(one.dtype == torch.float32 for one in before)
+    scales = [scale for scale in scales if single or scale == 1.0]
+    if not scales:
+        return None
+    here = [other.detach().cpu().contiguous() for other in after]  # kept for as long as addresses are used
+    (befores, sizes), (afters, _) = _addresses(before), _addresses(here)
+    lengths = np.array([one.nbytes for one in before], np.int64)
+    for scale in scales:
+        if _are_equal(befores, afters, lengths) if scale == 1.0 else (
+            _are_products(befores, np.float32(scale), afters, sizes)
+        ):
+            return scale
+    return None
+
+
+class Samples:
+    """Bytes of tensors, in runs that are evenly spread over all of them, one at least in each.
+
+    A run is what a cache holds in one line: reading one byte of it takes as long as reading all.
+
+    Args:
+        tensors: those are sampled that are on the CPU and without holes in memory.
+        runs: about; fewer where there are fewer bytes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
+        found = [tensor for tensor in tensors if tensor.device.type == "cpu" and _dense(tensor)]
+        self._addresses, _ = _addresses(found)
+        self._sizes = np.array([tensor.nbytes for tensor in found], np.int64)
+        self._every = max(int(self._sizes.sum()) // runs, _RUN)
+        self._starts = self._sizes // 2 % self._every
+        self._counts = -(-(self._sizes - self._starts) // self._every)
+
+    def take(self) -> Array:
+        """The bytes, uint8. The tensors must be where they were, and as large."""
+        taken = np.zeros(int(self._counts.sum()) * _RUN, np.uint8)
+        _sample(self._addresses, self._sizes, self._starts, self._counts, self._every, taken)
+        return taken
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether it takes no more memory than its elements do, in whatever order."""
+    if tensor.layout is not torch.strided:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == last + 1
+
+
+def _on_cpu(*tensors: torch.Tensor) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.dtype.itemsize in _INTEGERS for tensor in tensors)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[Array, Array]:
+    """Where contiguous tensors are, and how many elements they have; they must outlive the use of it."""
+    return (
+        np.array([tensor.data_ptr() for tensor in tensors], np.int64),
+        np.array([tensor.numel() for tensor in tensors], np.int64),
+    )
+
+
+@intrinsic
+def _pointer(_context, address):  # type: ignore[no-untyped-def]
+    """An address as a pointer, which Numba's `carray` makes an array of."""
+    signature = types.voidptr(address)
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, generate
+
+
+@jit
+def _gather(addresses, sizes, places, counts, values, nonzero):  # type: ignore[no-untyped-def]
+    start = 0
+    for number in range(addresses.size):
+        bits = carray(_pointer(addresses[number]), sizes[number], values.dtype)
+        found = 0
+        for i in range(bits.size):
+            found += bits[i] != 0
+        nonzero[number] = found
+        stop = start + counts[number]
+        for i in range(start, stop):
+            place = places[i]
+            if place < 0 or place >= bits.size:
+                return number
+            values[i] = bits[place]
+        start = stop
+    return -1
+
+
+@jit
+def _sample(addresses, sizes, starts, counts, every, taken):  # type: ignore[no-untyped-def]
+    place = 0
+    for number in range(addresses.size):
+        data = carray(_pointer(addresses[number]), sizes[number], np.uint8)
+        for run in range(counts[number]):
+            start = starts[number] + run * every
+            for i in range(start, min(start + _RUN, data.size)):
+                taken[place + i - start] = data[i]
+            place += _RUN
+
+
+@jit
+def _are_equal(befores, afters, sizes):  # type: ignore[no-untyped-def]
+    for number in range(befores.size):
+        before = carray(_pointer(befores[number]), sizes[number], np.uint8)
+        after = carray(_pointer(afters[number]), sizes[number], np.uint8)
+        different = 0
+        for i in range(before.size):
+            different += before[i] != after[i]
+        if different:
+            return False
+    return True
+
+
+@jit
+def _are_products(befores, scale, afters, sizes):  # type: ignore[no-untyped-def]
+    for number in range(befores.size):
+        before = carray(_pointer(befores[number]), sizes[number], np.float32)
+        after = carray(_pointer(afters[number]), sizes[number], np.int32)
+        different = 0
+        for i in range(before.size):
+            different += np.float32(before[i] * scale).view(np.int32) != after[i]
+        if different:
+            return False
+    return True

@@ -1,0 +1,59 @@
+"""How a save is to be stored: decided by a chooser, once the sketches of all ranks are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.quantization.analysis import Analysis, Sketches
+from dsq_ckpt.quantization.chunk import Chunk
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a save is to be stored, once its sketches are known.
+
+    Attributes:
+        analysis: codebooks by group; groups that are absent are stored exactly.
+        config: the configuration, for the manifest.
+        quality: what was measured about it, for the manifest.
+    """
+
+    analysis: Analysis
+    config: DSQConfig
+    quality: dict[str, Any] | None = None
+
+
+class Chooser(Protocol):
+    """Chooses the configuration of a save; collective."""
+
+    def __call__(
+        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> Choice:
+        """Choose.
+
+        Args:
+            sketches: global; their `chunks` are those this rank writes.
+            local: chunks of all weights that lie on this rank, those included that another rank writes.
+            config: the save's configuration.
+            comm: of the ranks that save.
+            workers: threads.
+        """
+
+
+def as_configured(
+    sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+) -> Choice:
+    """The chooser that takes the configuration as it is."""
+    return Choice(sketches.fit(), config)
+
+
+def all_exact(
+    sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+) -> Choice:
+    """The chooser of a save that has to be exact."""
+    return Choice(Analysis({}, {}, sketches.nonfinite), config)

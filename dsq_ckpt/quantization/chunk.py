@@ -1,0 +1,364 @@
+"""A chunk, the part of a tensor that one rank writes, and its coded form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt import kernels
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.kernels.dispatch import backend_for
+from dsq_ckpt.kernels.keys import KeyWindow
+from dsq_ckpt.quantization.codebook.base import Codebook
+from dsq_ckpt.quantization.codebook.fit import Fitted
+from dsq_ckpt.quantization.moments import Frame
+
+_BLOCK = 1 << 18  # elements looked at together
+_LARGEST = float(np.finfo(np.float32).max)
+Codes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[np.uint32]
+Floats32 = npt.NDArray[np.float32]
+Floats64 = npt.NDArray[np.float64]
+
+
+class ChunkKey(NamedTuple):
+    """Identity of a chunk along a chain: never its index in a plan, which changes when de-duplication does."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A lossy chunk before coding: local `tensor` (any device, any layout) of `group`, scaled by 2**`exponent`.
+
+    Where `onto` is given, what is coded is the difference of the tensor to it; with a `frame`, the values in that.
+    """
+
+    key: ChunkKey
+    tensor: torch.Tensor
+    group: str
+    refinement_bits: int
+    exponent: float = 0.0
+    parent: Codes | None = None
+    gradient: torch.Tensor | None = None
+    """Averaged gradient, of the tensor's shape, on the CPU; where elements are weighed by sensitivity."""
+    onto: Floats32 | None = None
+    """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
+    resident: torch.Tensor | None = None
+    """The previous codes in device memory, where the last save left them there."""
+    on_device: bool = True
+    """Whether it may be worked on in device memory, if that is where it lies."""
+    frame: Frame | None = None
+    """The coordinates in which values are sketched and quantized; None: their own."""
+
+    def flat(self) -> torch.Tensor:
+        """The tensor in one dimension, row-major; a view where its layout allows."""
+        return self.tensor.detach().contiguous().view(-1)
+
+    def coded_flat(self) -> torch.Tensor:
+        """All that is coded, in one dimension, on the tensor's device; for chunks without `onto`."""
+        flat = self.flat()
+        return flat if self.frame is None else self.frame.coded(flat, slice(0, len(flat)))
+
+
+def scale_of(exponent: float) -> float:
+    """2**exponent with at most 16 bits of mantissa: products with bounds of cells are exact, so zeros stay zeros."""
+    whole = math.floor(exponent)
+    return math.ldexp(round(2.0 ** (exponent - whole) * 2**15), whole - 15)
+
+
+class BlockData(NamedTuple):
+    """What a block of codes has beside them: protected values (fp32 bits, in order), packed refinement bits."""
+
+    protected: Bits
+    refinement: bytes
+
+
+class CodeSource(Protocol):
+    """A chunk that yields its codes block by block, in any order and from several threads.
+
+    Attributes:
+        codes: uint8, one per element, flat in row-major order; a block's codes are valid once it was asked for.
+        parent: the previous codes they are coded against, or None.
+        exponent: log2 of the factor that was taken out of the values.
+        values: of a residual, what the base layers of the chain decode to, flat; valid block by block, as codes are.
+        second_moment: name of the tensor by whose octaves the values were divided, or None.
+    """
+
+    key: ChunkKey
+    group: str
+    exponent: float
+    codes: Codes
+    parent: Codes | None
+    refinement_bits: int
+    values: Floats32 | None
+    second_moment: str | None
+
+    def block(self, where: slice) -> BlockData:
+        """Make `codes[where]` valid and return what lies beside them."""
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """The same, for an asynchronous save: training may change the tensor it was made from."""
+
+
+class QuantizingChunk:
+    """A chunk that is quantized as its blocks are asked for, so that nothing but its codes is ever held whole."""
+
+    def __init__(self, chunk: Chunk, fitted: Fitted) -> None:
+        self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
+        self.refinement_bits = chunk.refinement_bits
+        self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
+        self.parent = chunk.parent if fitted.uses_parent else None
+        self._flat = chunk.flat()
+        settle_streams([self._flat])
+        self._fitted = fitted
+        self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
+        self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
+        self._onto, self._frame = chunk.onto, chunk.frame
+        self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
+        self.values: Floats32 | None = None
+        if chunk.onto is not None:
+            self.values = np.empty_like(chunk.onto)
+            self._dequantizer = Dequantizer(fitted.codebook, self.exponent, 0)
+
+    def block(self, where: slice) -> BlockData:
+        values = coded_values(self._flat, self._onto, where, self._frame)
+        codes = self.codes[where]
+        parent = None if self.parent is None else self.parent[where]
+        fitted, book = self._fitted, self._fitted.codebook
+        window, inverse = fitted.window, 1.0 / scale_of(self.exponent)
+        kernels.quantize(
+            values, parent, fitted.table.shape[0] - 1, window.lo, window.hi, inverse, fitted.table, codes
+        )
+        if self._gradient is not None and fitted.limits is not None:
+            sensitivity = kernels.importance(values, block_values(self._gradient[where]))
+            kinds = kernels.classes(sensitivity, *fitted.limits)
+            codes[(kinds == kernels.PRUNE) & (codes != book.protected)] = 0
+            codes[kinds == kernels.PROTECT] = book.protected
+        if self._turn is not None:
+            start, stop = (max(0, edge - where.start) for edge in (self._turn.start, self._turn.stop))
+            codes[start:stop] = book.protected
+        packed = b""
+        if self.refinement_bits:
+            width = book.cell_high - book.cell_low
+            inv_width = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
+            symbols = np.empty_like(codes)
+            kernels.refine(
+                values, codes, inverse, padded(book.cell_low), padded(inv_width), self.refinement_bits,
+                book.domain == "log", symbols,
+            )
+            packed = kernels.pack(symbols, self.refinement_bits).tobytes()
+        protected = kernels.gather_protected(values, codes, book.protected)
+        if self.values is not None and self._onto is not None:
+            out = self.values[where]
+            kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
+            self._dequantizer.block(codes, kept, None, out)
+            add(self._onto[where], out, out)
+        return BlockData(protected, packed)
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """All blocks, quantized."""
+        return CodedChunk.of(self, workers)
+
+
+@dataclass
+class CodedChunk:
+    """A chunk whose blocks were all quantized: what an asynchronous save carries to the background."""
+
+    key: ChunkKey
+    group: str
+    exponent: float
+    codes: Codes
+    parent: Codes | None
+    refinement_bits: int
+    data: dict[int, BlockData]
+    second_moment: str | None = None
+    values: Floats32 | None = None
+    """Not carried: the next save asks the process that made them."""
+
+    @classmethod
+    def of(cls, source: CodeSource, workers: Workers) -> CodedChunk:
+        """Ask `source` for all its blocks."""
+        blocks = list(workers.blocks(len(source.codes)))
+        data = {where.start: beside for where, beside in zip(blocks, workers.map(source.block, blocks), strict=True)}
+        return cls(
+            source.key, source.group, source.exponent, source.codes, source.parent, source.refinement_bits, data,
+            source.second_moment,
+        )
+
+    def block(self, where: slice) -> BlockData:
+        return self.data[where.start]
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """This."""
+        return self
+
+
+def settle_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what the current streams have queued, so that other threads may read these tensors on theirs."""
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def block_values(flat: torch.Tensor) -> Floats32:
+    """A piece of a flat tensor as float32 on the CPU; a copy only for other dtypes and devices."""
+    return flat.to("cpu", torch.float32).numpy()
+
+
+def flat_values(tensor: torch.Tensor) -> Floats32:
+    """A tensor's values as float32 on the CPU, row-major and flat; a view where its layout and dtype allow."""
+    return block_values(tensor.detach().contiguous().view(-1))
+
+
+def all_finite(chunk: Chunk) -> bool:
+    """Whether what is coded of a chunk has neither NaN nor infinities."""
+    flat = chunk.flat()
+    blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
+    return all(bool(np.isfinite(coded_values(flat, chunk.onto, where, chunk.frame)).all()) for where in blocks)
+
+
+def brings_nearer(chunk: Chunk) -> bool:
+    """Whether the differences of a chunk are finite, and of no more than twice the root mean square of its values.
+
+    The error of a difference is a fraction of the difference. Against a parent that is far off, as one saved in a spike
+    of the loss may be, it would exceed the values themselves.
+    """
+    flat, sums = chunk.flat(), np.zeros(2)
+    for start in range(0, flat.numel(), _BLOCK):
+        where = slice(start, start + _BLOCK)
+        for place, onto in enumerate((None, chunk.onto)):
+            values = coded_values(flat, onto, where, chunk.frame).astype(np.float64)
+            sums[place] += np.dot(values, values)  # infinite or NaN where a value is
+    return bool(sums[1] <= 4 * sums[0] and np.isfinite(sums[1]))
+
+
+def coded_values(flat: torch.Tensor, onto: Floats32 | None, where: slice, frame: Frame | None) -> Floats32:
+    """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `onto`.
+
+    Differences of infinities, and those past the largest number, are not finite.
+    """
+    values = block_values(flat[where] if frame is None else frame.coded(flat[where], where))
+    if onto is None:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference: Floats32 = values - onto[where]
+    return difference
+
+
+def sketch_block(
+    values: Floats32, parent: Codes | None, window: KeyWindow, exponent: float, counts: npt.NDArray[np.int64]
+) -> None:
+    """Add a block to a group's joint counts, int64[rows, window.size]; without parent, to the last row."""
+    last = counts.shape[0] - 1
+    if last == 0 and parent is None:
+        kernels.sketch(values, window.lo, window.hi, 1.0 / scale_of(exponent), counts[0])
+    else:
+        kernels.joint_sketch(values, parent, last, window.lo, window.hi, 1.0 / scale_of(exponent), counts)
+
+
+class Dequantizer:
+    """From codes of a group back to values, block by block, from several threads.
+
+    Args:
+        book: the group's codebook.
+        exponent: log2 of the factor that was taken out of the tensor.
+        bits: of the refinement symbols.
+    """
+
+    def __init__(self, book: Codebook, exponent: float, bits: int) -> None:
+        self._book, self._bits, factor = book, bits, scale_of(exponent)
+        levels, low, width = np.append(book.levels, 0.0), book.cell_low, book.cell_high - book.cell_low
+        if book.domain == "linear":  # scaled in fp64, so that only the value itself can leave the range of fp32
+            reach = max(np.abs(levels).max(), np.abs(book.cell_low).max(), np.abs(book.cell_high).max()) * factor
+            levels, low, width, self._scale = levels * factor, low * factor, width * factor, 1.0
+        else:
+            reach, self._scale = 2.0 ** (min(book.cell_high.max(), 255.0) - 126) * factor, factor
+        self._beyond = bool(reach >= _LARGEST)
+        self._levels = levels.clip(-_LARGEST, _LARGEST).astype(np.float32)
+        self._low, self._width = padded(low), padded(width)
+        self._sign = padded(np.where(levels < 0, -1.0, 1.0))
+
+    def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: Floats32) -> None:
+        """Values of a block.
+
+        Args:
+            codes: uint8[n].
+            protected: fp32 bits of the block's protected values, in order.
+            refinement: uint8[n] symbols, or None for the base layer alone.
+            out: float32[n].
+
+        Raises:
+            ValueError: codes, protected values and refinement do not fit each other.
+        """
+        book, kept = self._book, protected.view(np.float32)
+        if refinement is None:
+            used = kernels.dequantize(codes, self._levels, self._scale, book.protected, kept, out)
+        else:
+            used = kernels.dequantize_refined(
+                codes, refinement, self._bits, self._low, self._width, self._sign, self._levels, self._scale,
+                book.protected, kept, book.domain == "log", out,
+            )
+        if used != len(kept):
+            raise ValueError(f"{used} codes are protected but {len(kept)} protected values are stored")
+        if self._beyond:
+            np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
+
+    def on_device(self, codes: torch.Tensor, protected: torch.Tensor, refinement: torch.Tensor | None) -> torch.Tensor:
+        """The same on the device of the codes, by its kernels.
+
+        Args:
+            codes, refinement: uint8[n].
+            protected: float32[m].
+
+        Returns:
+            float32[n].
+        """
+        book, out = self._book, torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        backend = backend_for(codes.device)
+        levels, low, width, sign = self.tables(codes.device)
+        if refinement is None:
+            backend.dequantize(codes, levels, self._scale, book.protected, protected, out)
+        else:
+            backend.dequantize_refined(
+                codes, refinement, self._bits, low, width, sign, levels, self._scale, book.protected, protected,
+                book.domain == "log", out,
+            )
+        backend.check()
+        return out.nan_to_num_() if self._beyond else out
+
+    def tables(self, device: torch.device) -> list[torch.Tensor]:
+        """What kernels look up, on a device: levels, and lower edges, widths and signs of cells."""
+        return [torch.from_numpy(part).to(device) for part in (self._levels, self._low, self._width, self._sign)]
+
+
+def protected_bf16(bits: Bits) -> npt.NDArray[np.uint16]:
+    """Protected values as the base layer stores them: nearest bf16, but never rounded up to infinity."""
+    halves = kernels.to_bf16(bits)
+    infinite = (halves & 0x7FFF) == 0x7F80
+    return np.where(infinite, halves - 1, halves).astype(np.uint16)
+
+
+def add(values: Floats32, residual: Floats32, out: Floats32) -> None:
+    """The sum of fp32 numbers as every reader computes it: what is past the largest number becomes that."""
+    with np.errstate(over="ignore"):
+        np.add(values, residual, out=out)
+    np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)
+
+
+def padded(per_code: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What kernels take for every code: float64[256]."""
+    full = np.zeros(256)
+    full[: len(per_code)] = per_code
+    return full

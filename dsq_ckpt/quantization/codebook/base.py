@@ -1,0 +1,142 @@
+"""What a codebook is: the meaning of the codes of one group, independent of how it was fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.kernels.keys import KeyWindow
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Elements whose code does not follow from their value alone, because their sensitivity decides.
+
+    Attributes:
+        pruned, protected: int64[rows, bins], their joint sketch.
+        limits: sensitivity below which an element is pruned, and from which it is protected.
+    """
+
+    pruned: npt.NDArray[np.int64]
+    protected: npt.NDArray[np.int64]
+    limits: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The part of every chunk that is protected because it is its turn, whatever its values (SCAR).
+
+    Attributes:
+        parts: how many there are.
+        number: of the part in its turn, 0 <= number < parts.
+        elements: in their turn, over all chunks of the group.
+    """
+
+    parts: int
+    number: int
+    elements: int = 0
+
+    def of(self, elements: int) -> slice:
+        """Which elements of a chunk of so many; the parts of a chunk cover it and are of nearly equal size."""
+        return slice(elements * self.number // self.parts, elements * (self.number + 1) // self.parts)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a fit decides about the bins of a sketch; nearest levels and rate-distortion choice follow from it.
+
+    Attributes:
+        levels: float64[k], ascending, without zero; in the domain where distance is measured.
+        forced: bool[bins], kept in bf16 whatever their distance.
+        pruned: bool[bins], stored as zero whatever their distance.
+        step: the lattice's step, 0 for other fits.
+        zero_is_level: whether zero competes for the values near it; it does not where pruning was asked for.
+        codes: uint8[bins], where a fit assigns values otherwise than to the nearest level.
+    """
+
+    levels: Floats
+    forced: npt.NDArray[np.bool_]
+    pruned: npt.NDArray[np.bool_]
+    step: float = 0.0
+    zero_is_level: bool = True
+    codes: npt.NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Levels of a group's codes, in the group's own units (a tensor's scale multiplies them).
+
+    Code 0 is pruned (value 0), codes 1..k are `levels[1..k]` ascending, code k + 1 is protected (bf16, kept aside).
+
+    Attributes:
+        levels: float64, k + 1 entries; levels[0] = 0.
+        window: magnitudes the sketch of this group resolves, also for the next checkpoint of the chain.
+        domain: where distance and refinement are measured: "linear" (x) or "log" (the float's bits).
+        step: the lattice's step, 0 for other fits.
+        cell_low, cell_high: float64, k + 1 entries; the values a code stands for lie between them, in x for
+            "linear" and in bits(|x|) / 2^23 for "log" (the interpolated log2). Equal bounds: nothing to refine. The
+            refinement layer divides a cell evenly, and values decode to the middle of a part.
+    """
+
+    levels: Floats
+    window: KeyWindow
+    domain: Literal["linear", "log"]
+    step: float
+    cell_low: Floats
+    cell_high: Floats
+
+    @property
+    def symbols(self) -> int:
+        """Codes in the alphabet, pruned and protected included (at most 256)."""
+        return len(self.levels) + 1
+
+    @property
+    def protected(self) -> int:
+        """The code of protected elements."""
+        return len(self.levels)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers; float64 values survive JSON exactly."""
+        return {
+            "levels": self.levels.tolist(),
+            "window": [self.window.lo, self.window.hi],
+            "domain": self.domain,
+            "step": self.step,
+            "cells": [self.cell_low.tolist(), self.cell_high.tolist()],
+        }
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Codebook:
+        """The inverse of `to_json`.
+
+        Raises:
+            CorruptCheckpoint: the numbers do not describe a codebook.
+        """
+        try:
+            levels, low, high = (float_array(part) for part in (tree["levels"], *tree["cells"]))
+            book = cls(levels, KeyWindow(*tree["window"]), tree["domain"], float(tree["step"]), low, high)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(f"codebook does not parse: {error!r}") from error
+        consistent = 1 <= len(levels) <= 255 and len(low) == len(high) == len(levels)
+        finite = consistent and bool(np.isfinite([levels, low, high]).all() and (low <= high).all())
+        if not finite or tree["domain"] not in ("linear", "log"):
+            raise CorruptCheckpoint(f"codebook is inconsistent: {len(levels)} levels, {len(low)} cells")
+        return book
+
+
+def float_array(tree: Any) -> Floats:
+    """Return numbers of JSON, nested in arrays of equal lengths, as float64.
+
+    Raises:
+        TypeError, ValueError: They are no numbers; NumPy would take strings for such.
+    """
+    found = np.asarray(tree)
+    if found.dtype.kind not in "iuf":
+        raise TypeError(f"{str(tree)[:80]} are no numbers")
+    return found.astype(np.float64)

@@ -1,0 +1,80 @@
+"""Buckets by sign and exponent, the largest kept: LC-Checkpoint, for comparison.
+
+Chen, Liu, Ren and Jin, "On Efficient Construction of Checkpoints", ICML 2020, section 3.1.1: exponent-based
+quantization and x-bit priority promotion.  The paper quantizes differences of successive states; these functions
+take the histogram of whatever is to be quantized.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.quantization.codebook.uniform import F64, I64, as_histogram
+
+MAX_BITS = 7
+"""2**8 - 1 levels, zero and the code of protected elements do not fit one byte."""
+
+
+def exponent_buckets(
+    values: npt.ArrayLike, low_edges: npt.ArrayLike, high_edges: npt.ArrayLike, counts: npt.ArrayLike, bits: int
+) -> tuple[F64, npt.NDArray[np.uint8]]:
+    """LC-Checkpoint's levels and the code of every bin.
+
+    A bucket holds what has one sign and one exponent, floor(log2 |x|).  It stands for the average of its smallest and
+    largest value; here these are the representatives of its outermost occupied bins, each within ``keys.ALPHA`` of
+    the value itself.  Priority promotion keeps the 2**bits - 1 buckets of largest exponent, whatever their sign.
+    The paper does not say which of two buckets of one exponent goes first, and with an odd number of them kept
+    this often matters: here the one with more elements, and with equally many the positive one.  All other
+    buckets become zero, as zero itself is.
+
+    Args:
+        values, counts: the histogram, see ``as_histogram``.
+        low_edges, high_edges: [n], the real interval of each bin, low <= value <= high (``KeyWindow.edges``).  A
+            bin other than that of zero must lie in one bucket; the edge away from zero may be the next power of two,
+            which is excluded.  The bins that collect what lies over a window do not: they are to be left out.
+        bits: of an index, 1 to ``MAX_BITS``.
+
+    Returns:
+        Levels, float64[k], ascending and not zero, k < 2**bits; and codes, uint8[n]: 0 for the value 0, j for
+        ``levels[j - 1]``.  No level if all values are 0.
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+    v, c = as_histogram(values, counts)
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"bits is {bits}, expected 1 to {MAX_BITS}")
+    exponent = np.frexp(v)[1] - 1
+    _check_edges(v, np.asarray(low_edges, np.float64), np.asarray(high_edges, np.float64), exponent)
+    sign = np.sign(v).astype(np.int64)
+    # Values ascend, so a bucket is a run of bins.
+    starts = np.flatnonzero(np.diff(sign, prepend=2) | np.diff(exponent, prepend=exponent[0]))
+    ends = np.append(starts[1:], len(v))
+    kept = _promoted(sign[starts], exponent[starts], np.add.reduceat(c, starts), 2**bits - 1)
+    smallest, largest = v[starts], v[ends - 1]
+    levels = (smallest + (largest - smallest) / 2)[kept]
+    codes = np.where(kept, np.cumsum(kept), 0).astype(np.uint8)
+    return levels, np.repeat(codes, ends - starts)
+
+
+def _promoted(sign: I64, exponent: npt.NDArray[np.integer], population: I64, places: int) -> npt.NDArray[np.bool_]:
+    """Which buckets are kept, bool[buckets]: by exponent, then population, then positive before negative."""
+    order = np.lexsort((-sign, -population, -exponent))
+    order = order[sign[order] != 0]
+    kept = np.zeros(len(sign), bool)
+    kept[order[:places]] = True
+    return kept
+
+
+def _check_edges(values: F64, low: F64, high: F64, exponent: npt.NDArray[np.integer]) -> None:
+    """Raise ValueError unless every bin holds its value and, but for that of zero, lies in its value's bucket."""
+    if low.shape != values.shape or high.shape != values.shape:
+        raise ValueError(f"edges must be as long as values: {low.shape}, {high.shape} and {values.shape}")
+    if not ((low <= values) & (values <= high)).all():
+        raise ValueError("a value lies outside the edges of its bin")
+    inner, outer = np.where(values > 0, (low, high), (-high, -low))
+    within = (inner >= np.ldexp(1.0, exponent)) & (outer <= np.ldexp(1.0, exponent + 1))
+    wide = np.flatnonzero(~within & (values != 0))
+    if len(wide):
+        raise ValueError(f"bin [{low[wide[0]]}, {high[wide[0]]}] spans more than one exponent")

@@ -1,0 +1,309 @@
+"""From a group's sketch to its codebook, its table and the exact counts of the codes to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.config.schema import AnyCodebook, KMeans, Octaves, Update
+from dsq_ckpt.kernels.keys import KeyWindow
+from dsq_ckpt.quantization.codebook.base import Aside, Codebook, Floats, Turn
+from dsq_ckpt.quantization.codebook.octaves import octave_book
+from dsq_ckpt.quantization.codebook.propose import propose, propose_weighed
+from dsq_ckpt.quantization.codebook.table import (
+    Codes,
+    Counts,
+    code_counts,
+    entropy_bits,
+    nearest,
+    rate_distortion_table,
+)
+from dsq_ckpt.quantization.moments import ERROR as OCTAVE_ERROR
+from dsq_ckpt.quantization.moments import UNIT_ERROR
+
+_OCTAVE = 64  # keys per power of two
+_PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
+_CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What quantizing and coding one group needs; the same on every rank, since it follows from global counts.
+
+    Attributes:
+        codebook: the meaning of the codes.
+        window: the window the sketch (and so `table`) was made with.
+        table: uint8[rows, window.size]; row = previous code, the last row for elements without one.
+        counts: int64[rows, symbols], how often each code follows each previous code, over all ranks.
+        uses_parent: False if the previous codes do not pay (then there is one row).
+        bits: expected size of all codes of the group, over all ranks.
+        mean_square: of the group's finite values, in the group's units.
+        error: mean squared error of the base layer over the elements not protected.
+        refinement_bits: into how many parts (2**bits) the refinement layer divides the cells; 0: there is none.
+        update_error: relative error of Adam's next update after a restore, of first moments in units of it.
+    """
+
+    codebook: Codebook
+    window: KeyWindow
+    table: Codes
+    counts: Counts
+    uses_parent: bool
+    bits: float
+    mean_square: float
+    error: float
+    refinement_bits: int
+    update_error: float | None = None
+    limits: tuple[float, float] | None = None
+    """Of sensitivity: below the first, elements are pruned, from the second on, protected."""
+    turn: Turn | None = None
+    """Elements that are protected because of their place."""
+
+    @property
+    def refined_error(self) -> float:
+        """The mean squared error with the refinement layer, in the units of `mean_square`.
+
+        Values are taken as spread evenly over the parts of their cells; protected ones have no error.
+        """
+        book = self.codebook
+        part = (book.cell_high - book.cell_low) / 2.0**self.refinement_bits
+        if book.domain == "log":  # cells are in log2 there
+            part = part * np.log(2) * book.levels
+        held = self.counts.sum(0)[: len(part)]
+        return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
+
+
+def fit_group(
+    joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int = 0,
+    unit: float = 0.0, aside: Aside | None = None, turn: Turn | None = None,
+) -> Fitted:
+    """Fit one group on its joint sketch.
+
+    Args:
+        joint: int64[rows, window.size] over all ranks: (previous code, key) pairs, the last row for elements without
+            a previous code. One row where there is no parent.
+        window: the key window of `joint`.
+        config: which codebook.
+        parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
+        refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; an `Update` with a
+            bound takes as few as keep it.
+        unit: what a lattice's step is measured in; 0: the group's root mean square.
+        aside: elements that are not in `joint`, because their sensitivity decides about them.
+        turn: elements of `joint` that are protected because of their place; only where all others become zero.
+    """
+    fitted = _fit(joint, window, config, parent, refinement_bits, unit, aside)
+    if turn is not None:
+        counts = fitted.counts.copy()
+        counts[-1, 0] -= turn.elements
+        counts[-1, fitted.codebook.protected] += turn.elements
+        return replace(fitted, counts=counts, bits=entropy_bits(counts), turn=turn)
+    unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
+    if joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
+        return fitted
+    if aside is not None:
+        aside = replace(
+            aside, pruned=aside.pruned.sum(0, keepdims=True), protected=aside.protected.sum(0, keepdims=True)
+        )
+    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits, unit, aside)
+    return fitted if fitted.bits < _PAYS * alone.bits else alone
+
+
+def _fit(
+    joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int,
+    unit: float, aside: Aside | None,
+) -> Fitted:
+    if isinstance(config, Octaves):
+        return _fit_octaves(joint, window)
+    total = joint.sum(0)
+    if aside is not None:  # fractions are of all elements
+        total = total + aside.pruned.sum(0) + aside.protected.sum(0)
+    values = window.values()
+    finite = np.isfinite(values)
+    held = total * finite
+    count = max(int(held.sum()), 1)
+    mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
+    log = isinstance(config, KMeans) and config.domain == "log"
+    points = window.bit_values() if log else values
+    if aside is not None and isinstance(config, KMeans):
+        proposal = propose_weighed(config, held, joint.sum(0) * finite, window)
+    else:
+        proposal = propose(config, held, window, parent, unit)
+    levels, forced, pruned, step = proposal.levels, proposal.forced, proposal.pruned, proposal.step
+    positions, codes = _ascending(levels, log)
+    if proposal.codes is not None:
+        base = proposal.codes.copy()
+    elif proposal.zero_is_level:
+        base = codes[nearest(np.where(finite, points, 0.0), positions)]
+    else:
+        base = (nearest(np.where(finite, points, 0.0), levels) + 1).astype(np.uint8)
+    base[pruned] = 0
+    protected = len(levels) + 1
+    base[forced] = protected
+    movable = ~forced & ~(pruned & log)
+    by_code = np.zeros(protected + 1)
+    by_code[codes] = positions
+    gap = np.where(movable, points - by_code[base], 0.0)
+    spread = step * step if step else 12.0 * float((held * gap * gap).sum() / count)
+    table = rate_distortion_table(joint, points, base, movable, positions, codes, config.rate_distortion * spread)
+    counts = code_counts(joint, table, protected + 1)
+    if aside is not None:
+        counts[:, protected] += aside.protected.sum(1) + aside.pruned[:, forced].sum(1)
+        counts[:, 0] += aside.pruned[:, ~forced].sum(1)
+    real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
+    low, high = _cells(joint, table, window, protected, log)
+    if aside is not None and (zeros := np.flatnonzero(aside.pruned[:, ~forced].any(0))).size:
+        edges = np.stack(window.edges())[:, ~forced][:, zeros]
+        low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
+    error = _error(joint, table, window, real_levels, protected, aside, ~forced)
+    update_error = None
+    if isinstance(config, Update):
+        refinement_bits, update_error = _update_bits(config, refinement_bits, joint, table, window, error, low, high)
+    if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
+        _centre_zero(low, high, 2.0**refinement_bits)
+    book = Codebook(
+        real_levels, _next_window(held, window, real_levels, log), "log" if log else "linear", step, low, high
+    )
+    return Fitted(
+        book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
+        error, refinement_bits, update_error, None if aside is None else aside.limits,
+    )
+
+
+def _fit_octaves(joint: Counts, window: KeyWindow) -> Fitted:
+    """Fit a group whose codes are octaves: nothing to choose, since all that are in use get a level."""
+    book, base, mean_square = octave_book(joint.sum(0))
+    table = np.broadcast_to(base, (joint.shape[0], len(base))).copy()
+    counts = code_counts(joint, table, book.symbols)
+    return Fitted(
+        book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
+        mean_square * OCTAVE_ERROR**2, refinement_bits=0,
+    )
+
+
+def _update_bits(
+    config: Update, most: int, joint: Counts, table: Codes, window: KeyWindow, base: float, low: Floats, high: Floats
+) -> tuple[int, float]:
+    """Choose the bits of a refinement by the error of Adam's next update, m / sqrt(v).
+
+    The quantized value is m over the unit of v; what is lost besides is the place of v within its octave. Protected
+    values, which no run of Adam has and which would own the energy, count for nothing.
+
+    Args:
+        config: Its bound; without one `most` is taken.
+        most: Bits at most.
+        joint, table, window: The sketch, and the codes of its entries.
+        base: Mean squared error of the base layer over the elements not protected.
+        low, high: Bounds of the cells.
+
+    Returns:
+        The bits, and the relative error of the update with them.
+    """
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    kept = codes < len(low)
+    rows, bins, codes = rows[kept], bins[kept], codes[kept]
+    values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
+    energy = float((weight * values**2).sum())
+    square = base
+    for bits in range(0 if config.error else most, most + 1):
+        if bits:
+            below, above = low.copy(), high.copy()
+            _centre_zero(below, above, 2.0**bits)
+            part = (above - below)[codes] / 2.0**bits
+            place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
+            square = float((weight * (values - below[codes] - place * part) ** 2).sum())
+        error = (square / (energy or 1.0) + UNIT_ERROR**2) ** 0.5
+        if error <= config.error:
+            break
+    return bits, error
+
+
+def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:
+    """Levels with zero among them in ascending order, and the code of each; zero has no place on a log axis."""
+    if log:
+        return levels, np.arange(1, len(levels) + 1, dtype=np.uint8)
+    positions = np.concatenate([[0.0], levels])
+    order = np.argsort(positions, kind="stable")
+    return positions[order], order.astype(np.uint8)
+
+
+def _from_bits(levels: Floats) -> Floats:
+    """Floats whose bits, read as an integer, are level * 2^23."""
+    return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[Floats, Floats]:
+    """Bounds of the values that each code stands for, over all occupied table entries."""
+    if log:
+        n = window.n
+        keys = np.concatenate([[0], np.arange(window.lo, window.hi + 1), [window.hi + 1]]).astype(np.float64)
+        low_edge = np.tile(keys * (2.0**17 / 2.0**23), 2)
+        high_edge = np.tile(np.append(keys[1:], keys[-1] + 1) * (2.0**17 / 2.0**23), 2)
+        assert len(low_edge) == 2 * n
+    else:
+        low_edge, high_edge = window.edges()
+    low, high = np.zeros(protected), np.zeros(protected)
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    for code in range(1 if log else 0, protected):
+        mine = bins[codes == code]
+        if len(mine):
+            low[code], high[code] = low_edge[mine].min(), high_edge[mine].max()
+    return low, high
+
+
+def _centre_zero(low: Floats, high: Floats, parts: float) -> None:
+    """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
+
+    Values are decoded to the middle of a part, and zeros must come back as zeros: a first moment of 1e-6 in place of
+    0, over a second moment that is 0, would be an update hundreds of times the learning rate.
+    """
+    width = high - low
+    around = np.flatnonzero((low <= 0) & (high >= 0) & (width > 0))
+    below, above = -low[around], high[around]
+    place = np.clip(np.round(below / width[around] * parts - 0.5), 0, parts - 1) + 0.5
+    mantissa, exponent = np.frexp(np.maximum(below / place, above / (parts - place)))
+    part = np.ldexp(np.ceil(mantissa * 2.0**24) / 2.0**24, exponent)  # few bits: the products below are exact
+    low[around], high[around] = -place * part, (parts - place) * part
+
+
+def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> KeyWindow:
+    """Magnitudes worth resolving next time: what was seen, with three octaves to grow into.
+
+    Below a 64th of the smallest level nothing is decided any more, except on a log axis, where only true zeros may
+    fall under the window.
+    """
+    n = window.n
+    resolved = held[1 : n - 2] + held[n + 1 : 2 * n - 2]
+    occupied = np.flatnonzero(resolved)
+    top = window.lo + int(occupied[-1]) if len(occupied) else 127 * _OCTAVE
+    if held[n - 2] or held[2 * n - 2]:
+        top = window.hi + 8 * _OCTAVE
+    hi = min(top + 3 * _OCTAVE, 255 * _OCTAVE)
+    if log:
+        return KeyWindow(_OCTAVE, max(hi, 2 * _OCTAVE))
+    smallest = np.abs(levels[1:]).min()
+    bits = int(np.float32(min(smallest, 3e38)).view(np.uint32)) >> 17
+    lo = min(max(bits - 6 * _OCTAVE, _OCTAVE), hi - _OCTAVE)
+    return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
+
+
+def _error(
+    joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int, aside: Aside | None,
+    unforced: npt.NDArray[np.bool_],
+) -> float:
+    """Mean squared error of what is not protected, taking values as spread evenly over their bins."""
+    values, (low, high) = window.values(), window.edges()
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    kept = codes != protected
+    rows, bins, codes = rows[kept], bins[kept], codes[kept]
+    weight = joint[rows, bins]
+    square = (values[bins] - levels[codes]) ** 2 + (high[bins] - low[bins]) ** 2 / 12
+    total, elements = float((weight * square).sum()), int(weight.sum())
+    if aside is not None:
+        zeros = aside.pruned.sum(0) * unforced
+        total += float((zeros * np.square(values, where=zeros > 0, out=np.zeros_like(values))).sum())
+        elements += int(zeros.sum())
+    return total / max(elements, 1)

@@ -1,0 +1,125 @@
+"""Outliers aside and k-means by the L1 norm: GOBO, for comparison.
+
+Zadeh, Edo, Awad and Moshovos, "GOBO: Quantizing Attention-Based NLP Models for Low Latency and Energy Efficient
+Inference", MICRO 2020: weights that are improbable under the layer's own normal distribution are stored as they are,
+all others share a few centroids.  Inshrinkerator (section 8.2, "KMeans"; appendix A.2; Table 12) compares with it:
+outlier threshold -4, at most 1000 iterations, and a soft termination of its own.  GOBO's full text was not at hand:
+equal populations, the stop by the L1 norm and the natural logarithm are recollection, not checked against it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.quantization.codebook.table import nearest
+from dsq_ckpt.quantization.codebook.uniform import F64, I64, as_histogram
+
+
+def gobo_outliers(
+    values: npt.ArrayLike, counts: npt.ArrayLike, log_threshold: float = -4.0
+) -> npt.NDArray[np.bool_]:
+    """Which bins are outliers: log density under the layer's normal distribution below the threshold.
+
+        ln N(x; m, s) = -((x - m) / s)**2 / 2 - ln(s) - ln(2 pi) / 2 < log_threshold
+
+    with the mean m and the standard deviation s of all the layer's elements (of the population: s**2 is the mean
+    square).  The logarithm is natural.  A density has the unit 1 / x, so this depends on the layer's units: pass
+    values as they are in the tensor.  With s = 0.02 values past 3.7 s are outliers; from s = 21.8 on all are.
+
+    Args:
+        values, counts: the layer's histogram, see ``as_histogram``.
+        log_threshold: natural logarithm of a density.
+
+    Returns:
+        bool[n].  None is an outlier where all elements are equal: their density is unbounded.
+
+    Raises:
+        ValueError: the histogram is not as ``as_histogram`` wants it.
+    """
+    v, c = as_histogram(values, counts)
+    offsets = v - v[0]  # from a value, so that equal elements have no deviation at all
+    offsets -= (c * offsets).sum() / c.sum()
+    deviation = math.sqrt((c * np.square(offsets)).sum() / c.sum())
+    if deviation == 0.0:
+        return np.zeros(len(v), bool)
+    log_density = -0.5 * np.square(offsets / deviation) - math.log(deviation) - 0.5 * math.log(2.0 * math.pi)
+    outliers: npt.NDArray[np.bool_] = log_density < log_threshold
+    return outliers
+
+
+def l1_kmeans(
+    values: npt.ArrayLike, counts: npt.ArrayLike, bins: int, max_iterations: int = 1000, tolerance: float = 1e-4
+) -> F64:
+    """GOBO's centroids: equal populations, then nearest assignment and means while the L1 norm falls.
+
+    The sorted elements are cut into ``bins`` groups of equal population, whose means are the first centroids.  Then
+    every value goes to the nearest centroid (L1 and L2 agree on a line; ties go to the lower) and every centroid to
+    the mean of its values.  The L1 norm, the sum of distances, decides when to stop: means minimise squares, so it
+    may rise, and the centroids before the rise are the answer.  The soft termination that Inshrinkerator adds
+    without saying how (appendix A.2) is ``tolerance``; 0 is GOBO without it.
+
+    Args:
+        values, counts: the layer's histogram without outliers, see ``as_histogram``.
+        bins: centroids wanted, >= 1.
+        max_iterations: upper limit of iterations, >= 0; 0 for the first centroids.
+        tolerance: stop when an iteration lowers the L1 norm by less than this part of it, >= 0.
+
+    Returns:
+        Centroids, float64, strictly ascending: ``bins`` of them, or fewer where groups consist of the same value.
+        The values themselves if there are no more than ``bins``.
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+    v, c = as_histogram(values, counts)
+    if bins < 1:
+        raise ValueError(f"bins is {bins}, expected at least 1")
+    if max_iterations < 0 or not tolerance >= 0.0:
+        raise ValueError(f"max_iterations is {max_iterations} and tolerance {tolerance}, expected none below 0")
+    if len(v) <= bins:
+        return v.copy()
+    levels = _equal_populations(v, c, bins)
+    norm, moved = _iterate(v, c, levels)
+    for _ in range(max_iterations):
+        candidate, (next_norm, next_moved) = moved, _iterate(v, c, moved)
+        if next_norm >= norm:
+            break
+        small = norm - next_norm < tolerance * norm
+        levels, norm, moved = candidate, next_norm, next_moved
+        if small:
+            break
+    return np.unique(levels)
+
+
+def _equal_populations(values: F64, counts: I64, bins: int) -> F64:
+    """Means of ``bins`` groups of equal population: element ranks [j N / bins, (j + 1) N / bins), rounded down.
+
+    A histogram bin may be divided among groups, as its elements would be.  There must be at least ``bins`` elements.
+    Returns float64, strictly ascending; fewer than ``bins`` where groups have the same mean.
+    """
+    before = np.concatenate([[0], np.cumsum(counts)])
+    origin = values[np.searchsorted(before, before[-1] // 2, side="right") - 1]
+    sums = np.concatenate([[0.0], np.cumsum(counts * (values - origin))])
+    # Python's integers: the product of a rank and a count may not fit 64 bits.
+    ranks = np.array([j * int(before[-1]) // bins for j in range(bins + 1)], np.int64)
+    at = np.minimum(np.searchsorted(before, ranks, side="right") - 1, len(values) - 1)
+    up_to = sums[at] + (ranks - before[at]) * (values[at] - origin)
+    means = origin + np.diff(up_to) / np.diff(ranks)
+    # Differences of sums are inexact, but a mean lies between the first and the last element of its group.
+    last = np.searchsorted(before, ranks[1:] - 1, side="right") - 1
+    return np.unique(np.clip(means, values[at[:-1]], values[last]))
+
+
+def _iterate(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
+    """L1 norm of nearest assignment to ``levels``, and the means of what was assigned to each.
+
+    A level that no value is nearest to stays where it is.
+    """
+    own = nearest(values, levels)
+    gaps = counts * (values - levels[own])
+    mass = np.bincount(own, counts, minlength=len(levels))
+    shift = np.bincount(own, gaps, minlength=len(levels)) / np.maximum(mass, 1.0)
+    return float(np.abs(gaps).sum()), levels + shift

@@ -1,0 +1,100 @@
+"""Uniform quantization with a number of bins that follows the layer's entropy: QD-Compressor, for comparison.
+
+Zhang et al., "QD-Compressor: a Quantization-based Delta Compression Framework for Deep Neural Networks", ICCD 2021,
+and its journal version, Jin et al., IEEE TPDS 2023: quantizers follow each layer's own range, and their bit width
+the layer's entropy.  Inshrinkerator (section 8.2, "Uniform"; Table 10) compares with it and gives every layer a
+minimum and a maximum number of bins.  None of these says how entropy becomes a bit width: see ``entropy_bins``.
+
+This module also has what all baselines share, the check of a histogram.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.quantization.codebook.table import nearest
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+
+def as_histogram(values: npt.ArrayLike, counts: npt.ArrayLike) -> tuple[F64, I64]:
+    """The histogram that all quantizers of the compared systems are fitted on, checked.
+
+    Args:
+        values: [n], representatives of the occupied bins, signed, ascending; magnitudes up to 2**128, as fp32 has.
+        counts: [n], elements per bin, > 0.
+
+    Returns:
+        ``values`` as float64[n] and ``counts`` as int64[n].
+
+    Raises:
+        ValueError: there is no bin, the lengths differ, a value is not finite, values do not ascend, or a count is
+            not positive.
+    """
+    v, c = np.asarray(values, np.float64), np.asarray(counts, np.int64)
+    if v.ndim != 1 or v.shape != c.shape or not v.size:
+        raise ValueError(f"values and counts must be vectors of one length, at least 1: got {v.shape} and {c.shape}")
+    if not np.isfinite(v).all() or (np.diff(v) <= 0).any():
+        raise ValueError("values must be finite and strictly ascending")
+    if (c <= 0).any():
+        raise ValueError("counts must be positive: leave out bins that hold nothing")
+    return v, c
+
+
+def uniform_levels(low: float, high: float, bins: int) -> F64:
+    """Levels at equal distances, the first at ``low`` and the last at ``high``.
+
+    The ends of the range are levels, so the step is ``(high - low) / (bins - 1)``: this is the affine quantizer of
+    Guan et al. 2019 as PyTorch has it (``choose_qparams_optimized``: scale = range / (2**bits - 1)), and what
+    ``adaptive_range`` measures.  What lies within the range is off by at most half a step.
+
+    Args:
+        low, high: ends of the range, finite, ``low <= high``.
+        bins: levels wanted, >= 1; a single one lies in the middle.
+
+    Returns:
+        float64[bins], strictly ascending.  Fewer where the range has no room for that many distinct numbers: one
+        if ``low == high``.
+
+    Raises:
+        ValueError: the range or ``bins`` is not as above.
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise ValueError(f"range is [{low}, {high}], expected finite ends, the lower one first")
+    if bins < 1:
+        raise ValueError(f"bins is {bins}, expected at least 1")
+    if bins == 1:
+        return np.array([low + (high - low) / 2])
+    return np.unique(np.linspace(low, high, bins))
+
+
+def entropy_bins(values: npt.ArrayLike, counts: npt.ArrayLike, min_bins: int, max_bins: int) -> int:
+    """How many bins a layer gets, from the entropy of its values quantized uniformly with ``max_bins``.
+
+    Only the abstracts of QD-Compressor's papers were at hand; they tie a layer's bit width to its entropy (that of
+    2023: weighted entropy) without a formula.  Ours: H bits per element need a code of ceil(H) bits, which has room
+    for 2**ceil(H) levels.  So a layer gets ``max_bins`` only if H is above log2(max_bins) - 1, and one whose range
+    is owned by a few outliers gets few.
+
+    Args:
+        values, counts: the layer's histogram, see ``as_histogram``.
+        min_bins, max_bins: ends of what may come out, 1 <= ``min_bins`` <= ``max_bins``.
+
+    Returns:
+        2**ceil(H), but no less than ``min_bins`` and no more than ``max_bins``.
+
+    Raises:
+        ValueError: the histogram or the ends are not as above.
+    """
+    v, c = as_histogram(values, counts)
+    if not 1 <= min_bins <= max_bins:
+        raise ValueError(f"min_bins is {min_bins} and max_bins {max_bins}, expected 1 <= min_bins <= max_bins")
+    levels = uniform_levels(float(v[0]), float(v[-1]), max_bins)
+    held = np.bincount(nearest(v, levels), c, minlength=len(levels))
+    shares = held[held > 0] / held.sum()
+    entropy = float(-(shares * np.log2(shares)).sum())
+    return min(max(2 ** math.ceil(entropy), min_bins), max_bins)

@@ -1,0 +1,238 @@
+"""Codes of a chunk, made where it lies and brought to the host in the background."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt import kernels
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.kernels.backend import Backend, Refinement
+from dsq_ckpt.kernels.dispatch import backend_for
+from dsq_ckpt.kernels.migrated import settle
+from dsq_ckpt.quantization.chunk import (
+    Bits,
+    BlockData,
+    Chunk,
+    Codes,
+    CodeSource,
+    Dequantizer,
+    Floats32,
+    padded,
+    scale_of,
+)
+from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.device.passes import parent_on_device
+from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
+
+_PIECE = 1 << 25  # codes packed together, so that the room for packed ones is bounded
+_MOVED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
+_PROTECTED = 4  # bytes of a protected value
+_SPARE = 1 << 20  # protected values of a chunk for which there is room before their number is known
+
+
+class _Arrived(NamedTuple):
+    """What came to the host: of the codes those that changed, or all of them, packed."""
+
+    moved: tuple[npt.NDArray[Any], Codes] | None
+    packed: Codes
+    protected: Bits
+    refinement: bytes
+
+
+class Tables:
+    """What kernels need to quantize a group, on the device.
+
+    Args:
+        fitted: the group.
+        device: where to.
+    """
+
+    def __init__(self, fitted: Fitted, device: torch.device) -> None:
+        self.fitted = fitted
+        book = fitted.codebook
+        width = book.cell_high - book.cell_low
+        inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
+        self.table = torch.from_numpy(fitted.table).to(device)
+        self.low, self.inverse = (torch.from_numpy(padded(part)).to(device) for part in (book.cell_low, inverse))
+        self.width = max(1, int(np.flatnonzero(fitted.counts.sum(0)).max(initial=0)).bit_length())
+        """Bits that the largest code in use takes."""
+        self._protected = int(fitted.counts[:, book.protected].sum())
+        known = fitted.counts[:-1]  # the last row is of elements without a previous code
+        self._changing = 1.0 - float(np.trace(known)) / max(1, int(known.sum()))
+
+    def room_for_protected(self, n: int) -> int | None:
+        """For how many protected values of n elements there must be room: of a group all may be in one chunk.
+
+        None: so many that it is better to wait for their number.
+        """
+        most = min(n, self._protected)
+        return most if most <= _SPARE else None
+
+    def room_for_changes(self, n: int) -> int:
+        """For how many codes of n elements that are unlike the previous ones there should be room; 0: they do not pay.
+
+        Twice their average in the group: where a chunk has more, its codes travel whole.
+        """
+        most = n * self.width // _MOVED
+        return min(most, int(2 * self._changing * n) + 1) if self._changing * n < most else 0
+
+    def quantize(
+        self, backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, exponent: float, bits: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Codes and, with `bits`, refinement symbols of a flat tensor, uint8[n]; and what `gather_protected` takes."""
+        fitted, window = self.fitted, self.fitted.window
+        codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+        symbols = torch.empty_like(codes) if bits else None
+        refinement = None
+        if symbols is not None:
+            refinement = Refinement(self.low, self.inverse, bits, fitted.codebook.domain == "log", symbols)
+        tally = backend.quantize(
+            x, parent, fitted.table.shape[0] - 1, window.lo, window.hi, 1.0 / scale_of(exponent), self.table, codes,
+            refinement, fitted.codebook.protected,
+        )
+        return codes, symbols, tally
+
+
+class TablesOf:
+    """The tables of one save, made when a chunk first asks for them."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.device], Tables] = {}
+
+    def of(self, fitted: Fitted, device: torch.device) -> Tables:
+        """Those of a group on a device."""
+        key = id(fitted), device  # which Tables keeps alive
+        if key not in self._made:
+            self._made[key] = Tables(fitted, device)
+        return self._made[key]
+
+
+class DeviceChunk:
+    """A chunk that was quantized on its device; its codes arrive on the host in the background.
+
+    When this is made, everything that reads the tensor is queued on the current stream: what is queued after it, such
+    as an optimizer's step, may write to the tensor.
+
+    Attributes:
+        resident: uint8[n] on the device: the codes, for the next save to be coded against.
+    """
+
+    def __init__(self, chunk: Chunk, tables: Tables) -> None:
+        fitted = tables.fitted
+        self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
+        self.refinement_bits = chunk.refinement_bits
+        self.parent: Codes | None = chunk.parent if fitted.uses_parent else None
+        self.values: Floats32 | None = None
+        self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
+        self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
+        self._width, self._protected = tables.width, fitted.codebook.protected
+        device, x = chunk.tensor.device, chunk.coded_flat()
+        backend, transfer, n = backend_for(device), transfer_from(device), chunk.key.elements
+        known = None if self.parent is None else parent_on_device(chunk)
+        kept, changes = tables.room_for_protected(n), 0 if known is None else tables.room_for_changes(n)
+        size = (n * self.refinement_bits + 7) // 8 + _PROTECTED * (kept or 0) + changes * _MOVED // 8
+        transfer.reserve(size)
+        try:
+            codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
+            packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
+            # There is room for both before their numbers are known, so that nobody waits for the device here.
+            protected = backend.gather_protected(x, codes, self._protected, tally, room=kept)
+            # Here and not in the background, so that the previous codes can go at once.
+            moved = backend.migrated(codes, known, changes) if known is not None and changes else None
+        except BaseException:
+            transfer.release(size)
+            raise
+        self.resident: torch.Tensor | None = codes
+
+        def bring() -> _Arrived:
+            count = int(protected[1])
+            if kept is not None and count > kept:
+                raise SaveFailed(
+                    f"'{self.key.fqn}': {count} elements are protected, but at most {kept} were counted; did it change "
+                    "while it was saved?"
+                )
+            values = transfer.fetch(protected[0][:count]).view(np.uint32)
+            found: tuple[npt.NDArray[Any], Codes] | None = None
+            all_codes = np.empty(0, np.uint8)
+            if moved is None or (count := int(moved[2])) > changes:
+                all_codes = self._fetch_packed(backend, transfer, codes)
+            else:
+                kind = np.int64 if moved[0].dtype == torch.int64 else np.int32
+                found = transfer.fetch(moved[0][:count]).view(kind), transfer.fetch(moved[1][:count])
+            refinement = b"" if packed is None else transfer.fetch(packed).tobytes()
+            backend.check()
+            return _Arrived(found, all_codes, values, refinement)
+
+        self._lock = threading.Lock()
+        self._positions: npt.NDArray[np.int64] | None = None
+        self._arrival: Future[_Arrived] | _Arrived | Exception = transfer.submit(size, bring)
+
+    def _fetch_packed(self, backend: Backend, transfer: Transfer, codes: torch.Tensor) -> Codes:
+        if self._width == 8:
+            return transfer.fetch(codes)
+        pieces = (codes[start : start + _PIECE] for start in range(0, codes.numel(), _PIECE))
+        return np.concatenate([transfer.fetch(backend.pack(piece, self._width)) for piece in pieces])
+
+    def _arrived(self) -> tuple[_Arrived, npt.NDArray[np.int64]]:
+        """What came, with `codes` filled by the first to ask, and where the protected elements are."""
+        with self._lock:
+            arrived = self._arrival.result() if isinstance(self._arrival, Future) else self._arrival
+            if isinstance(arrived, Exception):
+                raise arrived
+            if self._positions is None:
+                if arrived.moved is not None and self.parent is not None:
+                    settle(self.parent, *arrived.moved, self.codes)
+                elif self._width == 8:
+                    self.codes[:] = arrived.packed
+                else:
+                    kernels.unpack(arrived.packed, self._width, self.codes)
+                count = len(arrived.protected)
+                where = np.flatnonzero(self.codes == self._protected) if count else np.empty(0, np.int64)
+                if len(where) != count:
+                    raise SaveFailed(f"'{self.key.fqn}': {len(where)} codes are protected, {count} values arrived")
+                self._arrival, self._positions = arrived._replace(moved=None, packed=self.codes[:0]), where
+            assert isinstance(self._arrival, _Arrived)
+            return self._arrival, self._positions
+
+    def block(self, where: slice) -> BlockData:
+        """What lies beside `codes[where]`, once all has arrived; `where` begins at a multiple of 8 elements."""
+        arrived, positions = self._arrived()
+        first, last = np.searchsorted(positions, [where.start, where.stop])
+        bits = self.refinement_bits
+        packed = arrived.refinement[where.start * bits // 8 : (where.stop * bits + 7) // 8]
+        return BlockData(arrived.protected[first:last], packed)
+
+    def staged(self, workers: Workers) -> CodeSource:
+        """This: it no longer depends on the tensor."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: without what is on the device. What failed fails where other ranks learn of it."""
+        arrival: _Arrived | Exception
+        try:
+            arrival, _ = self._arrived()
+        except Exception as error:
+            arrival = SaveFailed(f"'{self.key.fqn}' did not arrive on the host: {type(error).__name__}: {error}")
+        return {**self.__dict__, "_arrival": arrival, "_lock": None, "resident": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+
+def decode(chunk: Chunk, tables: Tables, bits: int) -> torch.Tensor:
+    """What a reader would make of a chunk, on its device, float32[n]; `bits` 0: of the base layer."""
+    backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
+    parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None
+    codes, symbols, tally = tables.quantize(backend, x, parent, chunk.exponent, bits)
+    kept, _ = backend.gather_protected(x, codes, book.protected, tally, bf16=not bits)
+    values = kept.view(torch.float32) if bits else kept.view(torch.bfloat16).float()
+    out = Dequantizer(book, chunk.exponent, bits).on_device(codes, values, symbols)
+    backend.check()
+    return out

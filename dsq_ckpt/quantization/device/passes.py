@@ -1,0 +1,61 @@
+"""Sketches of chunks in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt.kernels.dispatch import backend_for
+from dsq_ckpt.kernels.keys import FULL, KeyWindow
+from dsq_ckpt.quantization.chunk import Chunk, scale_of
+
+Counts = npt.NDArray[np.int64]
+_TOGETHER = 64  # full sketches of 254 KiB that cross to the host at once
+
+
+def parent_on_device(chunk: Chunk) -> torch.Tensor:
+    """The previous codes, uint8[n], where the chunk lies; copied there if they are not any more."""
+    if chunk.resident is not None and chunk.resident.device == chunk.tensor.device:
+        return chunk.resident
+    assert chunk.parent is not None
+    return torch.from_numpy(chunk.parent).to(chunk.tensor.device)
+
+
+def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
+    """Counts of every chunk in the full window, unscaled: int64[FULL.size] each, in order."""
+    for start in range(0, len(chunks), _TOGETHER):
+        some = chunks[start : start + _TOGETHER]
+        rows = {
+            device: torch.zeros((len(some), FULL.size), dtype=torch.int64, device=device)
+            for device in {chunk.tensor.device for chunk in some}
+        }
+        backends = {device: backend_for(device) for device in rows}
+        for place, chunk in enumerate(some):
+            device = chunk.tensor.device
+            backends[device].sketch(chunk.coded_flat(), FULL.lo, FULL.hi, 1.0, rows[device][place])
+        found = {device: counts.cpu().numpy() for device, counts in rows.items()}  # all are queued by now
+        yield from (found[chunk.tensor.device][place] for place, chunk in enumerate(some))
+
+
+def add_joint(chunks: Sequence[Chunk], window: KeyWindow, counts: Counts) -> None:
+    """Add chunks of one group to its joint counts, int64[rows, window.size]; without parent, to the last row.
+
+    Raises:
+        torch.OutOfMemoryError: nothing was added.
+    """
+    found = np.zeros_like(counts)
+    for device in {chunk.tensor.device for chunk in chunks}:
+        backend, mine = backend_for(device), torch.zeros(counts.shape, dtype=torch.int64, device=device)
+        for chunk in chunks:
+            if chunk.tensor.device == device:
+                parent = None if chunk.parent is None else parent_on_device(chunk)
+                backend.joint_sketch(
+                    chunk.coded_flat(), parent, counts.shape[0] - 1, window.lo, window.hi,
+                    1.0 / scale_of(chunk.exponent), mine,
+                )
+        backend.check()
+        found += mine.cpu().numpy()
+    counts += found

@@ -1,0 +1,134 @@
+"""Bytes on their way from a device to the host: a side stream, two pinned buffers, and a thread that empties them.
+
+What is computed from codes before the trip (packing, the search for those that have changed) runs on the side stream
+too, so that the training thread only queues what reads the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt.core.notices import warn
+
+Bytes = npt.NDArray[np.uint8]
+_T = TypeVar("_T")
+
+SLOT = 32 << 20
+"""Bytes of each of the two pinned buffers."""
+IN_FLIGHT = 256 << 20
+"""Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
+
+
+class Transfer:
+    """The way from one device to the host.
+
+    Args:
+        device: where the tensors are; on the CPU copies are made at once, by the same steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._slots: list[torch.Tensor] = []
+        self._room = threading.Condition()
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsq-transfer")
+
+    def reserve(self, size: int) -> None:
+        """Wait until so many bytes may be in flight; the work they are for gives them back when it is done."""
+        with self._room:
+            self._room.wait_for(lambda: not self._waiting or self._waiting + size <= IN_FLIGHT)
+            self._waiting += size
+
+    def submit(self, size: int, work: Callable[[], _T]) -> Future[_T]:
+        """Do `work` in the background, after what the current stream has queued; gives `size` reserved bytes back.
+
+        `work` may launch kernels, which run on the side stream, and call `fetch`. It must hold the tensors it reads.
+        """
+        ready = self._ready()
+
+        def run() -> _T:
+            try:
+                with self._side(ready):
+                    return work()
+            finally:
+                self.release(size)
+
+        try:
+            return self._thread.submit(run)
+        except RuntimeError:  # the interpreter is exiting, and starts no threads any more: do it here
+            done: Future[_T] = Future()
+            done.set_result(run())
+            return done
+
+    def release(self, size: int) -> None:
+        """Give reserved bytes back."""
+        with self._room:
+            self._waiting -= size
+            self._room.notify_all()
+
+    def fetch(self, source: torch.Tensor) -> Bytes:
+        """The bytes of a contiguous tensor, copied through the pinned buffers; only inside submitted work."""
+        target = np.empty(source.numel() * source.element_size(), np.uint8)
+        if not len(target):
+            return target
+        raw = source.view(-1).view(torch.uint8)
+        if not self._slots:
+            self._slots = [self._buffer() for _ in range(2)]
+        under_way: list[tuple[Callable[[], None], torch.Tensor, slice]] = []
+        for number, start in enumerate(range(0, raw.numel(), SLOT)):
+            where = slice(start, min(start + SLOT, raw.numel()))
+            slot = self._slots[number % 2][: where.stop - where.start]
+            slot.copy_(raw[where], non_blocking=True)
+            under_way.append((self._arrival(), slot, where))
+            if len(under_way) == 2:  # the other buffer fills while this one is emptied
+                _empty(*under_way.pop(0), target)
+        for one in under_way:
+            _empty(*one, target)
+        return target
+
+    def _buffer(self) -> torch.Tensor:
+        try:
+            return torch.empty(SLOT, dtype=torch.uint8, device="cpu", pin_memory=self._cuda)
+        except RuntimeError as error:  # memory may be locked up to a limit
+            warn(f"copies from {self._device} will be slow, without pinned memory: {error}")
+            return torch.empty(SLOT, dtype=torch.uint8, device="cpu")
+
+    def _ready(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
+
+    @contextlib.contextmanager
+    def _side(self, ready: torch.cuda.Event | None) -> Any:
+        if self._stream is None or ready is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+
+    def _arrival(self) -> Callable[[], None]:
+        return self._stream.record_event().synchronize if self._stream is not None else lambda: None
+
+
+def _empty(arrived: Callable[[], None], slot: torch.Tensor, where: slice, target: Bytes) -> None:
+    arrived()
+    target[where] = slot.numpy()
+
+
+_transfers: dict[torch.device, Transfer] = {}
+
+
+def transfer_from(device: torch.device) -> Transfer:
+    """The way from a device, made on first use: pinned memory is slow to come by."""
+    if device not in _transfers:
+        _transfers[device] = Transfer(device)
+    return _transfers[device]

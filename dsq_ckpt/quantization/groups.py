@@ -1,0 +1,241 @@
+"""Which group a tensor belongs to, and so how it is stored.
+
+A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
+kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
+one-dimensional, small and non-float tensors, and what lies below a key such as `state` or `optimizer` without being a
+moment we know. All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from dsq_ckpt.config.schema import BY_SIZE, DSQConfig, Octaves, QuantizeConfig, Rule, TensorConfig, Update
+
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EXACT = "exact"
+_SMALL = QuantizeConfig.model_fields["min_elements"].default
+
+# Names that optimizers of PyTorch and DeepSpeed give to the state they keep per parameter.
+_MOMENTS = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "max_exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
+}
+_SECOND = {"exp_avg": "exp_avg_sq"}
+"""The second moment whose root Adam divides a first moment by, by the names of both."""
+_OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """How one tensor is stored.
+
+    Attributes:
+        kind: weights, exp_avg, exp_avg_sq, momentum or exact.
+        group: tensors of one group share a codebook.
+        config: None where it is exact.
+        settings: the entry of `groups` it looked at.
+        second_moment: name of the tensor that its values are measured by, or None.
+    """
+
+    kind: str
+    group: str
+    config: TensorConfig | None
+    settings: str | None = None
+    second_moment: str | None = None
+
+
+def layer_types(model: nn.Module) -> dict[str, str]:
+    """Layer type (embedding, linear, conv, norm, other) of every parameter, by its name in the module tree."""
+    types: dict[str, str] = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            layer = "embedding"
+        elif isinstance(module, nn.Linear | nn.Bilinear):
+            layer = "linear"
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            layer = "conv"
+        elif "norm" in type(module).__name__.lower():
+            layer = "norm"
+        else:
+            layer = "other"
+        for name, _ in module.named_parameters(recurse=False):
+            types[unwrapped(f"{module_name}.{name}" if module_name else name)] = layer
+    return types
+
+
+def assign(
+    fqn: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    config: QuantizeConfig,
+    types: Mapping[str, str] | None = None,
+    measured: bool = False,
+) -> Assignment:
+    """Kind, group and storage of the tensor `fqn` of global `shape`.
+
+    `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
+    ends with it (state dicts put prefixes such as `model.` before it). `measured`: the tensor is a first moment,
+    and its second moment is in the same save, in the same chunks; one without it is stored by its size alone.
+    """
+    kind, parameter = _kind(fqn)
+    if dtype not in QUANTIZABLE or kind == EXACT:
+        return Assignment(EXACT, EXACT, None)
+    rule = next((rule for rule in config.rules if fnmatchcase(fqn, rule.pattern)), None)
+    if rule is not None and rule.exact:
+        return Assignment(EXACT, EXACT, None)
+    group = rule.group if rule is not None else None
+    if group is None:
+        layer = _layer_from_tree(parameter, types) if types else None
+        if layer in (None, "other"):
+            layer = _layer_from_name(parameter, shape)
+        one_dimensional = len([size for size in shape if size > 1]) < 2
+        if layer == "norm" or parameter.endswith("bias") or (one_dimensional and layer != "flat"):
+            return _unquantized(kind, dtype, config)
+        group = "other" if layer == "flat" else layer
+    settings = group if kind == "weights" and group in config.groups else None
+    if math.prod(shape) < config.min_elements:
+        if math.prod(shape) >= _SMALL:  # who raises the limit means to keep what is below it
+            return Assignment(EXACT, EXACT, None, settings)
+        return _unquantized(kind, dtype, config, settings)
+    chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
+    if chosen.method == "exact":
+        return Assignment(EXACT, EXACT, None, settings)
+    own = f"/{fqn}" if config.share == "tensor" else ""
+    second = None
+    if isinstance(chosen.codebook, Update):
+        second = _second_moment(fqn, shape, dtype, config, types) if measured else None
+        if second is None:
+            chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"].codebook})
+    if isinstance(chosen.codebook, Update | Octaves):
+        own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
+    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
+
+
+def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
+    """Assign what is too small or too sensitive for a codebook: weights are exact, moments as `small_moments` asks."""
+    chosen: TensorConfig = getattr(config, kind)
+    exact = "exact" in (chosen.method, config.small_moments)
+    if kind == "weights" or exact or dtype == torch.float64:  # whose range bf16 does not have
+        return Assignment(EXACT, EXACT, None, settings)
+    return Assignment(kind, f"{kind}/small", chosen.model_copy(update={"method": "bf16"}), settings)
+
+
+def _second_moment(
+    fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None
+) -> str | None:
+    """The second moment of a first one, if it is stored in a way that keeps its octaves."""
+    name = second_moment_of(fqn)
+    if name is None:
+        return None
+    kept = assign(name, shape, dtype, config, types).config
+    octaves = kept is None or (kept.method == "quantize" and isinstance(kept.codebook, Octaves))
+    return name if octaves else None
+
+
+def second_moment_of(fqn: str) -> str | None:
+    """The name that the second moment of a first one has; None of other tensors."""
+    parent, _, leaf = fqn.rpartition(".")
+    return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
+
+
+def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:
+    """Patterns of rules that decide about none of these tensors.
+
+    Returns:
+        By pattern, the one of an earlier rule that has a tensor it matches; None where it matches none at all.
+    """
+    idle: dict[str, str | None] = dict.fromkeys(rule.pattern for rule in rules)
+    decided: set[str] = set()
+    for name in names:
+        matching = [rule for rule in rules if fnmatchcase(name, rule.pattern)]
+        for rule in matching[1:]:
+            # Hidden is only what would be stored otherwise.
+            if (rule.exact, rule.group) == (matching[0].exact, matching[0].group):
+                decided.add(rule.pattern)
+            else:
+                idle[rule.pattern] = matching[0].pattern
+        decided |= {rule.pattern for rule in matching[:1]}
+    return {pattern: earlier for pattern, earlier in idle.items() if pattern not in decided}
+
+
+def is_inner(fqn: str) -> bool:
+    """Whether a name is that of an inner tensor of a subclass, as `subclasses.by_parts` names it: it is exact."""
+    return any(part.startswith("<") and part.endswith(">") for part in fqn.split("."))
+
+
+def _kind(fqn: str) -> tuple[str, str]:
+    """(kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
+    parent, _, leaf = fqn.rpartition(".")
+    if is_inner(fqn):
+        return EXACT, fqn
+    if leaf in _MOMENTS:
+        return _MOMENTS[leaf], parent
+    if any(part in _OPTIMIZER_PARTS for part in fqn.lower().split(".")):
+        return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
+    return "weights", fqn
+
+
+def unwrapped(name: str) -> str:
+    """A name without what torch.compile, DDP, FSDP and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def kind_of(fqn: str) -> str:
+    """What a tensor is to training by its name: weights, exp_avg, exp_avg_sq, momentum or exact."""
+    return _kind(fqn)[0]
+
+
+def parameter_of(fqn: str) -> str:
+    """The name of a parameter, from its own name or from that of its optimizer state."""
+    kind, name = _kind(fqn)
+    if kind != "weights":
+        name = f".{name}".partition(".state.")[2] or name
+    return unwrapped(name)
+
+
+def is_lossy(config: DSQConfig) -> bool:
+    """Return whether a checkpoint so stored may give other values back than were saved."""
+    quantize = config.quantize
+    kinds = [quantize.weights, quantize.exp_avg, quantize.exp_avg_sq, quantize.momentum, *quantize.groups.values()]
+    return any(kind.method != "exact" for kind in kinds)
+
+
+def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
+    """How a group, named as `assign` names it, is stored under another configuration."""
+    kind, _, layer = group.partition("/")
+    chosen: TensorConfig = getattr(config, kind)
+    return config.groups.get(layer.partition("/")[0], chosen) if kind == "weights" else chosen
+
+
+def _layer_from_tree(parameter: str, types: Mapping[str, str]) -> str | None:
+    tail = unwrapped(parameter)
+    while tail:
+        if tail in types:
+            return types[tail]
+        tail = tail.partition(".")[2]
+    return None
+
+
+def _layer_from_name(parameter: str, shape: Sequence[int]) -> str:
+    lowered = parameter.lower()
+    parts = lowered.replace("_", ".").split(".")
+    if any("norm" in part or part in ("ln", "bn") for part in parts):
+        return "norm"
+    if "flat" in parts:
+        return "flat"  # FSDP1's FlatParameter: many layers in one dimension
+    if len(shape) == 2 and any(part in _EMBEDDING_PARTS or "embed" in part for part in parts):
+        return "embedding"
+    if len(shape) == 2:
+        return "linear"
+    return "conv" if len(shape) in (3, 4, 5) else "other"

@@ -1,0 +1,163 @@
+"""Adam's moments on the scales that its update is sensitive to.
+
+Adam moves a parameter by u = m / (sqrt(v) + eps). What counts about v is its ratio to the true value, and about m its
+error in units of sqrt(v) of the *same element*: a cell of fixed width is too coarse for one element and wasted on the
+next. So v is coded as its octave, and m is divided by the root of its element's octave before it is quantized.
+
+Both maps are functions of the exponent bits of v alone. A reader that has decoded v, which keeps its octave, can
+therefore undo the division, and a rank that writes m needs nothing of v but its values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt.kernels.jit import jit
+from dsq_ckpt.kernels.keys import FIRST_NORMAL, SHIFT, KeyWindow
+
+WINDOW = KeyWindow(FIRST_NORMAL, FIRST_NORMAL + 256)
+"""Window of the keys that octaves become: one key for each biased exponent."""
+CENTRE = 2.0**0.5
+"""An octave's values are between 1 and 2 times a power of two, and decode to this many times it."""
+
+
+def _error_of_one(low: float, high: float) -> float:
+    """Return the relative error of 1 in place of x, spread evenly over the logarithm: root mean squares."""
+    span = math.log(high / low)
+    mean, square = (high - low) / span, (high**2 - low**2) / (2 * span)
+    return math.sqrt((square - 2 * mean + 1) / square)
+
+
+ERROR = _error_of_one(2**-0.5, 2**0.5)
+"""Relative error of `CENTRE` times a power of two for the values of its octave."""
+UNIT_ERROR = _error_of_one(2**-0.25, 2**0.25)
+"""Relative error of 1 / sqrt(v) where sqrt(v) is taken to be the unit of its octave."""
+_NOT_FINITE = 255
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_SIGN = -(1 << 31)
+
+Floats32 = npt.NDArray[np.float32]
+
+
+def _units() -> Floats32:
+    exponent = np.arange(256, dtype=np.float64)
+    # Of zero and subnormal numbers too: a first moment there is past all levels, so it is protected, and not lost.
+    return np.exp2((exponent - 127 + 0.5) / 2).astype(np.float32)
+
+
+UNITS = _units()
+"""float32[256]: what a first moment is measured in, by the biased exponent of its second moment: sqrt(v) of the middle
+of the octave, in float32."""
+
+
+class Frame(Protocol):
+    """The coordinates that a chunk's values are sketched and quantized in, instead of their own."""
+
+    @property
+    def second_moment(self) -> str | None:
+        """Name of the tensor that a reader needs for the way back; None if codes alone lead back."""
+
+    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        """Return values in these coordinates, float32.
+
+        Args:
+            flat: The values, in any floating dtype and on any device; elements `where` of the chunk.
+            where: See above.
+        """
+
+    def part(self, where: slice) -> Frame:
+        """Return the frame of some elements of the chunk, as a chunk of their own."""
+
+
+@dataclass(frozen=True)
+class OctaveFrame:
+    """A value becomes the number whose key is its octave: second moments."""
+
+    second_moment: str | None = None
+
+    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        """Return the numbers; zero for zero and subnormal numbers, infinities and NaN as they are."""
+        values = flat.to(torch.float32)
+        if values.device.type == "cpu":
+            out = np.empty(len(values), np.float32)
+            _octave_keys(values.numpy().view(np.uint32), out.view(np.uint32))
+            return torch.from_numpy(out)
+        bits = values.view(torch.int32)
+        exponent = (bits >> 23) & 0xFF
+        key = ((exponent + FIRST_NORMAL) << SHIFT) | (bits & _SIGN)
+        key = torch.where(exponent == 0, 0, key)
+        return torch.where(exponent == _NOT_FINITE, values, key.view(torch.float32))
+
+    def part(self, where: slice) -> OctaveFrame:
+        """Return this: every element is its own."""
+        return self
+
+
+@dataclass(frozen=True)
+class UpdateFrame:
+    """A value is divided by the unit of its second moment: first moments.
+
+    Attributes:
+        second_moment: Name of the tensor of second moments.
+        squares: Its chunk, flat, on the device of the values.
+    """
+
+    second_moment: str
+    squares: torch.Tensor
+
+    def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
+        """Return m / sqrt(v), with v at the middle of its octave."""
+        squares = self.squares[where].to(torch.float32)
+        if flat.device.type == "cpu":
+            out = np.empty(len(flat), np.float32)
+            _divide(flat.to(torch.float32).numpy(), squares.numpy().view(np.uint32), UNITS, out)
+            return torch.from_numpy(out)
+        return flat.to(torch.float32) / units_on(flat.device)[(squares.view(torch.int32) >> 23) & 0xFF]
+
+    def part(self, where: slice) -> UpdateFrame:
+        """Return the frame of the same elements of the second moments."""
+        return UpdateFrame(self.second_moment, self.squares[where])
+
+
+def units_on(device: torch.device) -> torch.Tensor:
+    """Return `UNITS` on a device."""
+    return torch.from_numpy(UNITS).to(device)
+
+
+def from_units(values: Floats32, squares: Floats32) -> None:
+    """Multiply decoded first moments by the units of their second moments, in place; both float32, flat.
+
+    What is past the largest number becomes that.
+    """
+    _multiply(values, squares.view(np.uint32), UNITS)
+
+
+@jit
+def _octave_keys(bits: Any, out: Any) -> None:
+    for i in range(len(bits)):
+        exponent = (bits[i] >> np.uint32(23)) & np.uint32(0xFF)
+        if exponent == 0:
+            out[i] = 0
+        elif exponent == 255:
+            out[i] = bits[i]
+        else:
+            out[i] = ((exponent + np.uint32(FIRST_NORMAL)) << np.uint32(SHIFT)) | (bits[i] & np.uint32(1 << 31))
+
+
+@jit(error_model="numpy")
+def _divide(values: Any, squares: Any, units: Any, out: Any) -> None:
+    for i in range(len(values)):
+        out[i] = values[i] / units[(squares[i] >> np.uint32(23)) & np.uint32(0xFF)]
+
+
+@jit(error_model="numpy")
+def _multiply(values: Any, squares: Any, units: Any) -> None:
+    for i in range(len(values)):
+        product = values[i] * units[(squares[i] >> np.uint32(23)) & np.uint32(0xFF)]
+        values[i] = min(max(product, -_LARGEST), _LARGEST)

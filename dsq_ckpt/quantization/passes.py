@@ -1,0 +1,187 @@
+"""Passes over the chunks of a rank: their sketches, made by all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt import kernels
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE, KeyWindow
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.chunk import Chunk, block_values, coded_values, settle_streams, sketch_block
+from dsq_ckpt.quantization.device.passes import add_joint as add_joint_on_device
+from dsq_ckpt.quantization.device.passes import full_sketches
+
+Counts = npt.NDArray[np.int64]
+_SMALLEST = float(np.finfo(np.float32).tiny) * 2.0**24
+
+
+class Sparse(NamedTuple):
+    """A piece of a chunk and its full sketch, unscaled: occupied bins and their counts."""
+
+    chunk: Chunk
+    bins: Counts
+    counts: Counts
+
+
+def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
+    """Full sketches of all chunks, in pieces."""
+    near, far = _by_place(chunks)
+    try:
+        made = [Sparse(chunk, *_occupied(counts)) for chunk, counts in zip(near, full_sketches(near), strict=True)]
+    except torch.OutOfMemoryError:
+        made, far = [], list(chunks)
+    settle_streams(chunk.tensor for chunk in far)
+    pieces = [piece for share in _shares(far, workers) for piece in share]
+    return made + list(workers.map(partial(_sparse, workers=workers), pieces))
+
+
+def vanishes(chunk: Chunk) -> bool:
+    """Return whether a chunk that is not zero would be nearly nothing but zeros in float32."""
+    if chunk.tensor.dtype != torch.float64 or not chunk.tensor.numel():
+        return False
+    return 0 < float(chunk.tensor.detach().abs().max()) < _SMALLEST
+
+
+def _sparse(chunk: Chunk, workers: Workers) -> Sparse:
+    counts = np.zeros((1, FULL.size), np.int64)
+    _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
+    return Sparse(chunk, *_occupied(counts[0]))
+
+
+def _by_place(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    """Chunks that are worked on in device memory, and those that are not."""
+    near = [chunk for chunk in chunks if device.serves(chunk)]
+    return near, [chunk for chunk in chunks if not device.serves(chunk)]
+
+
+def _occupied(counts: Counts) -> tuple[Counts, Counts]:
+    bins = np.flatnonzero(counts)
+    return bins, counts[bins]
+
+
+def add_joint(
+    chunks: Sequence[Chunk], joint: dict[str, Counts], windows: Mapping[str, KeyWindow], workers: Workers
+) -> None:
+    """Add the chunks of the groups of `joint` to its joint sketches."""
+    for group, array in joint.items():
+        mine = [chunk for chunk in chunks if chunk.group == group]
+        if not mine:
+            continue
+        window = windows[group]
+        near, far = _by_place(mine)
+        try:
+            add_joint_on_device(near, window, array)
+        except torch.OutOfMemoryError:
+            far = mine
+        settle_streams(chunk.tensor for chunk in far)
+        work = partial(_joint_share, window=window, like=array, workers=workers)
+        for counts in workers.map(work, _shares(far, workers)):
+            array += counts
+
+
+def _joint_share(share: Sequence[Chunk], window: KeyWindow, like: Counts, workers: Workers) -> Counts:
+    counts = np.zeros_like(like)
+    for chunk in share:
+        _sketch_chunk(chunk, window, counts, workers)
+    return counts
+
+
+def importance_of(chunk: Chunk, where: slice) -> npt.NDArray[np.float32]:
+    """Sensitivity of a block of a chunk with gradients: of its values, or of what a residual adds to the parent's."""
+    assert chunk.gradient is not None
+    return kernels.importance(
+        coded_values(chunk.flat(), chunk.onto, where, chunk.frame), block_values(chunk.gradient.reshape(-1)[where])
+    )
+
+
+def add_by_class(
+    chunk: Chunk, window: KeyWindow, edges: npt.NDArray[np.float64], neutral: int, counts: Counts, workers: Workers
+) -> None:
+    """Add a chunk to its group's sketch by class of sensitivity.
+
+    Args:
+        chunk: its elements have the class `neutral` where it has no gradient.
+        window: of the sketch.
+        edges: of the classes, ascending.
+        neutral: see above.
+        counts: int64[classes, rows, window.size].
+        workers: threads.
+    """
+    flat = chunk.flat()
+    for where in workers.blocks(flat.numel()):
+        values = coded_values(flat, chunk.onto, where, chunk.frame)
+        parent = None if chunk.parent is None else chunk.parent[where]
+        if chunk.gradient is None:
+            kind = np.full(len(values), neutral, np.int64)
+        else:
+            kind = np.searchsorted(edges, importance_of(chunk, where).astype(np.float64), side="right")
+        for place in np.unique(kind):
+            mine = kind == place
+            sketch_block(values[mine], None if parent is None else parent[mine], window, chunk.exponent, counts[place])
+
+
+def add_shifted(sparse: Sparse, exponent: float, counts: Counts, workers: Workers) -> None:
+    """Add a sketch as if its values had been divided by 2**exponent: for whole octaves that moves keys."""
+    whole = exponent == int(exponent)
+    # Subnormals that become normal: their sketch does not tell how.
+    if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
+        scaled = replace(sparse.chunk, parent=None, exponent=exponent)
+        if device.serves(scaled):
+            with suppress(torch.OutOfMemoryError):
+                add_joint_on_device([scaled], FULL, counts)
+                return
+        _sketch_chunk(scaled, FULL, counts, workers)
+    else:
+        np.add.at(counts[0], _shifted(sparse.bins, int(exponent)), sparse.counts)
+
+
+def _sketch_chunk(chunk: Chunk, window: KeyWindow, counts: Counts, workers: Workers) -> None:
+    flat = chunk.flat()
+    for where in workers.blocks(flat.numel()):
+        parent = None if chunk.parent is None else chunk.parent[where]
+        sketch_block(coded_values(flat, chunk.onto, where, chunk.frame), parent, window, chunk.exponent, counts)
+
+
+def _shifted(bins: Counts, exponent: int) -> Counts:
+    """Bins of the values divided by 2**exponent."""
+    if not exponent:
+        return bins
+    sign, place = np.divmod(bins, FULL.n)
+    moved = place - exponent * KEYS_PER_OCTAVE
+    moved = np.where(moved < 1, 0, np.where(moved > FULL.n - 3, FULL.n - 1, moved))
+    return np.where(place == 0, bins, sign * FULL.n + moved)
+
+
+def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
+    """Chunks dealt to threads so that each has about the same number of elements; large chunks are split."""
+    pieces: list[Chunk] = []
+    total = sum(chunk.key.elements for chunk in chunks)
+    limit = max(workers.block_elements, -(-total // workers.threads))
+    for chunk in chunks:
+        if chunk.key.elements <= limit:
+            pieces.append(chunk)
+            continue
+        flat = chunk.flat()
+        for start in range(0, chunk.key.elements, limit):
+            stop = min(start + limit, chunk.key.elements)
+            parent = None if chunk.parent is None else chunk.parent[start:stop]
+            key = chunk.key._replace(shape=(stop - start,))
+            onto = None if chunk.onto is None else chunk.onto[start:stop]
+            frame = None if chunk.frame is None else chunk.frame.part(slice(start, stop))
+            pieces.append(replace(chunk, key=key, tensor=flat[start:stop], parent=parent, onto=onto, frame=frame))
+    shares: list[list[Chunk]] = [[] for _ in range(max(1, min(workers.threads, len(pieces))))]
+    loads = [0] * len(shares)
+    for piece in sorted(pieces, key=lambda piece: -piece.key.elements):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(piece)
+        loads[lightest] += piece.key.elements
+    return shares

@@ -1,0 +1,206 @@
+"""How tensors are scaled before they are quantized, from the octaves of their values and of their gradients.
+
+A tensor's `exponent` is log2 of the factor taken out of it, a multiple of 1/4. On k-means groups it only brings
+outliers into their group's range. On a lattice it sets the step: rate theory wants it proportional to one over the root
+of the curvature, for which the root of the mean squared gradient stands in (docs/design.md has the measurements).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.config.schema import Lattice, Octaves, TensorConfig, Update
+from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
+from dsq_ckpt.quantization.codebook import Codebook
+from dsq_ckpt.quantization.groups import parameter_of
+
+Counts = npt.NDArray[np.int64]
+
+OCTAVES = 256
+GRADIENT = "gradient of "
+CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
+_REACH = 2.0  # a step is within this many octaves of the median one
+_WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
+_UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
+_DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
+
+
+class Gauge(NamedTuple):
+    """A tensor whose values tell the mean squared gradient of a weight: they are its square (power 1), or it (2)."""
+
+    name: str
+    power: int
+
+
+@dataclass
+class Scales:
+    """How the tensors of a save are scaled.
+
+    Attributes:
+        exponents: by tensor; 0 where absent.
+        anew: groups that must be fitted on full sketches, without their parent.
+        moved: groups whose exponents changed: their joint sketch must be made again.
+        units: by group, what a lattice's step is measured in; absent: the group's root mean square.
+    """
+
+    exponents: dict[str, float] = field(default_factory=dict)
+    anew: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
+    units: dict[str, float] = field(default_factory=dict)
+
+
+def choose_scales(
+    octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge],
+    books: dict[str, Codebook], before: dict[str, float], outlier_octaves: int,
+) -> Scales:
+    """Scales of all tensors; the same on every rank, since the octaves are global.
+
+    A group starts anew when it has no parent; when one of its tensors has come to differ from the group, as it was
+    normalised, by as much as makes an outlier; or when most of its energy lies below what its window resolves.
+    Otherwise values that shrink, or tensors that were zero before, would all be zero for the codebook.
+
+    Args:
+        octaves: int64[256] elements by biased exponent, of every tensor and gauge.
+        tensors: group of every lossy tensor.
+        groups: configuration of every group.
+        gauges: of the weights whose gradients are known.
+        books: the parent's codebooks, of groups that have one.
+        before: the parent's exponents.
+        outlier_octaves: when a tensor counts as an outlier of its group (0: never).
+    """
+    scaled, unit, wanted = _by_gradient(octaves, tensors, groups, gauges)
+    anew = {group for group in groups if group not in books}
+    moved = set()
+    members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
+    for group in groups:
+        names = members[group]
+        if group in scaled:
+            drift = [abs(wanted[fqn] - before.get(fqn, 0.0)) for fqn in names if fqn in wanted]
+            moved |= {group} if max(drift, default=0.0) >= _DRIFT else set()
+            continue
+        distances = _distances(octaves, names)
+        if not outlier_octaves or isinstance(groups[group].codebook, Octaves | Update):  # these have units of their own
+            distances = {}
+        outliers = {fqn: d for fqn, d in distances.items() if abs(d) >= outlier_octaves}
+        wanted |= {fqn: float(np.clip(round(d), -100, 100)) for fqn, d in outliers.items()}
+        if any(abs(d - before.get(fqn, 0.0)) >= outlier_octaves for fqn, d in distances.items()):
+            anew.add(group)
+    moved -= anew
+    exponents = {
+        fqn: wanted.get(fqn, 0.0) if group in anew or group in moved else before.get(fqn, 0.0)
+        for fqn, group in tensors.items()
+    }
+    fallen = {
+        group for group in groups
+        if group not in anew and _unresolved(octaves, members[group], exponents, books[group])
+    }
+    exponents |= {fqn: wanted.get(fqn, 0.0) for fqn, group in tensors.items() if group in fallen}
+    return Scales(exponents, frozenset(anew | fallen), frozenset(moved - fallen), dict.fromkeys(scaled, unit))
+
+
+def gauges_of(weights: list[str], state: dict[str, str], averaged: bool) -> dict[str, Gauge]:
+    """Which tensor of a save tells the gradients of which weight.
+
+    Args:
+        weights: names of weights.
+        state: kinds (exp_avg_sq, momentum) by name, of the optimizer's tensors.
+        averaged: gradients were averaged beside training: they are the better source.
+    """
+    if averaged:
+        return {fqn: Gauge(GRADIENT + fqn, 2) for fqn in weights}
+    kinds = set(state.values())
+    kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
+    by_parameter = {parameter_of(fqn): fqn for fqn, found in state.items() if found == kind}
+    gauges = {}
+    for fqn in weights:
+        tail = parameter_of(fqn)
+        while tail and tail not in by_parameter:
+            tail = tail.partition(".")[2]
+        if tail:
+            gauges[fqn] = Gauge(by_parameter[tail], power)
+    return gauges
+
+
+def _by_gradient(
+    octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge]
+) -> tuple[set[str], float, dict[str, float]]:
+    """Groups whose lattice is scaled by gradients, the unit of their steps, and the exponents of their tensors."""
+    strength = {
+        group: config.codebook.sensitivity for group, config in groups.items()
+        if isinstance(config.codebook, Lattice) and config.codebook.sensitivity > 0
+    }
+    names = [fqn for fqn, group in tensors.items() if group in strength]
+    energy = {fqn: _mean(octaves[fqn], 2) for fqn in names}
+    size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
+    gradient = {fqn: _mean(octaves[gauges[fqn].name], gauges[fqn].power) for fqn in names if fqn in gauges}
+    known = [
+        fqn for fqn, mean in gradient.items()
+        if mean > 0 and energy[fqn] > 0 and not octaves[fqn][-1] and not octaves[gauges[fqn].name][-1]
+    ]
+    total = sum(size[fqn] for fqn in names)
+    if not known or sum(size[fqn] for fqn in known) * 2 < total:
+        return set(), 0.0, {}
+    held = sum(size[fqn] for fqn in known)
+    # The geometric mean of the tensors' root mean squares: a few large ones (embeddings) do not own it.
+    unit = float(2.0 ** (sum(0.5 * np.log2(energy[fqn]) * size[fqn] for fqn in known) / held))
+    logs = {fqn: float(np.log2(gradient[fqn])) for fqn in known}
+    middle = sum(logs[fqn] * size[fqn] for fqn in known) / held
+    exponents = {}
+    for fqn in names:
+        if not energy[fqn]:
+            continue
+        own = 0.5 * float(np.log2(energy[fqn])) - float(np.log2(unit))
+        if fqn in logs:
+            wish = float(np.clip(strength[tensors[fqn]] * (middle - logs[fqn]), -_REACH, _REACH))
+            wish = min(wish, own + _WIDEST)
+        else:
+            wish = own + _UNKNOWN
+        exponents[fqn] = float(np.clip(round(4 * wish) / 4, -100, 100))
+    return set(strength), unit, exponents
+
+
+def _mean(octaves: Counts, power: int) -> float:
+    """Mean of |x|**power from counts by octave."""
+    held = octaves[:255]
+    return float((held[1:] * 2.0 ** (power * CENTRES[1:255])).sum() / max(int(held.sum()), 1))
+
+
+def _unresolved(octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook) -> bool:
+    """Whether most of a group's energy lies below what its window resolves."""
+    energy = resolved = 0.0
+    exponent = np.arange(1, 255)
+    first = book.window.lo // KEYS_PER_OCTAVE
+    for fqn in names:
+        if not octaves[fqn][-1]:
+            shift = exponents[fqn]
+            parts = octaves[fqn][1:255] * 4.0 ** (exponent - 127.0 - shift)
+            energy += float(parts.sum())
+            resolved += float(parts[exponent - shift >= first].sum())
+    return resolved < energy / 2
+
+
+def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
+    """log2 of each tensor's root mean square over that of its group; only where a group has several tensors.
+
+    The group's is the median over its elements, so that one wild tensor does not move it. Tensors of zeros have none.
+    """
+    names = [fqn for fqn in names if not octaves[fqn][-1] and octaves[fqn][1:255].any()]
+    if len(names) < 2:
+        return {}
+    held = {fqn: int(octaves[fqn][1:255].sum()) for fqn in names}
+    size = {fqn: 0.5 * float(np.log2(_mean(octaves[fqn], 2) * octaves[fqn][:255].sum() / held[fqn])) for fqn in names}
+    names.sort(key=lambda fqn: size[fqn])
+    cumulative = np.cumsum([held[fqn] for fqn in names])
+    median = size[names[int(np.searchsorted(cumulative, cumulative[-1] / 2))]]
+    return {fqn: size[fqn] - median for fqn in names}
+
+
+def octaves_of(bins: Counts, counts: Counts) -> Counts:
+    """Elements by biased exponent, int64[256]: 0 for zeros and subnormals, 255 for Inf and NaN."""
+    place = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
+    exponent = np.where(place == FULL.n - 1, 255, (place + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)
+    return np.bincount(exponent, weights=counts, minlength=OCTAVES).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: containers, records, manifests, links, retention, collection of garbage."""

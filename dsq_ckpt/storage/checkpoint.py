@@ -1,0 +1,317 @@
+"""A complete checkpoint opened for reading: codes along the chain, tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsq_ckpt.coding import coder_class, layered
+from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.errors import CodingError, CorruptCheckpoint
+from dsq_ckpt.quantization.analysis import ParentModel
+from dsq_ckpt.quantization.chunk import Codes, Dequantizer, Floats32, add
+from dsq_ckpt.quantization.codebook import Codebook
+from dsq_ckpt.quantization.groups import QUANTIZABLE
+from dsq_ckpt.quantization.moments import from_units
+from dsq_ckpt.quantization.superstep import SuperStep
+from dsq_ckpt.storage.container import Block, ContainerReader
+from dsq_ckpt.storage.files import CheckpointFiles, names_file
+from dsq_ckpt.storage.shard import RecordRef
+
+_MOST_BLOCK = 1 << 26  # elements
+_MOST_STEPS = 1 << 16
+_MOST_EXPONENT = 100
+
+
+class Checkpoint(CheckpointFiles):
+    """A checkpoint directory whose tensors can be decoded; see `CheckpointFiles`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
+
+    def model(self) -> ParentModel:
+        """What a child needs of this checkpoint as its parent."""
+        with self.naming(self.manifest.index.name):
+            books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
+            return ParentModel(books, dict(self.index["exponents"]))
+
+    @names_file
+    def codebook(self, ref: RecordRef) -> Codebook:
+        """The codebook a coded record was coded with."""
+        return self._model(ref.file, self.record(ref)["group"])[0]
+
+    @names_file
+    def codes(self, ref: RecordRef, workers: Workers) -> Codes:
+        """The codes of a chunk, decoded from its keyframe on; uint8, flat.
+
+        Raises:
+            CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
+        """
+        if self.record(ref)["type"] == "merged":
+            return self._decode_codes(ref, None, workers)
+        codes: Codes | None = None
+        for link in reversed(self.chain(ref, "parent", ("coded",))):
+            codes = self._decode_codes(link, codes, workers)
+        assert codes is not None
+        return codes
+
+    @names_file
+    def values(self, ref: RecordRef, workers: Workers) -> Floats32:
+        """What a chunk decodes to without refinement, flat, before it is converted to its dtype.
+
+        Raises:
+            CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
+        """
+        if self.record(ref)["type"] == "plain":
+            return self._plain_values(ref, workers)
+        codes = self.codes(ref, workers)
+        out = np.empty(len(codes), np.float32)
+        self._sum(ref, codes, False, workers, out)
+        return out
+
+    @names_file
+    def tensor(
+        self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A chunk in the dtype it was saved in, of its own shape.
+
+        Args:
+            ref: its record.
+            refined: use the refinement layer.
+            codes: its codes, where they were decoded already.
+            into: where the chunk is wanted; it is decoded there, and returned, if shape, dtype and layout allow.
+        """
+        record = self.record(ref)
+        shape, dtype = record["shape"], dtype_of(record["dtype"])
+        if record["type"] == "plain":
+            stored = dtype_of(record.get("stored", record["dtype"]))
+            if record["size"] != math.prod(shape) * stored.itemsize:
+                raise CorruptCheckpoint(f"'{record['fqn']}': {record['size']} bytes stored, shape {shape} promised")
+            raw = bytearray(self._raw(ref.file, record))
+            flat = torch.frombuffer(raw, dtype=stored) if raw else torch.empty(0, dtype=stored)
+            return flat.view(shape).to(dtype)
+        if record["type"] not in ("coded", "merged"):
+            raise CorruptCheckpoint(f"record {ref.record} is of type {record['type']!r}, not a tensor")
+        codes = self.codes(ref, workers) if codes is None else codes
+        direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
+        if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
+            self._sum(ref, codes, refined, workers, into.view(-1).numpy())
+            self._from_units(record, into.view(-1).numpy(), workers)
+            return into
+        values = np.empty(len(codes), np.float32)
+        self._sum(ref, codes, refined, workers, values)
+        self._from_units(record, values, workers)
+        return within(torch.from_numpy(values), dtype).view(shape)
+
+    def _from_units(self, record: dict[str, Any], values: Floats32, workers: Workers) -> None:
+        """Multiply first moments by the units of their second moments, if they were measured in these."""
+        if "unit" not in record:
+            return
+        ref = self.find(str(record["unit"]), tuple(record["offsets"]))
+        other = self.record(ref)
+        if other["shape"] != record["shape"] or "unit" in other:
+            raise CorruptCheckpoint(
+                f"'{ref.file}' record {ref.record} does not fit {record['fqn']}, which is measured by it: "
+                f"{other['fqn']} of shape {other['shape']}, expected {record['shape']}"
+            )
+        if other["type"] == "plain":
+            squares = self._plain_values(ref, workers)
+        else:
+            squares = np.empty(len(values), np.float32)
+            self._sum(ref, self.codes(ref, workers), False, workers, squares)
+        for _ in workers.map(lambda where: from_units(values[where], squares[where]), workers.blocks(len(values))):
+            pass
+
+    def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: Floats32) -> None:
+        """Values of a record with codes into `out`, float32 flat: those it is added to, oldest first, and its own."""
+        for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
+            record = self.record(link)
+            if "unit" in record and (place or link != ref):
+                raise CorruptCheckpoint(f"'{link.file}' record {link.record} has a unit, and is part of a sum")
+            if record["type"] == ("plain" if place else "merged"):
+                raise CorruptCheckpoint(
+                    f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
+                )
+            if record["type"] == "plain":
+                out[:] = self._plain_values(link, workers)
+                continue
+            own = codes if link == ref else self.codes(link, workers)
+            if record["type"] == "merged":
+                self.superstep(link, own).add_to(out, workers)
+            else:
+                self._values(link, record, own, refined and link == ref, workers, out, onto=place > 0)
+
+    @names_file
+    def superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
+        """What a record with codes adds, by code, without refinement.
+
+        Raises:
+            CorruptCheckpoint: it is altered, or does not fit itself.
+        """
+        record = self.record(ref)
+        if record["type"] == "coded":
+            book, protected = self.codebook(ref), self._protected(ref.file, record)
+            levels = np.empty((1, len(book.levels)), np.float32)
+            dequantizer = Dequantizer(book, _exponent(record), 0)
+            dequantizer.block(np.arange(levels.size, dtype=np.uint8), protected[:0], None, levels[0])
+            return SuperStep.checked(codes, levels, protected.view(np.float32)[None], f"'{record['fqn']}'")
+        steps, count = record["steps"], _protected_count(record)
+        if not 1 <= len(steps) <= _MOST_STEPS:
+            raise CorruptCheckpoint(f"'{record['fqn']}' stands for {len(steps)} differences")
+        own = np.empty((len(steps), count), np.float32)
+        if count:
+            raw = self._unshuffled(ref.file, Block(*record["protected"]), 4, own.nbytes)
+            own = np.frombuffer(raw, np.float32).reshape(own.shape)
+        return SuperStep.checked(codes, steps, own, f"'{record['fqn']}'")
+
+    @names_file
+    def _plain_values(self, ref: RecordRef, workers: Workers) -> Floats32:
+        tensor = self.tensor(ref, False, workers)
+        if tensor.dtype not in QUANTIZABLE:
+            raise CorruptCheckpoint(f"record {ref.record} does not fit its chain: {tensor.dtype}")
+        values: Floats32 = tensor.to(torch.float32).view(-1).numpy()
+        return values
+
+    @names_file
+    def _values(
+        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: Floats32,
+        onto: bool,
+    ) -> None:
+        """Dequantize a record into `out`, float32 flat, its blocks in parallel; `onto`: add it to what is there."""
+        book, protected = self.codebook(ref), self._protected(ref.file, record)
+        name = f"{Path(ref.file).stem}.refinement"
+        entry = self.reader(name).contents["records"].get(str(ref.record)) if refined and name in self._sizes else None
+        bits = 0 if entry is None else entry["bits"]
+        if entry is not None and not (type(bits) is int and 1 <= bits <= 8):
+            raise CorruptCheckpoint(f"'{self.directory / name}' record {ref.record} has {bits} bits per element")
+        if entry is not None and len(protected):
+            raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
+            protected = np.frombuffer(raw, np.uint32)
+        source = self.reader(ref.file if entry is None else name)
+        step = _block_elements(source)
+        starts = range(0, len(codes), step)
+        if entry is not None and len(entry["blocks"]) != len(starts):
+            raise CorruptCheckpoint(f"'{source.path}': {len(entry['blocks'])} blocks for {len(starts)} of codes")
+        before = [0]
+        for start in starts:
+            count = int(np.count_nonzero(codes[start : start + step] == book.protected)) if len(protected) else 0
+            before.append(before[-1] + count)
+        if before[-1] != len(protected):
+            raise CorruptCheckpoint(
+                f"'{record['fqn']}': {before[-1]} codes are protected but {len(protected)} protected values are stored"
+            )
+        dequantizer = Dequantizer(book, _exponent(record), bits)
+
+        def work(place: int) -> None:
+            where = slice(place * step, (place + 1) * step)
+            symbols = None
+            try:
+                if entry is not None:
+                    symbols = np.empty(len(codes[where]), np.uint8)
+                    layered.decode(source.read(Block(*entry["blocks"][place])), codes[where], bits, symbols)
+                piece = np.empty_like(out[where]) if onto else out[where]
+                dequantizer.block(codes[where], protected[before[place] : before[place + 1]], symbols, piece)
+                if onto:
+                    add(out[where], piece, out[where])
+            except (CodingError, ValueError) as error:
+                raise CorruptCheckpoint(f"'{source.path}', {record['fqn']}: {error}") from error
+
+        for _ in workers.map(work, range(len(starts))):
+            pass
+
+    def _model(self, file: str, group: str) -> tuple[Codebook, Coder]:
+        key = (file, group)
+        if key not in self._models:
+            tree = self.reader(file).contents["groups"][group]
+            self._models[key] = (Codebook.from_json(tree["codebook"]), self._coder(file, tree))
+        return self._models[key]
+
+    def _coder(self, file: str, tree: dict[str, Any]) -> Coder:
+        with self.naming(file):
+            return coder_class(tree["coder"]).from_bytes(self.reader(file).read(Block(*tree["model"])))
+
+    @names_file
+    def _decode_codes(self, ref: RecordRef, parent: Codes | None, workers: Workers) -> Codes:
+        """Codes of one record given those of its parent, all blocks in parallel."""
+        record, reader = self.record(ref), self.reader(ref.file)
+        merged = record["type"] == "merged"
+        coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
+        count = math.prod(record["shape"])
+        step = _block_elements(reader)
+        blocks = [None if block is None else Block(*block) for block in record["blocks"]]
+        if len(blocks) != -(-count // step):
+            raise CorruptCheckpoint(f"'{reader.path}': {len(blocks)} blocks of {step} codes for {count} elements")
+        out = np.empty(count, np.uint8)
+
+        def work(place: int) -> None:
+            where = slice(place * step, (place + 1) * step)
+            block = blocks[place]
+            if block is None:
+                if parent is None:
+                    raise CorruptCheckpoint(f"'{reader.path}' block {place}: it repeats previous codes, but has none")
+                out[where] = parent[where]
+                return
+            try:
+                coder.decode(reader.read(block), None if parent is None else parent[where], out[where])
+            except (CodingError, ValueError) as error:
+                raise CorruptCheckpoint(f"'{reader.path}' block {place}: {error}") from error
+
+        for _ in workers.map(work, range(len(blocks))):
+            pass
+        return out
+
+    def _protected(self, file: str, record: dict[str, Any]) -> npt.NDArray[np.uint32]:
+        if not (count := _protected_count(record)):
+            return np.empty(0, np.uint32)
+        raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)
+        return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
+
+
+def _block_elements(reader: ContainerReader) -> int:
+    step = reader.contents["block_elements"]
+    if type(step) is not int or not 0 < step <= _MOST_BLOCK:
+        raise CorruptCheckpoint(f"'{reader.path}': blocks of {step} elements")
+    return step
+
+
+def _protected_count(record: dict[str, Any]) -> int:
+    count = record.get("protected_count", 0)
+    if type(count) is not int or not 0 <= count <= math.prod(record["shape"]):
+        raise CorruptCheckpoint(f"'{record['fqn']}' of shape {record['shape']} has {count} protected values")
+    return count
+
+
+def _exponent(record: dict[str, Any]) -> float:
+    exponent = record.get("exponent", 0)
+    if type(exponent) not in (int, float) or not -_MOST_EXPONENT <= exponent <= _MOST_EXPONENT:
+        raise CorruptCheckpoint(f"'{record['fqn']}' has the exponent {exponent!r}")
+    return float(exponent)
+
+
+def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Finite float32 values in another dtype; what rounding would make infinite becomes the largest number."""
+    if dtype in (torch.float32, torch.float64):
+        return values.to(dtype)
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A torch dtype by its name.
+
+    Raises:
+        CorruptCheckpoint: there is none.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpoint(f"unknown dtype {json.dumps(name)}: written by a newer torch?")
+    return dtype

@@ -1,0 +1,314 @@
+"""The data file of one rank: checksummed blocks, a table of contents, a trailer. `docs/format.md` has every byte.
+
+    header   8 B magic, u32 format version, u32 zero
+    blocks   opaque bytes, back to back
+    contents zstd of JSON: what the blocks are, and the checksum of each
+    trailer  u64 offset, u64 size, u64 checksum of contents, 8 B magic
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import struct
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import xxhash
+import zstandard
+
+from dsq_ckpt.core.regular import RegularFile, open_regular, unreadable
+from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
+
+if sys.byteorder != "little":
+    raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
+
+FORMAT_VERSION = 3
+_MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
+_HEADER = struct.Struct("<8sII")
+_TRAILER = struct.Struct("<QQQ8s")
+_MAX_CONTENTS = 1 << 30
+_SMALL, _RATIO = 1 << 24, 1 << 10
+"""Contents may be so many bytes, and so many more for each byte of the frame: few bytes cannot claim much memory."""
+
+
+class Block(NamedTuple):
+    """Where a block lies: byte offset, size, and xxh3-64 of its bytes as 16 hexadecimal digits."""
+
+    offset: int
+    size: int
+    checksum: str
+
+
+class FileInfo(NamedTuple):
+    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it, hexadecimal, and of a
+    container also that of its table of contents, which vouches for every block.
+    """
+
+    name: str
+    size: int
+    checksum: str
+    contents: str | None = None
+
+
+class ContainerWriter:
+    """Writes one file under a temporary name; `finish` makes it visible, and an error in the block removes it."""
+
+    def __init__(self, directory: Path, name: str, fsync: bool) -> None:
+        self.path = directory / name
+        self._temporary = directory / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        self._fsync = fsync
+        self._hash = xxhash.xxh3_64()
+        self._offset = 0
+        self._file = open(self._temporary, "xb", buffering=1 << 20)  # noqa: SIM115
+        self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
+
+    def __enter__(self) -> ContainerWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # closing a file on a full disk fails again; the first error counts
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+        if error is not None:
+            self.path.unlink(missing_ok=True)
+
+    def add(self, data: bytes) -> Block:
+        """Append a block."""
+        block = Block(self._offset, len(data), xxhash.xxh3_64_hexdigest(data))
+        self._append(data)
+        return block
+
+    def finish(self, contents: dict[str, Any]) -> FileInfo:
+        """Write contents and trailer, flush to the device, and give the file its name."""
+        block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
+        self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
+        with naming(self.path, f"of whose {self._offset} bytes not all were written"):
+            self._file.flush()
+            if self._fsync:
+                os.fsync(self._file.fileno())
+            self._file.close()
+        os.replace(self._temporary, self.path)
+        return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
+
+    def _append(self, data: bytes) -> None:
+        with naming(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
+            self._file.write(data)
+        self._hash.update(data)
+        self._offset += len(data)
+
+
+NOT_ALL = "not all of which was written"
+
+
+@contextlib.contextmanager
+def naming(path: Path, when: str) -> Iterator[None]:
+    """Let errors of the operating system, such as a full disk, name the file that was written, and how far it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}, {when}", str(path)) from error
+
+
+class ContainerReader:
+    """Reads one file; every block is checked against its checksum. Safe to use from several threads.
+
+    Attributes:
+        path: of the file.
+        size: in bytes.
+        checksum: xxh3-64 of the table of contents, hexadecimal.
+        contents: the table.
+
+    Raises:
+        CorruptCheckpoint: the file is missing, foreign, truncated or altered.
+        UnsupportedFormat: it was written by a newer version.
+        LoadFailed: it cannot be opened, for a reason outside of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = RegularFile(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        try:
+            self.size = self._file.size
+            self.checksum, self.contents = self._read_contents()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, block: Block) -> bytes:
+        """The bytes of a block.
+
+        Raises:
+            CorruptCheckpoint: they are not those that were written.
+        """
+        data = self._read_at(block.offset, block.size)
+        found = xxhash.xxh3_64_hexdigest(data)
+        if found != block.checksum:
+            raise CorruptCheckpoint(
+                f"'{self.path}': {block.size} bytes at {block.offset} have checksum {found}, expected "
+                f"{block.checksum}; the file was altered, restore it or load another checkpoint"
+            )
+        return data
+
+    def _read_contents(self) -> tuple[str, dict[str, Any]]:
+        if self.size < _HEADER.size + _TRAILER.size:
+            raise CorruptCheckpoint(f"'{self.path}' has {self.size} bytes, too few for a dsq_ckpt file: truncated")
+        magic, version, zero = _HEADER.unpack(self._read_at(0, _HEADER.size))
+        if magic != _MAGIC or version < 1 or zero:
+            raise CorruptCheckpoint(
+                f"'{self.path}' is not a dsq_ckpt file: it begins with {magic!r}, version {version}"
+            )
+        if version > FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"'{self.path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
+            )
+        trailer = self._read_at(self.size - _TRAILER.size, _TRAILER.size)
+        offset, size, checksum, end = _TRAILER.unpack(trailer)
+        if end != _END or offset + size + _TRAILER.size != self.size or size > _MAX_CONTENTS:
+            raise CorruptCheckpoint(f"'{self.path}' does not end as a dsq_ckpt file does: truncated or overwritten")
+        block = Block(offset, size, f"{checksum:016x}")
+        contents = unpack_json(self.read(block), f"'{self.path}'")
+        if not isinstance(contents, dict):
+            raise CorruptCheckpoint(f"'{self.path}': contents are a {type(contents).__name__}, expected an object")
+        if contents.get("version", min(version, 2)) != version:  # the first two versions did not repeat it
+            raise CorruptCheckpoint(
+                f"'{self.path}' begins with format version {version}, and its contents are of {contents.get('version')}"
+            )
+        return block.checksum, contents
+
+    def _read_at(self, offset: int, size: int) -> bytes:
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpoint(
+                f"'{self.path}': block of {size} bytes at {offset} lies outside the file of {self.size} bytes"
+            )
+        try:
+            data = self._file.read(offset, size)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if len(data) != size:
+            raise CorruptCheckpoint(f"'{self.path}' ended at {offset + len(data)} while it was being read")
+        return data
+
+
+def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bool) -> FileInfo:
+    """Write the index of a checkpoint, complete or not at all."""
+    data = pack_json(index)
+    name = f"{save_id}.index"
+    temporary = directory / f".{name}.tmp"
+    try:
+        with naming(directory / name, NOT_ALL), open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, directory / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
+
+
+def pack_json(tree: dict[str, Any]) -> bytes:
+    """Compact JSON, compressed, as `unpack_json` takes it.
+
+    Raises:
+        SaveFailed: it is more than a reader takes.
+    """
+    def frame(tree: dict[str, Any]) -> tuple[bytes, int]:
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        if len(text) > _MAX_CONTENTS:
+            raise SaveFailed(
+                f"a table of contents has {len(text)} bytes, {_MAX_CONTENTS} are possible: save on more ranks, or "
+                "fewer tensors and objects"
+            )
+        data = zstandard.ZstdCompressor(level=9).compress(text)
+        return data, len(text) - _most(len(data))
+
+    data, beyond = frame(tree)
+    if beyond > 0:  # what repeats itself more than readers believe is told with noise, which does not
+        data, _ = frame({**tree, "padding": random.Random(0).randbytes(beyond // (_RATIO // 2) + 64).hex()})
+    return data
+
+
+def _most(size: int) -> int:
+    """Bytes that a frame of so many bytes may hold."""
+    return min(_MAX_CONTENTS, _SMALL + _RATIO * size)
+
+
+def unpack_json(data: bytes, where: str) -> Any:
+    """The inverse of `pack_json`, bounded.
+
+    Raises:
+        CorruptCheckpoint: the bytes do not decompress or parse.
+    """
+    try:
+        if not 0 <= zstandard.frame_content_size(data) <= _most(len(data)):
+            raise CorruptCheckpoint(f"{where}: contents claim an impossible size")
+        return strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
+    except (zstandard.ZstdError, ValueError) as error:
+        raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Parse JSON; NaN and Infinity, which Python would let pass, and what is nested too deep are a ValueError."""
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def file_checksum(path: Path) -> tuple[int, str]:
+    """Size and xxh3-64 (hexadecimal) of a whole file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    digest, size = xxhash.xxh3_64(), 0
+    with os.fdopen(open_regular(path), "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            size += len(piece)
+    return size, digest.hexdigest()
+
+
+def make_directory(path: Path, fsync: bool) -> None:
+    """Make a directory and those above it that are not there, so that their names survive a power failure.
+
+    Raises:
+        OSError: one cannot be made or flushed.
+    """
+    above = list(itertools.takewhile(lambda one: not one.is_dir(), (path, *path.parents)))
+    path.mkdir(parents=True, exist_ok=True)
+    for made in above[::-1] or ([path] if fsync else []):
+        if fsync:
+            sync_directory(made.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory, so that names given in it survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with naming(directory, "while names in it were flushed to the device"):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

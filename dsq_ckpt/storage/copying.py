@@ -1,0 +1,203 @@
+"""Copies of checkpoints and runs that keep hard links: files that several checkpoints need are copied once.
+
+Every file of a checkpoint is compared with its checksum while it is copied. The copy appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import xxhash
+
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.storage.attachments import replaced_plain
+from dsq_ckpt.storage.container import naming, sync_directory
+from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, is_temporary, local_path
+from dsq_ckpt.storage.targets import temporary
+
+_PIECE = 1 << 22
+_ATTEMPTS = 3
+
+
+class Copied(NamedTuple):
+    """The result of a copy.
+
+    Attributes:
+        path: of the copy.
+        checkpoints: that it holds.
+        files: that were written.
+        bytes: of these.
+        links: names given to files that were written already.
+        left_out: what was not copied: saves, copies and exports that did not complete, and what is neither file,
+            directory nor link.
+    """
+
+    path: Path
+    checkpoints: int
+    files: int
+    bytes: int
+    links: int
+    left_out: list[Path]
+
+
+def copy(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], progress: Callable[[int], None] | None = None
+) -> Copied:
+    """Copy a checkpoint, or a run directory with all that is in it.
+
+    Training may go on in the run: a checkpoint whose refinement is dropped meanwhile is copied as it is afterwards.
+
+    Args:
+        source: a checkpoint or run directory.
+        target: the directory to make.
+        progress: called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointExists: `target` exists.
+        CheckpointNotFound: `source` is no directory.
+        CorruptCheckpoint: a file is not what its manifest says; there is no copy.
+        SaveFailed: `target` lies in `source`.
+    """
+    origin, goal = local_path(source), local_path(target)
+    if not origin.is_dir():
+        raise CheckpointNotFound(f"'{origin}' is not a directory; name a checkpoint or a run directory")
+    if os.path.lexists(goal):
+        raise CheckpointExists(f"'{goal}' exists; name the directory that is to be made")
+    if goal.parent.resolve().is_relative_to(origin.resolve()):
+        raise SaveFailed(f"'{goal}' lies in '{origin}', which is to be copied; copy it to somewhere else")
+    with temporary(goal) as hidden:
+        work = _Copy(origin, progress)
+        work.directory(origin, hidden)
+        os.rename(hidden, goal)
+        sync_directory(goal.parent)
+    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out)
+
+
+def size_of(source: Path) -> int:
+    """Return the bytes of all files below a directory; one with several names counts once."""
+    found = {}
+    for place, _, names in os.walk(source):
+        for name in names:
+            status = os.lstat(os.path.join(place, name))
+            found[status.st_dev, status.st_ino] = status.st_size
+    return sum(found.values())
+
+
+class _Copy:
+    """A copy on its way: what was written so far, by inode of the original."""
+
+    def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
+        self.checkpoints = self.files = self.bytes = self.links = 0
+        self.left_out: list[Path] = []
+        self._origin, self._progress = origin, progress
+        self._written: dict[tuple[int, int], tuple[Path, int, str]] = {}
+
+    def directory(self, source: Path, target: Path) -> None:
+        target.mkdir()
+        manifest = self._checkpoint(source, target) if is_complete(source) else None
+        known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
+        aside = {} if manifest else replaced_plain(source)  # of a tag that a save under way, or killed, is to replace
+        for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+            path, goal = Path(entry.path), target / entry.name
+            if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`
+                continue
+            if is_temporary(entry.name):
+                self.left_out.append(path)
+            elif entry.is_symlink():
+                os.symlink(os.readlink(path), goal)
+            elif entry.is_dir():
+                if _only_leftovers(path):
+                    self.left_out.append(path)
+                else:
+                    self.directory(path, goal)
+            elif entry.is_file():
+                self._file(aside.get(entry.name, path), goal, None)
+            else:
+                self.left_out.append(path)
+        shutil.copystat(source, target)
+        sync_directory(target)
+
+    def _checkpoint(self, source: Path, target: Path) -> Manifest:
+        """Copy the files of a checkpoint, its manifest last; begin again where the manifest was replaced meanwhile."""
+        for attempt in range(_ATTEMPTS):
+            text = (source / MANIFEST).read_bytes()
+            (target / MANIFEST).write_bytes(text)
+            manifest = Manifest.read(target)
+            try:
+                for file in manifest.files:
+                    if not (target / file.name).exists():
+                        self._file(source / file.name, target / file.name, file)
+            except (OSError, CorruptCheckpoint):
+                if attempt + 1 < _ATTEMPTS and (source / MANIFEST).read_bytes() != text:
+                    continue
+                raise
+            break
+        named = {MANIFEST, *(file.name for file in manifest.files)}
+        for entry in os.listdir(target):
+            if entry not in named:  # of the manifest that was replaced
+                (target / entry).unlink()
+        with open(target / MANIFEST, "rb") as stream:
+            os.fsync(stream.fileno())
+        shutil.copystat(source / MANIFEST, target / MANIFEST)
+        self.files, self.bytes = self.files + 1, self.bytes + len(text)
+        self.checkpoints += 1
+        return manifest
+
+    def _file(self, source: Path, target: Path, expected: ManifestFile | None) -> None:
+        """Copy a file, or link what was copied of it under another name; compare it with what is expected."""
+        with open(source, "rb") as stream:
+            status = os.fstat(stream.fileno())
+            known = self._written.get((status.st_dev, status.st_ino))
+            if known is not None and _linked(known[0], target):
+                self.links += 1
+            else:
+                known = self._written[status.st_dev, status.st_ino] = (target, *self._bytes(stream, target))
+                shutil.copystat(source, target)
+                self.files += 1
+        _, size, checksum = known
+        if expected is not None and (size, checksum) != (expected.size, expected.checksum):
+            raise CorruptCheckpoint(
+                f"'{source}' has {size} bytes with checksum {checksum}, its manifest says {expected.size} with "
+                f"{expected.checksum}: it was altered; nothing was copied"
+            )
+
+    def _bytes(self, stream: IO[bytes], target: Path) -> tuple[int, str]:
+        hashed, size = xxhash.xxh3_64(), 0
+        with open(target, "xb") as out:
+            while piece := _read(stream):
+                hashed.update(piece)
+                size += out.write(piece)
+                if self._progress is not None:
+                    self._progress(len(piece))
+            out.flush()
+            os.fsync(out.fileno())
+        self.bytes += size
+        return size, hashed.hexdigest()
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    with naming(Path(stream.name), "while it was read"):
+        return stream.read(_PIECE)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Give a file another name; False where the file system has no links, or no more of this file."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def _only_leftovers(directory: Path) -> bool:
+    """Return whether a directory is what a save left that did not complete."""
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        raise DSQError(f"'{directory}' cannot be read: {error.strerror}") from error
+    return bool(names) and MANIFEST not in names and all(map(is_ours, names))

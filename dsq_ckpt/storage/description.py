@@ -1,0 +1,37 @@
+"""Sizes of a checkpoint, as its manifest tells them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from dsq_ckpt.storage.manifest import Manifest, existing_path
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Sizes of a checkpoint as plain numbers.
+
+    Returns:
+        bytes_logical (uncompressed), bytes_written (by its save), bytes_kept (now, without linked ancestors), keyframe,
+        depth, seconds, refinement, and by_kind: {kind: {bytes_logical, bytes_base, bytes_refinement}}.
+    """
+    directory = existing_path(path)
+    manifest = Manifest.read(directory)
+    overhead = (directory / "manifest.json").stat().st_size
+    dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
+    kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
+    return {
+        "bytes_logical": sum(sizes.logical for sizes in manifest.kinds.values()),
+        "bytes_written": kept + dropped,
+        "bytes_kept": kept,
+        "keyframe": manifest.depth == 0,
+        "depth": manifest.depth,
+        "seconds": manifest.seconds,
+        "refinement": manifest.refinement,
+        "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created)),
+        "by_kind": {
+            kind: {"bytes_logical": s.logical, "bytes_base": s.base, "bytes_refinement": s.refinement}
+            for kind, s in manifest.kinds.items()
+        },
+    }

@@ -1,0 +1,337 @@
+"""The files of a checkpoint directory: which record lies where, and its bytes, checked; no codes, no values."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import xxhash
+
+from dsq_ckpt.coding import shuffle_decompress
+from dsq_ckpt.core.regular import read_regular, unreadable
+from dsq_ckpt.errors import CheckpointNotFound, CodingError, CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.container import Block, ContainerReader, file_checksum, unpack_json
+from dsq_ckpt.storage.index import check_index
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.shard import RecordRef
+
+_LONGEST = 100_000  # records of a chain
+_DATA_NAME = re.compile(r"(?P<save>[0-9a-f]{16})-(?P<rank>\d{5,9})\.(?P<kind>dsq|refinement)")
+_KEPT = 1 << 25
+"""Bytes of packs of small records that are kept, since the next record is mostly in the same one."""
+_OFTEN = 5  # a checkpoint that is overwritten more often while it is opened is given up
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Files = TypeVar("_Files", bound="CheckpointFiles")
+
+
+def names_file(
+    method: Callable[Concatenate[_Files, RecordRef, _P], _T]
+) -> Callable[Concatenate[_Files, RecordRef, _P], _T]:
+    """Make errors of a method that reads a record name its file; see `CheckpointFiles.naming`."""
+
+    @functools.wraps(method)
+    def named(self: _Files, ref: RecordRef, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.naming(ref.file):
+            return method(self, ref, *args, **kwargs)
+
+    return named
+
+
+class CheckpointFiles:
+    """A checkpoint directory. Opening reads manifest and index; data is read, and checked, on demand.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: see `Manifest.read` and `ContainerReader`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._readers: dict[str, ContainerReader] = {}
+        self._packs: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # the last used at the end
+        self._chunks: dict[str, dict[tuple[int, ...], tuple[list[int], int, int]]] = {}
+        self._lock = threading.Lock()
+        for attempt in range(_OFTEN):
+            self.manifest = Manifest.read(directory)
+            self._sizes = {file.name: file for file in self.manifest.files}
+            try:
+                self.index = self._read_index()
+                return
+            except DSQError:
+                if attempt == _OFTEN - 1 or self._current() == self.manifest.checksum:
+                    raise
+
+    def __enter__(self: _Files) -> _Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._packs.clear()
+
+    @property
+    def has_refinement(self) -> bool:
+        return self.manifest.refinement == "kept"
+
+    def chunks(self) -> Iterator[tuple[ChunkKey, RecordRef]]:
+        """Every stored chunk of every tensor."""
+        for fqn, tensor in self.index["tensors"].items():
+            for offsets, shape, file, record in tensor["chunks"]:
+                yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._ref(file, record)
+
+    def find(self, fqn: str, offsets: tuple[int, ...] | None) -> RecordRef:
+        """Where a chunk (or, with offsets None, an object) lies.
+
+        Raises:
+            CheckpointNotFound: there is no such tensor or chunk.
+            CorruptCheckpoint: its record is not the one the index speaks of.
+        """
+        if offsets is None:
+            place = self.index["objects"].get(fqn)
+        else:
+            found = self._chunks_of(fqn).get(offsets)
+            place = None if found is None else found[1:]
+        if place is None:
+            raise CheckpointNotFound(f"'{self.directory}' has no '{fqn}' at {offsets}")
+        ref = self._ref(*place)
+        self.record(ref, fqn, offsets)
+        return ref
+
+    def _chunks_of(self, fqn: str) -> dict[tuple[int, ...], tuple[list[int], int, int]]:
+        """Shape, file and record of a tensor's chunks by offsets; of those at one place, that with elements."""
+        if fqn not in self._chunks:
+            chunks = self.index["tensors"].get(fqn, {"chunks": []})["chunks"]
+            self._chunks[fqn] = {
+                tuple(offsets): (shape, file, record)
+                for offsets, shape, file, record in sorted(chunks, key=lambda chunk: 0 not in chunk[1])
+            }
+        return self._chunks[fqn]
+
+    @names_file
+    def record(
+        self, ref: RecordRef, fqn: str | None = None, offsets: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
+        """A record of a data file, as its table of contents says; with `fqn`, checked to be the one the index means."""
+        records = self.reader(ref.file).contents["records"]
+        if not 0 <= ref.record < len(records):
+            raise CorruptCheckpoint(f"it has {len(records)} records, record {ref.record} is asked for")
+        record: dict[str, Any] = records[ref.record]
+        if fqn is not None:
+            self._compare(ref, record, fqn, offsets)
+        return record
+
+    def _compare(self, ref: RecordRef, record: dict[str, Any], fqn: str, offsets: tuple[int, ...] | None) -> None:
+        """Refuse a record that is not what the index leads to."""
+        expected: dict[str, Any] = {"fqn": (self.index.get("tied") or {}).get(fqn, fqn)}
+        if offsets is not None:
+            tensor, chunk = self.index["tensors"][fqn], self._chunks_of(fqn)[offsets]
+            expected |= {"offsets": list(offsets), "shape": chunk[0], "dtype": tensor["dtype"]}
+        found = {key: record[key] for key in expected}
+        if found != expected or (record["type"] == "bytes") != (offsets is None):
+            raise CorruptCheckpoint(
+                f"record {ref.record} is {record['type']} {found}, the index {self.manifest.index.name} says {expected}"
+            )
+
+    def requires(self, file: str) -> frozenset[str]:
+        """All files that decoding a file needs, itself included."""
+        with self.naming(file):
+            return frozenset([file, *self.reader(file).contents["requires"]])
+
+    @names_file
+    def chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:
+        """A record and those that `key` leads to from it, newest first.
+
+        Raises:
+            CorruptCheckpoint: they never end, or one is of another shape or type.
+        """
+        chain: dict[RecordRef, None] = {}
+        link: RecordRef | None = ref
+        shape = self.record(ref).get("shape")
+        while link is not None:
+            if link in chain or len(chain) > _LONGEST:
+                raise CorruptCheckpoint(f"'{self.directory / link.file}' record {link.record}: the chain never ends")
+            record = self.record(link)
+            if record["type"] not in types or record["shape"] != shape:
+                raise CorruptCheckpoint(
+                    f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
+                )
+            chain[link] = None
+            older = record.get(key)
+            link = None if older is None else RecordRef(str(older[0]), int(older[1]))
+        return list(chain)
+
+    @names_file
+    def object_bytes(self, ref: RecordRef) -> bytes:
+        """An object as DCP serialised it."""
+        return self._raw(ref.file, self.record(ref))
+
+    def verify(self, names: Collection[str] | None = None) -> Iterator[tuple[str, int, str | None]]:
+        """Check size and checksum of every file, or of these; yields (name, bytes, problem or None)."""
+        for file in self.manifest.files:
+            if names is not None and file.name not in names:
+                continue
+            if file.role == "refinement" and not self.has_refinement:
+                continue
+            problem = None
+            try:
+                size, checksum = file_checksum(self.directory / file.name)
+            except OSError as error:
+                problem = f"cannot be read: {error.strerror}"
+            else:
+                if size != file.size:
+                    problem = f"has {size} bytes, expected {file.size}"
+                elif checksum != file.checksum:
+                    problem = f"has checksum {checksum}, expected {file.checksum}"
+            yield file.name, file.size, problem
+
+    @contextmanager
+    def naming(self, name: str = "") -> Iterator[None]:
+        """Errors of what is read in here are of ours, and name a file of the checkpoint; `name`, if they name none.
+
+        Contents that pass their checksums may still not be as documented. And where the checkpoint was overwritten or
+        removed meanwhile, nothing is wrong with any file: it is to be loaded again.
+
+        Raises:
+            LoadFailed: the checkpoint was overwritten or removed, or there is not enough memory.
+            CorruptCheckpoint: the contents are not as documented.
+        """
+        path = self.directory / name
+        try:
+            yield
+        except (DSQError, *_MALFORMED) as error:
+            if not isinstance(error, LoadFailed) and self._current() not in (None, self.manifest.checksum):
+                raise LoadFailed(
+                    f"'{self.directory}' was overwritten or removed while it was read; load again"
+                ) from error
+            if isinstance(error, CodingError):
+                raise CorruptCheckpoint(f"'{path}': {error}") from error
+            if isinstance(error, DSQError):
+                if str(self.directory) in str(error):
+                    raise
+                raise type(error)(f"'{path}': {error}") from error
+            raise CorruptCheckpoint(
+                f"'{path}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
+            ) from error
+        except MemoryError as error:
+            raise LoadFailed(f"'{path}': not enough memory for what it says it holds: {error}") from error
+
+    def _current(self) -> str | None:
+        """Checksum of the manifest that is there now; empty: there is none; None: it cannot be read."""
+        try:
+            return Manifest.read(self.directory).checksum
+        except CheckpointNotFound:
+            return ""
+        except DSQError:
+            return None
+
+    def _read_index(self) -> dict[str, Any]:
+        info = self.manifest.index
+        path = self.directory / info.name
+        try:
+            data = read_regular(path, info.size)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
+            raise CorruptCheckpoint(f"'{path}' is not what was written: {len(data)} bytes, expected {info.size}")
+        index: dict[str, Any] = unpack_json(data, f"'{path}'")
+        check_index(index, f"'{path}'", {file.name for file in self.manifest.files if file.role == "own"})
+        return {**index, "planner": index["planner"] or None}
+
+    def _ref(self, file: int, record: int) -> RecordRef:
+        return RecordRef(self.index["files"][file], record)
+
+    def reader(self, name: str) -> ContainerReader:
+        """A data file of the directory, opened.
+
+        Raises:
+            CorruptCheckpoint: the manifest does not name it, or it is not as that says.
+        """
+        with self._lock:
+            if name not in self._readers:
+                if name not in self._sizes:
+                    raise CorruptCheckpoint(f"'{self.directory}': a record needs '{name}', which no manifest names")
+                reader = ContainerReader(self.directory / name)
+                try:
+                    self._bind(reader, self._sizes[name])
+                except BaseException:
+                    reader.close()
+                    raise
+                self._readers[name] = reader
+            return self._readers[name]
+
+    def _bind(self, reader: ContainerReader, file: ManifestFile) -> None:
+        """Refuse a data file that is another than the manifest and its own name say, whole as it may be."""
+        if reader.size != file.size:
+            raise CorruptCheckpoint(f"'{reader.path}' has {reader.size} bytes, expected {file.size}")
+        name, contents = _DATA_NAME.fullmatch(file.name), reader.contents
+        if name is None:
+            raise CorruptCheckpoint(f"'{reader.path}' does not have the name of a data file")
+        expected: dict[str, Any] = {"save": name["save"], "rank": int(name["rank"])}
+        if name["kind"] == "refinement":
+            expected["base"] = f"{name['save']}-{name['rank']}.dsq"
+        found = {key: contents.get(key) for key in expected}
+        if found != expected:
+            raise CorruptCheckpoint(f"'{reader.path}' is another file: it holds {found}, expected {expected}")
+        if (file.role != "ancestor") != (name["save"] == self.manifest.save_id):
+            raise CorruptCheckpoint(f"'{reader.path}' is not of the save {self.manifest.save_id}, as its manifest says")
+        if file.contents not in (None, reader.checksum):
+            raise CorruptCheckpoint(
+                f"'{reader.path}' is another file: its contents have checksum {reader.checksum}, expected "
+                f"{file.contents}; restore it or load another checkpoint"
+            )
+
+    def _raw(self, file: str, record: dict[str, Any]) -> bytes:
+        size, packs = record["size"], record["packs"]
+        if type(size) is not int:
+            raise CorruptCheckpoint(f"'{record['fqn']}' has {size!r} bytes")
+        if "at" not in record:
+            known = self.reader(file).contents["packs"]
+            if (held := sum(known[place][2] for place in packs)) != size:
+                raise CorruptCheckpoint(f"'{record['fqn']}': {held} bytes stored, {size} promised")
+            return b"".join(self._pack(file, place, keep=False) for place in packs)
+        start = record["at"]
+        if type(start) is not int or len(packs) != 1 or start < 0 or size < 0:
+            raise CorruptCheckpoint(f"'{record['fqn']}': {size} bytes at {start} of {len(packs)} packs")
+        piece = self._pack(file, packs[0], keep=True)[start : start + size]
+        if len(piece) != size:
+            raise CorruptCheckpoint(f"'{record['fqn']}': bytes {start} to {start + size} are not in its pack")
+        return piece
+
+    def _pack(self, file: str, place: int, keep: bool) -> bytes:
+        with self._lock:
+            if (known := self._packs.get((file, place))) is not None:
+                self._packs.move_to_end((file, place))
+                return known
+        block, itemsize, size = self.reader(file).contents["packs"][place]
+        data = self._unshuffled(file, Block(*block), itemsize, size)
+        if keep:
+            with self._lock:
+                self._packs[file, place] = data
+                while len(self._packs) > 1 and sum(map(len, self._packs.values())) > _KEPT:
+                    self._packs.popitem(last=False)
+        return data
+
+    def _unshuffled(self, file: str, block: Block, itemsize: int, size: int) -> bytes:
+        with self.naming(file):
+            return shuffle_decompress(self.reader(file).read(block), itemsize, size)
+
+
+_MALFORMED = (
+    KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, ZeroDivisionError, RecursionError
+)
+"""Contents of another form than documented end in one of these."""

@@ -1,0 +1,413 @@
+"""The manifest: the file whose appearance makes a checkpoint exist."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import stat
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dsq_ckpt.core.arguments import expect_path
+from dsq_ckpt.core.regular import read_regular, unreadable
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
+from dsq_ckpt.storage.container import FORMAT_VERSION, NOT_ALL, FileInfo, naming, strict_json, sync_directory
+
+MANIFEST = "manifest.json"
+_NO_CHECKSUM = "0" * 16
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_MOST = 1 << 28
+"""Bytes of a manifest: a million files."""
+_DEEP = 64
+_HEAD = re.compile(
+    rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
+    rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
+)
+_TEMPORARY = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # without the mark: of earlier versions
+Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name stays in the directory that it is looked up in."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file or directory of such a name is a copy or an export under way, or one that was killed."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+class Unflushed(OSError):
+    """A manifest is in place, but a power failure may still take it back: what it replaces is to be kept."""
+
+
+Count = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+"""A number as files may tell it."""
+
+
+class ManifestFile(BaseModel):
+    """A file the checkpoint consists of.
+
+    `own`: written by this save; `ancestor`: linked from an earlier one; `attachment`: of another format, such as
+    DeepSpeed's, and not read here.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+    size: Count
+    checksum: str
+    role: Role
+    contents: str | None = None
+    """Checksum of a data file's table of contents, which vouches for its blocks; None: older writers told none."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if name.startswith(".") or not is_plain(name):
+            raise ValueError(f"{name!r} is not a plain file name; a manifest may not point outside its directory")
+        return name
+
+    @classmethod
+    def of(cls, info: FileInfo, role: Role) -> ManifestFile:
+        return cls(name=info.name, size=info.size, checksum=info.checksum, role=role, contents=info.contents)
+
+
+class Sizes(BaseModel):
+    """Bytes of one kind of tensor: uncompressed, in base files, in refinement files."""
+
+    model_config = ConfigDict(extra="allow")
+
+    logical: Count = 0
+    base: Count = 0
+    refinement: Count = 0
+
+
+class GroupReport(BaseModel):
+    """What was lossy about a group, over all ranks."""
+
+    model_config = ConfigDict(extra="allow")
+
+    elements: Count
+    levels: Count
+    delta: bool
+    bits_per_element: float
+    relative_error: float
+    refined_error: float | None = None
+    """The same with the refinement layer; None where there is none, or where an older version wrote this."""
+    update_error: float | None = None
+    """Relative error of Adam's next update after a restore; None for groups other than first moments in its units."""
+    worst_tensor: str | None = None
+    worst_error: float | None = None
+    """Tensor with the largest relative error, with the refinement layer where there is one; as told by sketches."""
+    step: float
+
+
+class Manifest(BaseModel):
+    """Everything about a checkpoint but where each tensor lies (the index) and the data."""
+
+    model_config = ConfigDict(extra="allow")  # keys of a later version survive a rewrite by this one
+
+    format: Literal["dsq_ckpt"] = "dsq_ckpt"
+    version: int = FORMAT_VERSION
+    checksum: str = _NO_CHECKSUM
+    """xxh3-64 of the file's bytes with sixteen zeros in this place."""
+    save_id: str
+    created: float = Field(ge=0, le=1e11)
+    """Seconds since the epoch, by the coordinator's clock."""
+    ranks: Count
+    parent: str | None
+    """Save id of the parent checkpoint, None for a keyframe."""
+    parent_name: str | None = None
+    """Directory name of the parent when this was written; for people, not for loading."""
+    previous: str | None = None
+    """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
+    previous_name: str | None = None
+    """Its directory name, in the same run directory; None if it lies elsewhere."""
+    depth: Count
+    """Deltas between this checkpoint and its keyframe."""
+    refinement: Literal["kept", "dropped", "none"]
+    pinned: bool = False
+    files: list[ManifestFile]
+    kinds: dict[str, Sizes]
+    groups: dict[str, GroupReport]
+    nonfinite: list[str] = []
+    quality: dict[str, Any] | None = None
+    """What the search for this configuration measured (`Compressor`), None where there was none."""
+    lossy_resumes: Count = 0
+    """How often the run was restored from lossy state before this was saved."""
+    seconds: float = Field(allow_inf_nan=False)
+    config: dict[str, Any]
+    writer: dict[str, str]
+
+    @field_validator("save_id", "parent", "previous")
+    @classmethod
+    def _is_save_id(cls, save_id: str | None) -> str | None:
+        if save_id is not None and _SAVE_ID.fullmatch(save_id) is None:
+            raise ValueError(f"{save_id!r} is not a save id: 16 lower-case hexadecimal digits")
+        return save_id
+
+    @field_validator("parent_name", "previous_name")
+    @classmethod
+    def _beside(cls, name: str | None) -> str | None:
+        if name is not None and not is_plain(name):
+            raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
+        return name
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Manifest:
+        names = [file.name for file in self.files]
+        if len(set(names)) != len(names):
+            raise ValueError("a file is named twice")
+        if sum(file.role == "index" for file in self.files) != 1:
+            raise ValueError("a checkpoint has exactly one index")
+        return self
+
+    def comes_after(self) -> set[str]:
+        """Return the save ids of checkpoints known to be older: the one before it, and those it has files of."""
+        linked = {file.name[:16] for file in self.files if file.role == "ancestor"}
+        return (linked | {self.previous or ""}) - {self.save_id, ""}
+
+    @property
+    def index(self) -> ManifestFile:
+        return next(file for file in self.files if file.role == "index")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a run that is restored from this checkpoint gets other values than were saved."""
+        return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
+
+    def bytes_in(self, *roles: str) -> int:
+        """Total size of the files of these roles."""
+        return sum(file.size for file in self.files if file.role in roles)
+
+    def write(self, directory: Path, *, exclusive: bool, fsync: bool) -> None:
+        """Commit: the manifest appears complete or not at all.
+
+        Args:
+            exclusive: fail if another save completed a checkpoint here meanwhile.
+
+        Raises:
+            FileExistsError: with `exclusive`, a manifest is there already.
+            Unflushed: it is there, but its name is not on the device.
+            OSError: it cannot be written, and is not there.
+        """
+        temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            with naming(directory / MANIFEST, NOT_ALL), open(temporary, "xb") as file:
+                unsealed = self.model_copy(update={"checksum": _NO_CHECKSUM})
+                file.write(_sealed(unsealed.model_dump_json(indent=1).encode()))
+                file.flush()
+                if fsync:
+                    os.fsync(file.fileno())
+            if exclusive:
+                _rename_new(temporary, directory / MANIFEST)
+            else:
+                os.replace(temporary, directory / MANIFEST)
+            if fsync:
+                try:
+                    sync_directory(directory)
+                except OSError as error:
+                    raise Unflushed(error.errno, error.strerror, str(directory)) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of a checkpoint directory.
+
+        Raises:
+            CheckpointNotFound: there is no complete dsq_ckpt checkpoint.
+            CorruptCheckpoint: the manifest does not parse, or is not the one that was written.
+            LoadFailed: it cannot be read, for a reason outside of it.
+            UnsupportedFormat: it is of a newer version.
+        """
+        path = directory / MANIFEST
+        try:
+            text = read_regular(path, _MOST)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFound(_missing(directory)) from error
+        except OSError as error:
+            raise unreadable(path, error) from error
+        tree = _checked(text, path)
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _checked(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON of a manifest, whose version and checksum are looked at before anything else is parsed.
+
+    Raises:
+        CorruptCheckpoint, UnsupportedFormat: see `Manifest.read`.
+    """
+    head = _HEAD.match(text)
+    version = int(head["version"]) if head is not None else 0
+    if head is None or version < 1:
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it begins with {text[:60]!r}")
+    if version > FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
+        )
+    stated = head["checksum"] or b""
+    if not stated or _sealed(text.replace(stated, _NO_CHECKSUM.encode(), 1)) != text:
+        raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
+    try:
+        tree = strict_json(text)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
+    level = [tree]
+    for _ in range(_DEEP):
+        level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(part, dict | list)]
+    if level:  # other code walks it by recursion
+        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_DEEP} deep")
+    return dict(tree)
+
+
+def _sealed(text: bytes) -> bytes:
+    """The text with its own xxh3-64 in place of the zeros that stand for it: every byte of the file is covered."""
+    return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gave, with `~` and `~user` replaced by the home directory."""
+    return Path(os.path.expanduser(path))
+
+
+def absolute(path: Path) -> Path:
+    """Return a path from the root on; links and `..` stay.
+
+    Raises:
+        ConfigError: it begins at the working directory, which was deleted.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"'{path}' is relative to the working directory, which does not exist any more: change to another one, or "
+            "give an absolute path"
+        ) from error
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A checkpoint directory from what a user gave.
+
+    Raises:
+        ConfigError: it is a URL, or empty, or relative to a directory that was deleted.
+    """
+    expect_path("path", path)
+    text = os.fspath(path)
+    if "://" in text or not text:
+        raise ConfigError(f"path {text!r}: expected a directory of the local file system")
+    return absolute(expanded(path))
+
+
+def existing_path(path: str | os.PathLike[str] | None) -> Path:
+    """The directory of a checkpoint that is to be read, which may turn out not to be there.
+
+    Raises:
+        CheckpointNotFound: it is None.
+        ConfigError: it is a URL, or empty.
+    """
+    if path is None:
+        raise CheckpointNotFound(
+            "no complete checkpoint: the path is None, as `dsq_ckpt.latest(run)` is for a run without one; check for "
+            "None and begin the run anew, or name a checkpoint directory"
+        )
+    return local_path(path)
+
+
+def is_complete(directory: Path) -> bool:
+    """Return whether a committed checkpoint lies here (its bytes are not checked).
+
+    Raises:
+        LoadFailed: that cannot be told.
+    """
+    path = directory / MANIFEST
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise LoadFailed(f"'{path}': whether a checkpoint is there cannot be told: {error.strerror}") from error
+
+
+def checkpoints(
+    run: Path, unreadable: Callable[[Path, DSQError], object] | None = None
+) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the complete checkpoints directly below a run directory, oldest first.
+
+    Their order is that in which they were saved: each comes after the one it names as the one before it, and after
+    those it has files of. Times, by clocks that may go back, decide between checkpoints that are not related so.
+
+    Args:
+        run: the directory; there are none where it does not exist.
+        unreadable: called with the directory of a checkpoint whose manifest cannot be read, and why; None: raise that.
+
+    Raises:
+        DSQError: a manifest cannot be read, and `unreadable` is None.
+    """
+    found = []
+    for entry in run.iterdir() if run.is_dir() else ():
+        if entry.name == "lost+found" or is_temporary(entry.name):  # of a file system, whose root this may be; a copy
+            continue
+        try:
+            if is_complete(entry):
+                found.append((entry, Manifest.read(entry)))
+        except CheckpointNotFound:
+            pass  # it was deleted meanwhile
+        except DSQError as error:
+            if unreadable is None:
+                raise
+            unreadable(entry, error)
+    yield from _in_order(found)
+
+
+def _in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    created: dict[str, float] = {}
+    for _, manifest in found:
+        created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))
+    before = {manifest.save_id: manifest.comes_after() & created.keys() for _, manifest in found}
+    place = {save_id: (time, 0) for save_id, time in created.items()}
+    try:
+        for save_id in TopologicalSorter(before).static_order():
+            latest = max((place[older] for older in before[save_id]), default=(-math.inf, 0))
+            place[save_id] = max(place[save_id], (latest[0], latest[1] + 1))
+    except CycleError:  # no saves make one
+        pass
+    return sorted(found, key=lambda pair: (place[pair[1].save_id], pair[0].name))
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename without replacing; where the file system cannot link, check and rename."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if target.exists():
+            raise FileExistsError(f"'{target}' exists") from None
+        os.replace(source, target)
+
+
+def _missing(directory: Path) -> str:
+    if not directory.exists():
+        return f"'{directory}' does not exist; name a checkpoint directory"
+    if (directory / ".metadata").exists():
+        return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint.FileSystemReader"
+    inside = [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]
+    if inside:
+        return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
+    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"

@@ -1,0 +1,113 @@
+"""Run directories: what is one, and what a wrong path may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.storage.manifest import absolute, checkpoints, expanded, is_complete
+
+_SIBLINGS = 1000  # names that are compared with one that does not exist
+_ALIKE = 0.75
+_BESIDE = re.compile(
+    r"\..*|latest.*|.*\.(?:log|out|err|txt|md|csv|tsv|jsonl?|ya?ml|toml|ini|cfg|png|svg)|.*tfevents.*", re.IGNORECASE
+)
+"""Names of files that training may leave in the directory of a run before its first checkpoint."""
+
+
+def existing_run(run: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run, which need not exist yet.
+
+    A warning tells of a directory with checkpoints that has nearly the same name as one which does not exist.
+
+    Raises:
+        CheckpointNotFound: it is something else: a file, a checkpoint, or a link to what is not there.
+        OSError: whether it exists cannot be told.
+    """
+    directory = expanded(run)
+    try:
+        mode = os.stat(directory).st_mode
+    except FileNotFoundError:
+        if directory.is_symlink():
+            raise CheckpointNotFound(
+                f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
+            ) from None
+        if other := _nearly(absolute(directory)):
+            warn(f"'{directory}' does not exist, so a run begins anew; '{other}' holds checkpoints: was that meant?")
+        return directory
+    except NotADirectoryError as error:
+        raise CheckpointNotFound(f"'{directory}' leads through a file; name the directory of a run") from error
+    if not stat.S_ISDIR(mode):
+        raise CheckpointNotFound(f"'{directory}' is a file; name the directory that a run's checkpoints lie in")
+    if is_complete(directory) or (directory / ".metadata").exists():
+        kind = "checkpoint" if is_complete(directory) else "plain DCP checkpoint"
+        raise CheckpointNotFound(
+            f"'{directory}' is a {kind}, not a run; name the directory it lies in, '{absolute(directory).parent}'"
+        )
+    return directory
+
+
+def refuse_other(directory: Path) -> None:
+    """Refuse a directory without checkpoints that is not the beginning of a run: a wrong path must not begin it anew.
+
+    New and empty directories pass, others with directories, hidden files, logs, notes and settings in them.
+
+    Raises:
+        CheckpointNotFound: other files are there, or runs.
+    """
+    runs, found = [], []
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in islice(entries, _SIBLINGS):
+            if not entry.is_dir():
+                found += [] if _BESIDE.fullmatch(entry.name) else [entry.name]
+            elif any(True for _ in checkpoints(Path(entry.path), lambda *_: None)):
+                runs.append(entry.name)
+    if runs:
+        raise CheckpointNotFound(
+            f"'{directory}' holds no checkpoint, but runs that do, such as '{min(runs)}'; name one of them"
+        )
+    if found:
+        shown = ", ".join(map(repr, sorted(found)[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise CheckpointNotFound(
+            f"'{directory}' holds no checkpoint, but other files ({shown}), as no run does before its first one; name "
+            "the directory that a run's checkpoints lie in, or a new one"
+        )
+
+
+def _nearly(missing: Path) -> Path | None:
+    """Return a run with checkpoints whose path differs in the spelling of the first component that does not exist."""
+    first = missing
+    while not os.path.lexists(first.parent):
+        first = first.parent
+    with suppress(OSError):
+        with os.scandir(first.parent) as entries:
+            names = [entry.name for entry in islice(entries, _SIBLINGS)]
+        # Runs that are numbered have nearly the same name on purpose.
+        names = [name for name in names if _lettered(name) != _lettered(first.name)]
+        for name in difflib.get_close_matches(first.name, names, 3, _ALIKE):
+            other = first.with_name(name) / missing.relative_to(first)
+            if any(True for _ in checkpoints(other, lambda *_: None)):
+                return other
+    return None
+
+
+def _lettered(name: str) -> str:
+    """Return a name with every number alike."""
+    return re.sub(r"\d+", "0", name)
+
+
+def run_of(path: Path) -> Path:
+    """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
+    return Path(os.path.realpath(path.absolute().parent))
+
+
+def canonical(path: Path) -> Path:
+    """Return the one path of a checkpoint that may be given by several, as through a link to its run directory."""
+    return run_of(path) / path.absolute().name

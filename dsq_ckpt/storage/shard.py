@@ -1,0 +1,291 @@
+"""What one rank writes: its records, coded or exact, in a base file and a refinement file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dsq_ckpt.coding import HuffmanCoder, coder_class, layered, shuffle_compress
+from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
+from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.quantization.chunk import Bits, BlockData, ChunkKey, CodeSource, protected_bf16
+from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
+
+_PACKED = 1 << 16  # smaller exact items share a compressed block
+_PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
+
+
+class RecordRef(NamedTuple):
+    """A record of a data file of the same checkpoint directory."""
+
+    file: str
+    record: int
+
+
+@dataclass
+class Written:
+    """Size of one record: bytes of the tensor itself, and bytes in the base and the refinement file."""
+
+    ref: RecordRef
+    logical: int
+    base: int
+    refinement: int = 0
+
+
+class Piece(NamedTuple):
+    """A chunk to be coded, and what it is coded against.
+
+    Attributes:
+        source: its codes; `source.parent` is the context iff `parent` is given.
+        dtype: of the tensor.
+        parent: the record of the parent checkpoint that holds the previous codes.
+        requires: all files that record needs in turn, its own included.
+        residual: the record of the parent checkpoint that it is to be added to; then `requires` is of that.
+    """
+
+    source: CodeSource
+    dtype: torch.dtype
+    parent: RecordRef | None
+    requires: frozenset[str]
+    residual: RecordRef | None = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One block of a piece, on its way through a worker thread."""
+
+    piece: Piece
+    coder: Coder
+    where: slice
+    last: bool
+
+    def run(self) -> tuple[_Task, bytes | None, BlockData]:
+        """Codes as bytes (None: they equal the previous ones), and what lies beside them."""
+        source = self.piece.source
+        if not len(source.codes):
+            return self, b"", BlockData(np.empty(0, np.uint32), b"")
+        beside = source.block(self.where)
+        parent = None if source.parent is None else source.parent[self.where]
+        codes = source.codes[self.where]
+        bits = source.refinement_bits
+        shorter = layered.encode(beside.refinement, codes, bits) if bits else b""
+        beside = beside._replace(refinement=shorter)
+        if parent is not None and np.array_equal(codes, parent):  # a frozen layer
+            return self, None, beside
+        return self, self.coder.encode(codes, parent), beside
+
+
+@dataclass
+class _Pack:
+    """Small exact items on their way into one block; `at` is where the next one begins."""
+
+    itemsize: int
+    parts: list[bytes] = field(default_factory=list)
+    at: int = 0
+    members: list[tuple[dict[str, Any], Written]] = field(default_factory=list)
+
+
+class ShardWriter:
+    """Writes the records of one rank of one save; a context manager that leaves no file behind on failure."""
+
+    def __init__(
+        self, directory: Path, save_id: str, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
+        workers: Workers,
+    ) -> None:
+        self._config = config
+        self._fitted = fitted
+        self._workers = workers
+        self._directory = directory
+        self._head = {"save": save_id, "rank": rank}
+        self._base = ContainerWriter(directory, f"{save_id}-{rank:05d}.dsq", config.storage.fsync)
+        self._refinement: ContainerWriter | None = None
+        self._records: list[dict[str, Any]] = []
+        self._refined: dict[int, dict[str, Any]] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
+        self._coders: dict[str, Coder] = {}
+        self._packs: list[tuple[Block, int, int]] = []
+        self._open: dict[int, _Pack] = defaultdict(lambda: _Pack(0))
+        self._requires: set[str] = set()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._base.__exit__(*exc)
+        if self._refinement is not None:
+            self._refinement.__exit__(*exc)
+
+    @property
+    def name(self) -> str:
+        """The base file's name."""
+        return self._base.path.name
+
+    def add_coded(self, pieces: Iterable[Piece]) -> Iterator[Written]:
+        """Quantize (where that is still to be done) and entropy-code chunks.
+
+        Blocks of different chunks run side by side, so that no thread waits at the end of a chunk; only a few blocks
+        per thread are ahead of what is written, so that memory stays bounded.
+        """
+
+        def tasks() -> Iterator[_Task]:
+            for piece in pieces:
+                coder = self._group(piece.source.group, len(piece.source.codes))
+                blocks = list(self._workers.blocks(len(piece.source.codes))) or [slice(0, 0)]  # empty: a record alone
+                for where in blocks:
+                    yield _Task(piece, coder, where, last=where is blocks[-1])
+
+        base: list[Block | None] = []
+        refined: list[Block] = []
+        protected: list[Bits] = []
+        for task, data, beside in self._workers.map(_Task.run, tasks()):
+            let_signals_through()
+            protected.append(beside.protected)
+            if len(task.piece.source.codes):
+                base.append(None if data is None else self._base.add(data))
+                if task.piece.source.refinement_bits:
+                    refined.append(self._refinement_file().add(beside.refinement))
+            if task.last:
+                yield self._add_record(task.piece, base, refined, np.concatenate(protected))
+                base, refined, protected = [], [], []
+
+    def _add_record(self, piece: Piece, blocks: list[Block | None], refined: list[Block], protected: Bits) -> Written:
+        source, dtype, parent = piece.source, piece.dtype, piece.parent
+        record: dict[str, Any] = {
+            "type": "coded", **_identity(source.key, dtype), "group": source.group, "blocks": blocks,
+        }
+        if source.exponent:
+            record["exponent"] = source.exponent
+        if source.second_moment is not None:
+            record["unit"] = source.second_moment
+        if parent is not None:
+            record["parent"] = list(parent)
+        if piece.residual is not None:
+            record["residual"] = list(piece.residual)
+        self._requires |= piece.requires
+        size = sum(block.size for block in blocks if block is not None)
+        if len(protected):
+            record["protected_count"] = len(protected)
+            record["protected"] = self._base.add(shuffle_compress(protected_bf16(protected).tobytes(), 2))
+            size += record["protected"].size
+        ref = RecordRef(self.name, len(self._records))
+        written = Written(ref, len(source.codes) * dtype.itemsize, size)
+        self._records.append(record)
+        if source.refinement_bits:
+            entry: dict[str, Any] = {"bits": source.refinement_bits, "blocks": refined}
+            written.refinement = sum(block.size for block in refined)
+            if len(protected):
+                entry["protected"] = self._refinement_file().add(shuffle_compress(protected.tobytes(), 4))
+                written.refinement += entry["protected"].size
+            self._refined[ref.record] = entry
+        return written
+
+    def add_plain(self, key: ChunkKey, tensor: torch.Tensor, stored: torch.dtype | None = None) -> Written:
+        """Store a tensor bit for bit, or converted to `stored`; finite values stay finite in that."""
+        kept = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        if stored is not None:
+            limit = torch.finfo(stored).max
+            kept = torch.where(kept.isfinite(), kept.clamp(-limit, limit), kept).to(stored)
+        raw = kept.view(-1).view(torch.uint8).numpy().data if kept.numel() else memoryview(b"")
+        record = {"type": "plain", **_identity(key, tensor.dtype)}
+        if stored is not None and stored != tensor.dtype:
+            record["stored"] = _dtype_name(stored)
+        return self._add_raw(record, raw, kept.element_size(), key.elements * tensor.element_size())
+
+    def add_bytes(self, fqn: str, data: bytes) -> Written:
+        """Store an object that DCP serialised, as the bytes they are."""
+        return self._add_raw({"type": "bytes", "fqn": fqn}, memoryview(data), 1, len(data))
+
+    def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
+        """Close both files; returns them and the names of the ancestors' files that the base file needs."""
+        for itemsize in list(self._open):
+            self._flush(itemsize)
+        requires = sorted(self._requires)
+        base = self._base.finish({
+            **self._head, "requires": requires, "groups": self._groups, "packs": self._packs,
+            "block_elements": self._workers.block_elements, "records": self._records,
+        })
+        refinement = None
+        if self._refinement is not None:
+            refinement = self._refinement.finish({
+                **self._head, "base": base.name, "records": self._refined,
+                "block_elements": self._workers.block_elements,
+            })
+        return base, refinement, requires
+
+    def _group(self, name: str, elements: int) -> Coder:
+        """The coder of a group; its codebook and model are written once per file."""
+        if name not in self._groups:
+            fitted = self._fitted[name]
+            coder = _fitted_coder(self._config.delta, fitted.counts)
+            self._coders[name] = coder
+            self._groups[name] = {
+                "codebook": fitted.codebook.to_json(), "coder": coder.name, "elements": 0,
+                "model": self._base.add(coder.to_bytes()),
+            }
+        self._groups[name]["elements"] += elements
+        return self._coders[name]
+
+    def _refinement_file(self) -> ContainerWriter:
+        if self._refinement is None:
+            name = f"{self._base.path.stem}.refinement"
+            self._refinement = ContainerWriter(self._directory, name, self._config.storage.fsync)
+        return self._refinement
+
+    def _add_raw(self, record: dict[str, Any], raw: memoryview, itemsize: int, logical: int) -> Written:
+        written = Written(RecordRef(self.name, len(self._records)), logical, 0)
+        self._records.append(record)
+        record["size"] = len(raw)
+        if len(raw) > _PACKED:
+            pieces = [raw[start : start + _PIECE] for start in range(0, len(raw), _PIECE)]
+            level = self._config.storage.zstd_level
+            first = len(self._packs)
+            packed = self._workers.map(lambda piece: shuffle_compress(piece, itemsize, level), pieces)
+            for piece, data in zip(pieces, packed, strict=True):
+                self._packs.append((self._base.add(data), itemsize, len(piece)))
+                written.base += len(data)
+            record["packs"] = list(range(first, len(self._packs)))
+            return written
+        pack = self._open[itemsize]
+        pack.itemsize = itemsize
+        record["at"] = pack.at
+        pack.parts.append(bytes(raw))
+        pack.at += len(raw)
+        pack.members.append((record, written))
+        if pack.at > _PIECE:
+            self._flush(itemsize)
+        return written
+
+    def _flush(self, itemsize: int) -> None:
+        """Compress the open pack of an item size and tell its members where they lie."""
+        pack = self._open.pop(itemsize)
+        raw = b"".join(pack.parts)
+        data = shuffle_compress(raw, itemsize, self._config.storage.zstd_level)
+        for record, written in pack.members:
+            record["packs"] = [len(self._packs)]
+            written.base = -(-len(data) * record["size"] // max(len(raw), 1))  # its share, rounded up
+        self._packs.append((self._base.add(data), itemsize, len(raw)))
+
+
+def _fitted_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:
+    if config.coder == "huffman":
+        return HuffmanCoder.fit(counts, config.rearrange, config.run_length)
+    return coder_class(config.coder).fit(counts)
+
+
+def _identity(key: ChunkKey, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "fqn": key.fqn, "offsets": list(key.offsets), "shape": list(key.shape), "dtype": _dtype_name(dtype),
+    }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

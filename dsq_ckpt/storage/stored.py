@@ -1,0 +1,292 @@
+"""Tensors in pickled files of another format, whose values lie in the checkpoint beside these files.
+
+`torch.save` of a `StoredTensor` writes a call of `decode`. So `torch.load` of such a file gives ordinary tensors
+wherever this package can be imported, by whatever program reads it. Decoding reads checksummed containers and runs
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.flat import is_contiguous, place_of
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
+from dsq_ckpt.quantization.chunk import ChunkKey, Codes
+from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.manifest import MANIFEST
+from dsq_ckpt.storage.shard import RecordRef
+
+_VERSION = 1
+_source: ContextVar[tuple[Path, bool] | None] = ContextVar("_source", default=None)
+_kept: ContextVar[Kept | None] = ContextVar("_kept", default=None)
+_checked: set[tuple[Path, str, int]] = set()  # files that were compared with their checksums
+
+
+class Kept(NamedTuple):
+    """Codes of a checkpoint's chunks that are kept while its files are loaded."""
+
+    directory: Path
+    wanted: Callable[[ChunkKey], bool]
+    codes: dict[ChunkKey, Codes]
+
+
+class Piece(NamedTuple):
+    """Elements of a stored tensor, and where they go: `length` elements of `fqn` from `start` on, to `at`; all flat."""
+
+    fqn: str
+    start: int
+    length: int
+    at: int
+
+
+class StoredTensor:
+    """Stands for a tensor in a state dict that is to be pickled.
+
+    Args:
+        save_id: of the checkpoint whose directory the file will lie in.
+        dtype: of the tensor; pieces stored in another one are cast to it.
+        shape: of the tensor.
+        pieces: what of it is stored; what no piece covers is zero, if `rest` does not have it.
+        rest: values that are in no stored tensor, by place.
+    """
+
+    def __init__(
+        self, save_id: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: list[Piece],
+        rest: list[tuple[int, torch.Tensor]],
+    ) -> None:
+        self._spec = {
+            "version": _VERSION, "save_id": save_id, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape),
+            "pieces": [tuple(piece) for piece in pieces], "rest": rest,
+        }
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        return decode, (self._spec,)
+
+
+def decode(spec: dict[str, Any]) -> torch.Tensor:
+    """The tensor that a `StoredTensor` stood for, on the CPU; called by whoever unpickles it.
+
+    The checkpoint is the directory of the file that `torch.load` is reading, or that of `stored_in`.
+
+    A universal checkpoint of DeepSpeed has a copy of such a file without what it speaks of. There, weights are in the
+    folder `zero`, and those of the file are not used; they become tensors on the meta device, which nobody can mistake
+    for values.
+
+    Raises:
+        LoadFailed: the file is not read by its path, so that nothing tells where the checkpoint is.
+        CheckpointNotFound: the checkpoint beside the file is not complete, or is of another save.
+        CorruptCheckpoint: it is altered, or does not hold what it should.
+        UnsupportedFormat: it was written by a newer version.
+    """
+    if spec.get("version") != _VERSION:
+        raise UnsupportedFormat(
+            f"a tensor is stored in layout {spec.get('version')!r}, this dsq_ckpt reads {_VERSION}; upgrade it"
+        )
+    file = _being_loaded()
+    directory, refined = _source.get() or (None if file is None else file.parent, True)
+    if directory is None:
+        raise LoadFailed(
+            "a tensor of this file lies in the dsq_ckpt checkpoint beside it, and where that is cannot be told, since "
+            "the file is not read by its path: torch.load(path), or load it "
+            "within dsq_ckpt.storage.stored.stored_in(directory)"
+        )
+    if (directory / "zero").is_dir() and not (directory / MANIFEST).exists():
+        return torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="meta")
+    checkpoint = _opened(directory, spec["save_id"])
+    if file is not None and file.parent == directory:
+        _check(file, checkpoint)
+    out = torch.zeros(spec["shape"], dtype=dtype_of(spec["dtype"]))
+    flat = out.view(-1)
+    storage = StorageConfig()
+    with Workers(storage.thread_count(), storage.block_elements) as workers:
+        for fqn, start, length, at in spec["pieces"]:
+            read_flat(checkpoint, fqn, start, flat[at : at + length], refined, workers)
+    for at, values in spec["rest"]:
+        flat[at : at + values.numel()] = values
+    return out
+
+
+decode.__module__ = "dsq_ckpt"  # the name that files have for it; it may move, that may not
+
+
+def read_flat(
+    checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, refined: bool, workers: Workers
+) -> None:
+    """Elements of a tensor from `start` of the flattened tensor on, into `out`, flat, of any dtype.
+
+    Args:
+        checkpoint: opened.
+        fqn: name of the tensor.
+        start: first element.
+        out: where they go, and how many.
+        refined: use the refinement layer where it was kept.
+        workers: threads.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint does not have all of them.
+    """
+    tensor = checkpoint.index["tensors"].get(fqn)
+    if tensor is None:
+        raise CorruptCheckpoint(f"'{checkpoint.directory}' has no '{fqn}', which a file beside it asks for")
+    found = 0
+    for offsets, shape, file, record in tensor["chunks"]:
+        if not is_contiguous(tensor["shape"], shape):
+            raise CorruptCheckpoint(f"'{checkpoint.directory}': '{fqn}' is not stored in flat parts")
+        place, ref = place_of(tensor["shape"], offsets), RecordRef(checkpoint.index["files"][file], record)
+        elements = int(torch.Size(shape).numel())
+        first, last = max(place, start), min(place + elements, start + out.numel())
+        if first >= last:
+            continue
+        found += last - first
+        target = out[first - start : last - start]
+        checkpoint.record(ref, fqn, tuple(offsets))
+        whole = target.view(shape) if target.numel() == elements else None
+        codes = _codes(checkpoint, ref, ChunkKey(fqn, tuple(offsets), tuple(shape)), workers)
+        values = checkpoint.tensor(ref, refined and checkpoint.has_refinement, workers, codes, into=whole)
+        if values is not whole:
+            target.copy_(values.reshape(-1)[first - place : last - place])
+    if found != out.numel():
+        raise CorruptCheckpoint(
+            f"'{checkpoint.directory}' has {found} of {out.numel()} elements of '{fqn}' that a file beside it asks for"
+        )
+
+
+@contextmanager
+def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterator[None]:
+    """Files that are loaded in here belong to the checkpoint in this directory, wherever they are read from.
+
+    Args:
+        directory: of the checkpoint.
+        refined: use its refinement layer where it was kept.
+    """
+    token = _source.set((Path(directory), refined))
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+@contextmanager
+def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
+    """Codes of a checkpoint are kept as they are decoded, and not decoded twice.
+
+    Args:
+        directory: of the checkpoint; DeepSpeed may read others meanwhile.
+        wanted: whether a chunk's are.
+
+    Yields:
+        The codes so far, 1 byte per element.
+    """
+    kept = Kept(directory, wanted, {})
+    token = _kept.set(kept)
+    try:
+        yield kept.codes
+    finally:
+        _kept.reset(token)
+
+
+def _codes(checkpoint: Checkpoint, ref: RecordRef, key: ChunkKey, workers: Workers) -> Codes | None:
+    """Codes of a record that has any, if they are to be kept; None: whoever decodes it finds them."""
+    kept, record = _kept.get(), checkpoint.record(ref)
+    if kept is None or kept.directory != checkpoint.directory or not kept.wanted(key):
+        return None
+    if record["type"] != "coded" or "residual" in record:
+        return None
+    if key not in kept.codes:
+        kept.codes[key] = checkpoint.codes(ref, workers)
+    return kept.codes[key]
+
+
+def _check(file: Path, checkpoint: Checkpoint) -> None:
+    """Compare a file with its checksum, once.
+
+    Raises:
+        CorruptCheckpoint: it is not what was written.
+    """
+    key = (file, checkpoint.manifest.save_id, file.stat().st_mtime_ns)
+    if key in _checked:
+        return
+    for name, _, problem in checkpoint.verify([file.name]):
+        if problem:
+            raise CorruptCheckpoint(f"'{checkpoint.directory / name}' {problem}: altered; load another checkpoint")
+    _checked.add(key)
+
+
+def _being_loaded() -> Path | None:
+    """The file that `torch.load` is reading further up the stack, by its path: unpickling itself is not told it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == "torch.serialization":
+            source = frame.f_locals.get("f")
+            name = source if isinstance(source, str | os.PathLike) else getattr(source, "name", None)
+            if isinstance(name, str | os.PathLike):
+                return Path(os.fspath(name)).absolute()
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class _Open(NamedTuple):
+    directory: Path
+    state: tuple[int, int]
+    checkpoint: Checkpoint
+
+
+_last: _Open | None = None
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child: a thread that is not here may have held this lock, or those of the open checkpoint."""
+    global _last, _lock
+    _last, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _opened(directory: Path, save_id: str) -> Checkpoint:
+    """The checkpoint, opened; the last one stays open, since a file has many tensors."""
+    global _last
+    with _lock:
+        try:
+            status = (directory / MANIFEST).stat()
+            state = (status.st_mtime_ns, status.st_ino)
+        except OSError:
+            state = (0, 0)
+        if _last is None or (_last.directory, _last.state) != (directory, state):
+            close()
+            checkpoint = Checkpoint(directory)
+            if checkpoint.manifest.refinement == "dropped":
+                warn(
+                    f"'{directory}' has only its base layer, since a newer checkpoint took over: what is loaded is "
+                    "coarser than what was saved"
+                )
+            _last = _Open(directory, state, checkpoint)
+        found = _last.checkpoint.manifest.save_id
+        if found != save_id:
+            raise CheckpointNotFound(
+                f"'{directory}' holds save {found}, but the file that is loaded belongs to save {save_id}: overwriting "
+                "it was interrupted, or the file is from elsewhere; load another checkpoint"
+            )
+        return _last.checkpoint
+
+
+def close() -> None:
+    """Close the checkpoint that was read last."""
+    global _last
+    if _last is not None:
+        _last.checkpoint.close()
+        _last = None

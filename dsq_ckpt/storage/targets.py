@@ -1,0 +1,199 @@
+"""Targets of saves and exports: they appear complete or not at all, and never in place of something unasked."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
+from dsq_ckpt.storage.container import NOT_ALL, naming, sync_directory
+from dsq_ckpt.storage.gc import HARMLESS, collect_failed, is_ours
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.storage.runs import canonical
+
+_ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
+"""Names of DeepSpeed's files, of those that stepped aside for others (see `attachments`), and of those that earlier
+versions left unfinished."""
+
+
+def refuse(goal: Path, overwrite: bool) -> None:
+    """Nothing is replaced unasked.
+
+    Raises:
+        CheckpointExists: the target exists, and is not to be overwritten.
+    """
+    if os.path.lexists(goal) and not overwrite:
+        raise CheckpointExists(f"'{goal}' exists; choose another target or overwrite it (--overwrite)")
+
+
+def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> None:
+    """Refuse a checkpoint directory that is not new, empty or ours, before anything is written to it.
+
+    Files of an interrupted save are ours. Whatever lies beside a complete checkpoint was put there knowingly.
+
+    Args:
+        path: the checkpoint directory.
+        overwrite: a complete checkpoint may be replaced.
+        attached: files of DeepSpeed belong to the checkpoint.
+
+    Raises:
+        CheckpointExists: a complete checkpoint is there, and is not to be overwritten.
+        SaveFailed: something is there that is no directory, or a directory with other files; or it would lie in a
+            checkpoint.
+    """
+    for above in canonical(path).parents:
+        if _is_checkpoint(above):
+            raise SaveFailed(
+                f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "
+                f"'{above.with_name(path.name)}' for example"
+            )
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
+    if found := _foreign(path, attached):
+        raise SaveFailed(_not_ours(path, found))
+    if is_complete(path) and not overwrite:
+        raise CheckpointExists(
+            f"'{path}' holds a complete checkpoint; choose another path, or overwrite it (overwrite=True, --overwrite)"
+        )
+
+
+def _foreign(path: Path, attached: bool) -> list[str]:
+    """Return the names in a directory that no save gives; none where a complete checkpoint lies."""
+    names = sorted(os.listdir(path))
+    if MANIFEST in names:
+        try:
+            Manifest.read(path)
+            return []
+        except UnsupportedFormat:  # of a newer version
+            return []
+        except DSQError:
+            if any(map(is_ours, names)):  # one of ours that was damaged; alone it may be anybody's
+                names.remove(MANIFEST)
+    return [
+        name for name in names
+        if not (is_ours(name) or HARMLESS.fullmatch(name) or (attached and _ATTACHED.fullmatch(name)))
+    ]
+
+
+def _not_ours(path: Path, found: list[str]) -> str:
+    """Return what a directory holds instead of a checkpoint, and where the checkpoint could go."""
+    below = [name for name in found if _holds_checkpoint(path / name)]
+    if below:
+        return (
+            f"'{path}' is a run directory, which holds checkpoints such as '{below[-1]}'; save to a directory in it, "
+            f"such as '{path / 'step-000001'}'"
+        )
+    shown = ", ".join(f"'{name}'" for name in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        f"'{path}' holds other files ({shown}), and a checkpoint needs a directory of its own, new or empty; save to "
+        f"'{path / 'run' / 'step-000001'}' for example"
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a checkpoint of ours lies here; others have files of the manifest's name too."""
+    try:
+        return is_complete(path) and bool(Manifest.read(path))
+    except UnsupportedFormat:
+        return True
+    except DSQError:
+        return False
+
+
+def _holds_checkpoint(path: Path) -> bool:
+    try:
+        return is_complete(path)
+    except DSQError:  # somebody else's directory, as in the root of a file system
+        return False
+
+
+class Landing:
+    """The directory that a save is about to write to, and how to leave it as it was.
+
+    Args:
+        path: the checkpoint directory, which was not refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._absent = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
+        self._since = time.time()
+        self._claimed: tuple[str, Path | None] | None = None
+
+    def claim(self, save_id: str, parent: str | None) -> None:
+        """Note which files are going to be the save's: those of this id, and links to those of its parent's directory.
+
+        What fails before has written nothing.
+        """
+        self._claimed = save_id, None if parent is None else Path(parent)
+
+    def discard(self) -> None:
+        """Remove what the save left, once no rank writes any more: its files, and directories that it made.
+
+        A checkpoint that is there stays, and so does what another save is writing, and all that is not ours.
+        """
+        if self._claimed is None:
+            return
+        save_id, parent = self._claimed
+        with suppress(OSError, DSQError):
+            inherited: set[str] = set()
+            if parent is not None:
+                with suppress(DSQError):
+                    inherited = {file.name for file in Manifest.read(parent).files}
+            collect_failed(self._path, save_id, inherited, self._since)
+        with suppress(OSError):  # not empty: something else lives there
+            for directory in self._absent:
+                directory.rmdir()
+
+
+@contextmanager
+def temporary(goal: Path) -> Iterator[Path]:
+    """A hidden name beside the target, so that the last rename stays on one file system; gone afterwards.
+
+    Errors of the operating system that name no file, such as a full disk, name the target.
+    """
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    path = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with naming(goal, NOT_ALL):
+            yield path
+    finally:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def publish(stream: IO[bytes], hidden: Path, goal: Path) -> None:
+    """Flush a finished file to the device and give it its name."""
+    stream.flush()
+    os.fsync(stream.fileno())
+    os.replace(hidden, goal)
+    sync_directory(goal.parent)
+
+
+def replace_directory(hidden: Path, goal: Path) -> None:
+    """Rename a directory into place; an old one steps aside first, because directories cannot be replaced."""
+    aside = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.old")
+    old = os.path.lexists(goal)
+    if old:
+        os.rename(goal, aside)
+    try:
+        os.rename(hidden, goal)
+    except OSError:
+        if old:
+            os.rename(aside, goal)
+        raise
+    sync_directory(goal.parent)
+    if old:
+        shutil.rmtree(aside)

@@ -1,0 +1,426 @@
+"""`dsq`: what the commands print, their JSON, their errors and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import DSQConfig
+from dsq_ckpt.cli import benchmark as bench
+from dsq_ckpt.cli import output
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.commands import alter, document, dsq, error, owned, printed
+from tests.helpers.small_run import NAMES
+from tests.helpers.states import differences, loaded
+
+ORPHAN = "0123456789abcdef-00000.dsq"
+
+
+# log
+
+
+def test_log_json_adds_up(trained):
+    run, _ = trained
+    found = document("log", run)
+    assert [entry["name"] for entry in found["checkpoints"]] == list(NAMES)
+    assert [entry["depth"] for entry in found["checkpoints"]] == [0, 1, 2]
+    assert [entry["keyframe"] for entry in found["checkpoints"]] == [True, False, False]
+    assert [entry["refinement"] for entry in found["checkpoints"]] == ["dropped", "dropped", "kept"]
+    assert found["damaged"] == found["incomplete"] == []
+    for entry in found["checkpoints"]:
+        about = dsq_ckpt.describe(run / entry["name"])
+        everything = entry["classes"]["everything"]
+        assert {name: everything[name] for name in ("bytes_logical", "bytes_written", "bytes_kept")} == {
+            name: about[name] for name in ("bytes_logical", "bytes_written", "bytes_kept")
+        }
+        exact = 4 * (96 + 2 * 96 + 128)  # bytes of biases and norms, whose moments are bf16
+        weights, moments = (entry["classes"][name]["bytes_logical"] for name in ("weights", "moments"))
+        assert moments == 2 * (weights + exact)
+    for name, part in found["total"].items():
+        for field in ("bytes_logical", "bytes_written", "bytes_kept"):
+            assert part[field] == sum(entry["classes"][name][field] for entry in found["checkpoints"])
+        assert part["ratio_kept"] == pytest.approx(part["bytes_logical"] / part["bytes_kept"], rel=1e-3)
+    files = {file.stat().st_ino: file.stat().st_size for path in run.iterdir() for file in path.iterdir()}
+    assert found["total"]["everything"]["bytes_kept"] == sum(files.values())
+
+
+def test_log_counts_links_of_deleted_checkpoints(run):
+    for name in NAMES[:2]:
+        shutil.rmtree(run / name)
+    found = document("log", run)
+    files = sum(file.stat().st_size for file in (run / NAMES[2]).iterdir())
+    assert found["total"]["everything"]["bytes_kept"] == files
+    assert found["checkpoints"][0]["classes"]["everything"]["bytes_kept"] < files
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140, None])
+def test_tables_fit_the_terminal(trained, columns):
+    run, _ = trained
+    for command in (["log", run], ["inspect", run / NAMES[2]], ["verify", run], ["gc", run]):
+        lines = printed(*command, columns=columns).splitlines()
+        assert max(map(len, lines)) <= (columns or 240)
+        assert not any(line.rstrip().endswith("…") for line in lines)
+    lines = printed("log", run, columns=columns).splitlines()
+    for name, line in zip(NAMES, lines[1:], strict=False):  # one line each, nothing folded
+        assert re.match(rf"{name} .* \d+(\.\d+)? [KM]iB .*x .*x .*x .* s +(dropped|kept)", line)
+
+
+def test_log_tells_of_what_is_no_checkpoint(run):
+    (run / "aborted").mkdir()
+    (run / "aborted" / ORPHAN).write_bytes(b"x")
+    (run / NAMES[0] / "manifest.json").write_text("{}")
+    (run / "notes").mkdir()
+    (run / "notes" / "manifest.json").write_text("{}")  # somebody else's
+    text = printed("log", run)
+    assert "incomplete: aborted: " in text
+    assert f"damaged: {NAMES[0]}: " in text
+    assert "notes" not in text
+    assert document("log", run)["incomplete"] == ["aborted"]
+
+
+def test_log_notes(tmp_path):
+    bad = torch.randn(80, 80)
+    bad[3, 4] = float("nan")
+    with pytest.warns(UserWarning, match="NaN or Inf"):
+        dsq_ckpt.save({"weight": bad, "other.weight": torch.randn(80, 80)}, tmp_path / "only", pinned=True)
+    assert "pinned, 1 NaN/Inf" in printed("log", tmp_path)
+    entry = document("log", tmp_path)["checkpoints"][0]
+    assert entry["pinned"] and entry["nonfinite"] == ["weight"]
+    assert "NaN or Inf, stored exactly: weight" in printed("inspect", tmp_path / "only")
+
+
+def searched(path, chosen, bits=0, otherwise="gentlest", resumes=0, **quality):
+    """Make a manifest look as if a search had chosen its configuration."""
+    manifest = Manifest.read(path)
+    config = DSQConfig.create(manifest.config).with_values(
+        **{"quantize.weights.refinement_bits": bits, "search.otherwise": otherwise}
+    )
+    record = {
+        "system": "dsq", "bound": "progress", "metric": 2.5, "search": "neighbourhood", "chosen": chosen,
+        "satisfied": True, **quality,
+    }
+    manifest.model_copy(update={
+        "quality": record, "config": config.model_dump(mode="json"), "lossy_resumes": resumes,
+    }).write(path, exclusive=False, fsync=False)
+
+
+@pytest.mark.parametrize("columns", [80, 100, None])
+def test_log_of_searches(run, columns):
+    assert "chosen" not in printed("log", run, columns=columns) and "evaluations" not in printed("log", run)
+    first = {"degradation": 0.034, "predicted_degradation": 0.03, "evaluations": 5, "seconds": 1.25}
+    searched(run / NAMES[1], {"variant": "default", "step": 2.8}, 3, **first)
+    searched(
+        run / NAMES[2], {"variant": "sensitivity", "bins": 16, "prune": 0.2}, degradation=-0.0041, evaluations=12,
+        seconds=75.0, resumes=2,
+    )
+    text = printed("log", run, columns=columns)
+    assert max(map(len, text.splitlines())) <= (columns or 240) and "…" not in text
+    table = text.split("\n\n")[1].splitlines()
+    assert re.split(r"  +| (?=base|eval|search)", table[0].strip()) == [
+        "checkpoint", "chosen", "base loses", "evaluations", "searched",
+    ]
+    assert re.fullmatch(rf"{NAMES[0]} +- +- +- +-", table[1].rstrip())
+    assert re.fullmatch(rf"{NAMES[1]} +step 2\.8, 3 bits +3\.4 % +5 +1\.25 s", table[2].rstrip())
+    assert re.fullmatch(
+        rf"{NAMES[2]} +sensitivity, bins 16, prune 0\.2 +-0\.41 % +12 +1 min 15 s", table[3].rstrip()
+    )
+    assert "1 min 16 s of searching with 17 evaluations, lossy resumes: 2" in " ".join(text.split())
+    found = document("log", run)["checkpoints"]
+    assert [entry["lossy_resumes"] for entry in found] == [0, 0, 2]
+    assert found[0]["quality"] is None and found[1]["quality"]["predicted_degradation"] == 0.03
+
+
+def test_log_of_searches_that_found_nothing(run):
+    chosen = {"variant": "default", "step": 0.5}
+    searched(run / NAMES[0], chosen, 4, restore_loses=0.005, degradation=0.0, evaluations=3)
+    searched(run / NAMES[1], None, 8, satisfied=False, reason="`evaluate` raised", evaluations=1, seconds=0.5)
+    searched(run / NAMES[2], None, otherwise="exact", satisfied=False, metric=None)
+    table = printed("log", run, columns=100).split("\n\n")[1].splitlines()
+    assert re.fullmatch(rf"{NAMES[0]} +step 0\.5, 4 bits +0 % +0\.2 % +3 +- +kept", table[1].rstrip())
+    assert re.fullmatch(rf"{NAMES[1]} +none: gentlest +- +- +1 +0\.50 s +missed", table[2].rstrip())
+    assert re.fullmatch(rf"{NAMES[2]} +none: exact +- +- +- +- +missed", table[3].rstrip())
+
+
+def test_inspect_shows_all_that_a_search_measured(run):
+    assert "neighbourhood" not in printed("inspect", run / NAMES[2])
+    searched(
+        run / NAMES[2], {"variant": "default", "step": 2.8}, 3, degradation=0.0345678, evaluations=5, seconds=1.25,
+        resumes=3, noise=1e-9,
+    )
+    text = printed("inspect", run / NAMES[2], columns=80)
+    assert re.search(r"lossy resumes +3 *\n", text)
+    for name, value in (
+        ("search", "neighbourhood"), ("chosen", "variant default, step 2.8"), ("degradation", "0.0345678"),
+        ("satisfied", "yes"), ("evaluations", "5"), ("noise", "1e-09"), ("metric", "2.5"), ("bound", "progress"),
+    ):
+        assert re.search(rf"^{name} +{re.escape(value)}( .*)?$", text, re.M), name
+    found = document("inspect", run / NAMES[2])
+    assert found["quality"] == Manifest.read(run / NAMES[2]).quality and found["lossy_resumes"] == 3
+
+
+def test_log_errors(trained, tmp_path):
+    run, _ = trained
+    assert "is a checkpoint; name its run directory" in error("log", run / NAMES[0])
+    assert "is not a directory" in error("log", tmp_path / "nowhere")
+    assert "holds no complete checkpoint" in error("log", tmp_path)
+
+
+# inspect
+
+
+def test_inspect(trained):
+    run, _ = trained
+    text = printed("inspect", run / NAMES[2], "--tensors")
+    manifest = Manifest.read(run / NAMES[2])
+    assert manifest.save_id in text and f"({NAMES[1]}), 2 from the keyframe" in text
+    for name in (*manifest.kinds, *manifest.groups, *(file.name[:16] for file in manifest.files)):
+        assert name in text
+    assert re.search(rf"ancestor +keyframe .*{NAMES[0]}\s*\n.*ancestor +delta 1 .*{NAMES[1]}\s*\n", text)
+    assert re.search(rf"own +delta 2 .*{NAMES[2]}\s*\n", text)
+    assert re.search(r"model\.1\.weight +float32 +96x64 +1 +weights/linear", text)
+    assert re.search(r"model\.1\.bias +float32 +96 +1 +exact", text)
+    assert re.search(r"optimizer\.param_groups\.0\.lr +object +- +1 +exact", text)
+    assert "model.1.weight" not in printed("inspect", run / NAMES[2])
+
+
+def test_inspect_json(trained):
+    run, _ = trained
+    found = document("inspect", run / NAMES[1], "--tensors")
+    assert found["save_id"] == Manifest.read(run / NAMES[1]).save_id
+    assert found["refinement"] == "dropped" and found["depth"] == 1 and not found["keyframe"]
+    assert found["bytes_written"] > found["bytes_kept"]
+    assert {tensor["name"]: tensor["stored"] for tensor in found["tensors"]}["model.2.weight"] == "exact"
+    assert "tensors" not in document("inspect", run / NAMES[1])
+
+
+def test_inspect_errors(trained, tmp_path):
+    run, _ = trained
+    assert f"the newest checkpoint in it is '{NAMES[2]}'" in error("inspect", run)
+    assert "does not exist" in error("inspect", tmp_path / "nowhere")
+    assert "does not exist" in error("inspect", tmp_path / "nowhere", "--json")
+
+
+# export
+
+
+@pytest.mark.parametrize("name", ["state.pt", "flat.safetensors", "plain"])
+def test_export_chooses_the_format_by_suffix(trained, tmp_path, name):
+    run, state = trained
+    text = printed("export", run / NAMES[2], tmp_path / name)
+    assert str(tmp_path / name) in text and "base and refinement" in text
+    assert (tmp_path / name).is_dir() == (name == "plain")
+    assert "exists" in error("export", run / NAMES[2], tmp_path / name)
+    found = document("export", run / NAMES[2], tmp_path / name, "--overwrite", "--refinement", "base")
+    assert not found["refined"] and bool(found["left_out"]) == (name == "flat.safetensors")
+    if name == "state.pt":
+        assert differences(torch.load(tmp_path / name), loaded(run / NAMES[2], state, refinement=False)) == []
+
+
+def test_export_errors(trained, tmp_path):
+    run, _ = trained
+    assert "has no refinement layer" in error("export", run / NAMES[0], tmp_path / "a.pt", "--refinement", "required")
+    assert "--allow-pickle is for --format torch" in error("export", run / NAMES[0], tmp_path / "a", "--allow-pickle")
+    (tmp_path / "file").write_text("")
+    assert "'" + str(tmp_path / "file") in error("export", run / NAMES[0], tmp_path / "file" / "a.pt")
+    dsq_ckpt.save({"odd": pytest.approx(1)}, tmp_path / "pickled")
+    message = error("export", tmp_path / "pickled", tmp_path / "b.pt")
+    assert "object 'odd'" in message and "--allow-pickle" in message
+    assert dsq("export", run / NAMES[0], tmp_path / "a", "--format", "zip").exit_code == 2
+
+
+# compress
+
+
+def test_compress(tmp_path):
+    state = {"layer.weight": torch.randn(96, 64), "layer.bias": torch.zeros(96)}
+    torch.save(state, tmp_path / "in.pt")
+    text = printed("compress", tmp_path / "in.pt", tmp_path / "out", columns=240)
+    assert str(tmp_path / "in.pt") in text and str(tmp_path / "out") in text
+    assert re.search(r"uncompressed +24\.4 KiB *\n", text) and re.search(r"weights/linear .* anew ", text)
+    assert differences(loaded(tmp_path / "out", state), state) == ["layer.weight"]
+    assert "--overwrite" in error("compress", tmp_path / "in.pt", tmp_path / "out")
+    (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 0}}")
+    for given, bits in (("default", 4), (tmp_path / "c.yaml", 0)):
+        found = document("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--config", given)
+        about = dsq_ckpt.describe(tmp_path / "out")
+        assert found == {
+            **about, "source": str(tmp_path / "in.pt"), "path": str(tmp_path / "out"), "quality": None,
+            "ratio_kept": pytest.approx(about["bytes_logical"] / about["bytes_kept"], rel=1e-3),
+        }
+        assert Manifest.read(tmp_path / "out").config["quantize"]["weights"]["refinement_bits"] == bits
+    printed("compress", tmp_path / "in.pt", tmp_path / "out", "--overwrite", "--system", "uniform", "--config",
+            tmp_path / "c.yaml")
+    config = Manifest.read(tmp_path / "out").config
+    assert config["system"] == "uniform" and config["quantize"]["weights"]["codebook"]["fit"] == "uniform"
+    printed("compress", tmp_path / "in.pt", tmp_path / "exact", "--config", "exact")
+    assert differences(loaded(tmp_path / "exact", state), state) == []
+
+
+def test_compress_errors(tmp_path):
+    torch.save({"weight": torch.randn(80, 80)}, tmp_path / "in.pt")
+    torch.save({"weight": torch.randn(80, 80), "odd": pytest.approx(1)}, tmp_path / "odd.pt")
+    out = tmp_path / "out"
+    assert "does not exist; name a .safetensors" in error("compress", tmp_path / "nowhere", out)
+    assert "more than plain data" in error("compress", tmp_path / "odd.pt", out)
+    for option, value, says in (
+        ("--config", "none", "no preset 'none'; choose from default"), ("--config", "none.yaml", "cannot be read"),
+        ("--system", "none", "expected 'dsq'"),
+    ):
+        assert says in error("compress", tmp_path / "in.pt", out, option, value)
+    (tmp_path / "c.yaml").write_text("quantise: {}")
+    assert "c.yaml: 1 problem(s) quantise: unknown key; did you mean 'quantize'?" in error(
+        "compress", tmp_path / "in.pt", out, "--config", tmp_path / "c.yaml"
+    )
+    assert not out.exists()
+    out.write_text("a file")
+    assert "error: " in error("compress", tmp_path / "in.pt", out)
+    assert out.read_text() == "a file"
+
+
+# gc
+
+
+def test_gc(run, monkeypatch):
+    orphans = [run / NAMES[0] / ORPHAN, run / "aborted" / ORPHAN]
+    for orphan in orphans:
+        orphan.parent.mkdir(exist_ok=True)
+        orphan.write_bytes(b"x" * 2048)
+    text = printed("gc", run)
+    assert "nothing to delete" in text and f"left alone: {run / 'aborted'}" in text
+    assert all(orphan.exists() for orphan in orphans)
+    text = printed("gc", run, "--older-than", "0s", "--dry-run")
+    assert "would delete 2 file(s), 4.00 KiB" in text
+    assert f"{NAMES[0]}/{ORPHAN}" in text and "not in the manifest" in text and "save did not complete" in text
+    assert all(orphan.exists() for orphan in orphans)
+    found = document("gc", run, "--older-than", "0s")
+    assert sorted(entry["path"] for entry in found["files"]) == sorted(map(str, orphans))
+    assert found["bytes"] == 4096 and not found["dry_run"]
+    assert sorted(os.listdir(run)) == sorted(NAMES)
+    assert document("verify", run)["ok"]
+    assert "nothing to delete" in printed("gc", run)
+    assert "is not a directory" in error("gc", run / "nowhere")
+
+
+def test_gc_says_what_it_leaves_and_why(run):
+    for name in ("young", "mixed"):
+        (run / name).mkdir()
+        (run / name / ORPHAN).write_bytes(b"x")
+    (run / "mixed" / "notes.txt").write_text("mine")
+    (run / NAMES[0] / "manifest.json").write_text("{}")
+    text = printed("gc", run, "--older-than", "2h")
+    assert f"{run / 'young'}: its files are too young: a save may be under way (younger than 120 min" in text
+    assert f"{run / 'mixed'}: without a manifest, but with files that are not ours, such as 'notes.txt'" in text
+    assert f"left alone: {run / NAMES[0]}: its manifest cannot be read" in text
+    found = document("gc", run, "--older-than", "0s")
+    assert [entry["path"] for entry in found["left"]] == [str(run / "mixed"), str(run / NAMES[0])]
+    assert not (run / "young").exists() and (run / "mixed" / ORPHAN).exists()
+    for wrong in ("2x", "-1", "soon"):
+        assert dsq("gc", run, "--older-than", wrong).exit_code == 2
+
+
+def test_log_says_which_columns_are_ratios(trained):
+    assert "weights, moments, all: ratios of uncompressed bytes to those kept" in printed("log", trained[0], columns=80)
+
+
+# bench and the whole
+
+
+def test_bench(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "run_bench", lambda *arguments, repeats: asked.append((*arguments, repeats)) or {"x": 1})
+    monkeypatch.setattr(bench, "print_bench", lambda result, console: console.print(f"result {result['x']}"))
+    arguments = ["--parameters", "2e6", "--threads", 3, "--dir", tmp_path, "--json", tmp_path / "bench.json"]
+    assert printed("bench", *arguments) == "result 1\n"
+    assert asked == [(2_000_000, 3, tmp_path, 5)]
+    assert json.loads((tmp_path / "bench.json").read_text()) == {"x": 1}
+
+
+def test_units():
+    assert [output.size(n) for n in (0, 999, 1000, 1023, 1 << 20, 1023 << 20, int(12.34 * 2**30), 10**15)] == [
+        "0 B", "999 B", "0.98 KiB", "1.00 KiB", "1.00 MiB", "1.00 GiB", "12.3 GiB", "909 TiB",
+    ]
+    assert [output.number(n) for n in (0, 999, 1234, 7 * 10**9)] == ["0", "999", "1.23 k", "7.00 G"]
+    assert [output.ratio(a, b) for a, b in ((568, 10), (100, 99), (12345, 10), (0, 5), (5, 0))] == [
+        "56.8x", "1.01x", "1234x", "-", "-",
+    ]
+    assert [output.seconds(s) for s in (0.071, 9.99, 59.9, 125)] == ["0.07 s", "9.99 s", "59.9 s", "2 min 05 s"]
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("dsq_ckpt.cli.verification.verify", broken)
+    assert isinstance(dsq("verify", tmp_path).exception, ZeroDivisionError)
+
+
+def test_as_a_process(trained, run):
+    """The entry point, the exit status and the streams as a shell sees them."""
+    def shell(*arguments):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment.pop("COLUMNS", None)
+        command = [sys.executable, "-m", "dsq_ckpt.cli", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    good = shell("verify", run, "--json")
+    assert good.returncode == 0 and good.stderr == "" and json.loads(good.stdout)["ok"]
+    alter(owned(run / NAMES[2]))
+    bad = shell("verify", run)
+    assert bad.returncode == 1
+    assert owned(run / NAMES[2]).name in bad.stdout
+    assert bad.stderr == f"error: 1 of 3 checkpoint(s) damaged: {NAMES[2]}\n"
+    assert "\x1b" not in bad.stdout
+    entry = subprocess.run(
+        [sys.executable, "-c", "from dsq_ckpt.cli import main; main()", "--version"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=False,
+    )
+    assert entry.stdout == f"dsq_ckpt {dsq_ckpt.__version__}\n"
+
+
+def test_inspect_knows_the_chain_without_its_directories(trained, tmp_path):
+    shutil.copytree(trained[0] / NAMES[2], tmp_path / "alone" / "moved")
+    text = printed("inspect", tmp_path / "alone" / "moved")
+    rows = re.findall(r"ancestor +(keyframe|delta 1) +1 .*\(deleted\)", text)
+    assert rows == ["keyframe", "delta 1"]
+    owned(tmp_path / "alone" / "moved", "ancestor").write_bytes(b"")  # it is looked into when things are broken
+    assert "(deleted)" in printed("inspect", tmp_path / "alone" / "moved")
+
+
+FULL = """
+import resource, signal, sys
+from dsq_ckpt.cli import app
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+for command, target in (
+    ("export", "state.pt"), ("export", "flat.safetensors"), ("export", "plain"), ("cp", "copied")
+):
+    try:
+        app([command, sys.argv[1], target])
+    except SystemExit as status:
+        print(target, status.code)
+"""
+
+
+def test_exports_and_copies_to_a_full_disk(trained, tmp_path):
+    """Torch's writers hide the system's error behind one of their own."""
+    run, _ = trained
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, str(run / NAMES[2])], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert result.stdout.splitlines() == [
+        "state.pt 1", "flat.safetensors 1", "plain 1", "copied 1"
+    ], result.stderr
+    assert result.stderr.splitlines() == [
+        f"error: '{tmp_path / name}': File too large, not all of which was written"
+        for name in ("state.pt", "flat.safetensors", "plain", "copied")
+    ]
+    assert os.listdir(tmp_path) == []

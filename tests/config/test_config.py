@@ -1,0 +1,263 @@
+"""Configurations: every offending key named at once, presets that load, files in both formats."""
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import yaml
+
+import dsq_ckpt
+from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
+from dsq_ckpt.api.oneshot import _said
+from dsq_ckpt.api.save_load import as_config
+from dsq_ckpt.config.schema import BY_SIZE, AnyCodebook, KMeans
+from dsq_ckpt.core.trees import preset_tree
+from dsq_ckpt.quantization.moments import UNIT_ERROR
+from dsq_ckpt.storage.manifest import Manifest
+from tests.quantization.test_moments import error, moments, update
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_every_problem_is_named_at_once():
+    tree = {
+        "quantise": 1,
+        "quantize": {
+            "weights": {"codebook": {"fit": "lattice", "bins": 63, "foo": 1}},
+            "exp_avg": {"codebook": {"fit": "kmeans", "bins": 255}},
+            "rules": [{"pattern": "", "group": "x y"}],
+        },
+        "delta": {"max_chain": 0, "coder": "zip"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(tree)
+    text = str(caught.value)
+    for key in (
+        "quantise: unknown key; did you mean 'quantize'?", "quantize.weights.codebook.bins",
+        "quantize.weights.codebook.foo: unknown key", "quantize.exp_avg.codebook.bins", "quantize.rules.0.pattern",
+        "quantize.rules.0.group", "delta.max_chain", "delta.coder",
+    ):
+        assert key in text, text
+
+
+@pytest.mark.parametrize("codebook, says", [
+    ({"fit": "lattice", "bins": 7}, "even"),
+    ({"fit": "kmeans", "domain": "log", "prune": 0.1}, "zeros are kept"),
+    ({"fit": "median"}, "fit"),
+])
+def test_settings_that_contradict_each_other(codebook, says):
+    with pytest.raises(ConfigError, match=says):
+        DSQConfig.create({"quantize": {"weights": {"codebook": codebook}}})
+
+
+@pytest.mark.parametrize("suffix, dump", [(".json", json.dumps), (".yaml", yaml.safe_dump)])
+def test_files(tmp_path, suffix, dump):
+    path = tmp_path / f"c{suffix}"
+    path.write_text(dump({"delta": {"max_chain": 7}}))
+    assert DSQConfig.create(path).delta.max_chain == 7
+    path.write_text("{]")
+    with pytest.raises(ConfigError, match="not valid"):
+        DSQConfig.create(str(path))
+    path.write_text("3")
+    with pytest.raises(ConfigError, match="mapping"):
+        DSQConfig.create(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DSQConfig.create(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets(path):
+    assert DSQConfig.preset(path.stem) == DSQConfig.create(path)
+    assert DSQConfig.create(DSQConfig.create(path).model_dump()) == DSQConfig.create(path)
+
+
+def test_the_default_preset_says_what_the_defaults_are():
+    tree = yaml.safe_load((CONFIGS / "default.yaml").read_text())
+    assert DSQConfig.create(tree) == DSQConfig()
+
+    def keys(node, prefix=""):
+        return {k for name, value in node.items() for k in
+                ([f"{prefix}{name}"] if not isinstance(value, dict) or not value else keys(value, f"{prefix}{name}."))}
+
+    assert keys(tree) == keys(DSQConfig().model_dump(mode="json")), "default.yaml documents every key"
+
+
+def test_the_default_preset_has_the_keys_of_every_codebook():
+    """Those that are not in use are there as comments, which say the unit or the range of each key."""
+    text = (CONFIGS / "default.yaml").read_text()
+    shown = {}
+    for block in re.findall(r"^# codebook:.*\n((?:#   .*\n)+)", text, re.M):
+        lines = [line[4:] for line in block.splitlines()]
+        assert all("# " in line for line in lines if not line.startswith("fit:")), block
+        tree = yaml.safe_load("\n".join(lines))
+        shown[tree["fit"]] = tree
+    models = {get_args(model.model_fields["fit"].annotation): model for model in get_args(get_args(AnyCodebook)[0])}
+    for fits, model in models.items():
+        if not {"lattice", "kmeans", "update", "octaves"} & {*fits}:  # these are not comments
+            assert shown.pop(fits[0]) == model().model_dump(), fits
+    assert shown == {}
+
+
+@pytest.mark.parametrize("tree, says", [
+    ({"max_chain": 3}, "max_chain: unknown key; it belongs elsewhere: 'delta.max_chain'"),
+    ({"search": {"system": "lc"}}, "search.system: unknown key; 'system' belongs at the top level"),
+    ({"weights": {}}, "weights: unknown key; it belongs elsewhere: 'quantize.weights'"),
+    ({"quantize": {"exp_avg": {"bins": 4}}}, "it belongs elsewhere: 'quantize.exp_avg.codebook.bins'"),
+    ({"quantize": {"groups": {"embedding": {"step": 1}}}}, "elsewhere: 'quantize.groups.embedding.codebook.step'"),
+    ({"quantize": {"weights": {"codebook": {"prune": 0.1}}}}, "codebooks have it with fit: kmeans or lloyd"),
+    ({"quantize": {"momentum": {"codebook": {"bin": 3}}}}, "codebook.bin: unknown key; did you mean 'bins'?"),
+    ({"delta": {"max_chian": 3}}, "did you mean 'max_chain'?"),
+    ({"epsilons": 0.1}, "did you mean 'search.epsilon'?"),
+    ({"nothing_like_it": 0.1}, "nothing_like_it: unknown key\n"),
+])
+def test_where_an_unknown_key_belongs(tree, says):
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(tree)
+    assert says in f"{caught.value}\n"
+
+
+def test_presets_by_name(tmp_path, monkeypatch):
+    """As on the command line: a string without a suffix that names no file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smallest").mkdir()
+    assert DSQConfig.create("smallest") == as_config("smallest") == DSQConfig.preset("smallest")
+    assert DSQStorageWriter(tmp_path / "a", "exact").config == DSQConfig.preset("exact")
+    state = {"w": torch.randn(80, 80)}
+    dsq_ckpt.save(state, tmp_path / "run" / "a", config="exact")
+    dsq_ckpt.compress(state, tmp_path / "b", config="exact")
+    for path in (tmp_path / "run" / "a", tmp_path / "b"):
+        assert Manifest.read(path).config == DSQConfig.preset("exact").model_dump(mode="json")
+    assert _said("moments_exact") == preset_tree("moments_exact")
+    (tmp_path / "exact").write_text("delta: {max_chain: 3}")  # a file goes before a preset, whatever its name
+    assert DSQConfig.create("exact").delta.max_chain == 3
+    for missing in ("tiny", ""):
+        with pytest.raises(ConfigError, match=f"no preset '{missing}'; choose from default, .* YAML file"):
+            DSQConfig.create(missing)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DSQConfig.create("presets/tiny")
+
+
+def test_the_smallest_preset_restores_moments_by_their_size(tmp_path):
+    """It is what was the default before: small, and a restart loses most of the next update."""
+    preset = DSQConfig.preset("smallest")
+    assert (preset.quantize.exp_avg, preset.quantize.exp_avg_sq) == (BY_SIZE["exp_avg"], BY_SIZE["exp_avg_sq"])
+    assert preset.quantize.weights == DSQConfig().quantize.weights
+    saved = {"w": torch.randn(96, 96), "state": {"w": moments()}}
+    for name in "ab":
+        dsq_ckpt.save(saved, tmp_path / "small" / name, config="smallest")
+        dsq_ckpt.save(saved, tmp_path / "usual" / name)
+    small, usual = (Manifest.read(tmp_path / run / "a") for run in ("small", "usual"))
+    assert (small.refinement, usual.refinement) == ("dropped", "kept")  # only the newest can be restarted from
+    errors, sizes = {}, {}
+    for run in ("small", "usual"):
+        got = {"w": torch.zeros(96, 96), "state": {"w": {k: torch.zeros_like(v) for k, v in moments().items()}}}
+        dsq_ckpt.load(got, tmp_path / run / "b")
+        errors[run] = error(update(saved["state"]["w"]), update(got["state"]["w"]))
+        sizes[run] = sum(kind.base for kind in Manifest.read(tmp_path / run / "a").kinds.values())
+        assert error(saved["w"], got["w"]) < 0.05
+    assert errors["usual"] < 0.3 < 0.5 < errors["small"] < 1.1 and sizes["small"] < sizes["usual"], (errors, sizes)
+
+
+def test_unknown_preset():
+    with pytest.raises(ConfigError, match="smallest"):
+        DSQConfig.preset("tiny")
+
+
+def test_with_values():
+    codebook = {"fit": "kmeans", "bins": 5}
+    config = DSQConfig().with_values(**{"delta.max_chain": 3, "quantize.weights.codebook": codebook})
+    assert config.delta.max_chain == 3
+    assert config.quantize.weights.codebook.bins == 5
+    with pytest.raises(ConfigError, match="no 'nothing'"):
+        DSQConfig().with_values(**{"nothing.at.all": 1})
+
+
+def rule(**keys):
+    return {"quantize": {"rules": [{"pattern": "*router*", **keys}]}}
+
+
+def test_a_rule_says_exact_or_a_group():
+    exact = DSQConfig.create(rule(exact=True))
+    assert exact == DSQConfig.create(rule(group="exact")) == DSQConfig.create(rule(group="exact", exact=True))
+    assert exact == DSQConfig.create(exact.model_dump()) == DSQConfig.create(exact.model_dump(mode="json"))
+    assert exact.quantize.rules[0].exact and exact.quantize.rules[0].group is None
+    for keys, says in (
+        ({}, "a rule needs exact: true"), ({"exact": False}, "a rule needs exact: true"),
+        ({"exact": True, "group": "gates"}, "exact: true needs no group, and has 'gates'"),
+        ({"exact": False, "group": "exact"}, "say exact: true"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            DSQConfig.create(rule(**keys))
+
+
+@pytest.mark.parametrize("name", [
+    "Exact", "EXACT", "exactly", "exakt", "exat", "bit-exact", "bit_exact", "exact1", "lossless", "Loss-less",
+])
+def test_a_group_that_was_to_mean_exact(name):
+    """Its tensors would be lossy without a word."""
+    says = f"rules.0: '{name}' is the name of a group, whose tensors are lossy; .*exact: true"
+    with pytest.raises(ConfigError, match=says):
+        DSQConfig.create(rule(group=name))
+
+
+@pytest.mark.parametrize("name, says", [
+    ("Embedding", "did you mean 'embedding'"), ("embeddings", "did you mean 'embedding'"),
+    ("linaer", "did you mean 'linear'"), ("BF16", "did you mean groups: {NAME: {method: bf16}}"),
+    ("bf16", "did you mean groups: {NAME: {method: bf16}}"),
+])
+def test_a_group_that_is_nearly_another(name, says):
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(rule(group=name))
+    assert says in str(caught.value) and f"name it in groups: {{{name}: {{}}}}" in str(caught.value)
+    tree = rule(group=name)
+    tree["quantize"]["groups"] = {name: {}}  # what has settings of its own is meant
+    assert DSQConfig.create(tree).quantize.rules[0].group == name
+
+
+@pytest.mark.parametrize("name", ["linear", "linear2", "conv1", "other", "norms", "router", "late", "gates.all"])
+def test_groups_of_other_names_are_free(name):
+    assert DSQConfig.create(rule(group=name)).quantize.rules[0].group == name
+
+
+def test_keys_of_the_codebooks_that_moments_had_by_default_are_read():
+    """Configurations of earlier versions named no fit where they changed one of its numbers."""
+    quantize = DSQConfig.create({"quantize": {
+        "exp_avg": {"codebook": {"bins": 4}}, "exp_avg_sq": {"refinement_bits": 3, "codebook": {"bins": 6}},
+    }}).quantize
+    assert quantize.exp_avg.codebook == KMeans(bins=4, protect=0.0005, rate_distortion=0.05)
+    assert quantize.exp_avg_sq.codebook == KMeans(bins=6, protect=0.0005, domain="log", rate_distortion=0.05)
+    fitted = DSQConfig.create({"quantize": {"exp_avg_sq": {"codebook": {"fit": "kmeans", "domain": "log"}}}}).quantize
+    assert (quantize.exp_avg.refinement_bits, fitted.exp_avg_sq.refinement_bits) == (2, 1), "those of that time"
+    stepped = DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"step": 0.5}}}})
+    assert stepped.quantize.exp_avg.codebook.fit == "update"
+
+
+def test_bounds_that_octaves_alone_break_are_refused():
+    assert UNIT_ERROR < 0.1
+    with pytest.raises(ConfigError, match=r"error is 0.1, and the octaves of second moments alone"):
+        DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"error": 0.1}}}})
+    assert DSQConfig.create({"quantize": {"exp_avg": {"codebook": {"error": 0.11}}}}).quantize.exp_avg.codebook.error
+
+
+@pytest.mark.parametrize(("tree", "says"), [
+    ({"quantize": {"rules": {}}}, "quantize.rules: expected a list (found {})"),
+    ({"quantize": {"rules": ["*norm*"]}}, "quantize.rules.0: expected keys and their values (found '*norm*')"),
+    ({"quantize": {"rules": [{"pattern": "*", "exact": "yes"}]}},
+     "quantize.rules.0.exact: expected true or false (found 'yes')"),
+    ({"storage": {"fsync": "no"}}, "storage.fsync: expected true or false (found 'no')"),
+    ({"storage": {"replicate_keyframes": "yes"}},
+     "storage.replicate_keyframes: expected true or false, or expected a whole number (found 'yes')"),
+    ({"storage": 3}, "storage: expected keys and their values (found 3)"),
+    ({"delta": {"max_chain": 2.5}}, "delta.max_chain: expected a whole number (found 2.5)"),
+    ({"system": "inshrinkrator"}, "'scar' or 'exact' (found 'inshrinkrator'); did you mean 'inshrinkerator'?"),
+    ({"quantize": {"weights": {"codebook": {"fit": "kmean"}}}},
+     "'update' (found {'fit': 'kmean'}); did you mean 'kmeans'?"),
+])
+def test_values_of_another_kind(tree, says):
+    with pytest.raises(ConfigError) as caught:
+        DSQConfig.create(tree)
+    first, *lines = str(caught.value).split("\n")
+    assert first == "configuration: 1 problem(s)" and lines[0].endswith(says) and len(lines) == 1

@@ -1,0 +1,171 @@
+"""Wrong arguments: one sentence names the argument, what came, what is expected; modules; what a save returns."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt import ConfigError, DSQStorageWriter, LoadFailed, SaveResult
+from dsq_ckpt.convert.export import export_torch
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import same
+from tests.helpers.training import Net, loss_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+STATE = {"w": torch.ones(3)}
+NET = nn.Linear(2, 2)
+ADAM = torch.optim.Adam(NET.parameters())
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda p: dsq_ckpt.save(STATE, None), "path is None, expected the directory of a checkpoint"),
+    (lambda p: dsq_ckpt.save(STATE, 3), "path is 3, expected the directory of a checkpoint"),
+    (lambda p: dsq_ckpt.async_save(STATE, None), "path is None, expected"),
+    (lambda p: dsq_ckpt.load(STATE, 3), "path is 3, expected"),
+    (lambda p: dsq_ckpt.describe(3), "path is 3, expected"),
+    (lambda p: DSQStorageWriter(b"/tmp/x"), "path is b'/tmp/x', expected"),
+    (lambda p: dsq_ckpt.save(None, p), "state_dict is None, expected a nested dict .*, or a module: save(state_dict, "),
+    (lambda p: dsq_ckpt.save("run/a", STATE), "path is of class dict, expected"),
+    (lambda p: dsq_ckpt.save([STATE], p), "state_dict is of class list, expected"),
+    (lambda p: dsq_ckpt.async_save(torch.ones(3), p), "state_dict is of class Tensor, expected"),
+    (lambda p: dsq_ckpt.load("run/a", p), "state_dict is 'run/a', expected .*: load(state_dict, path)"),
+    (lambda p: dsq_ckpt.save(STATE, p, config=4), "config is 4, expected a DSQConfig, a dict, the path"),
+    (lambda p: dsq_ckpt.save(STATE, p, model=3), "model is 3, expected a module"),
+    (lambda p: dsq_ckpt.Compressor(ADAM, NET), "model is of class Adam, expected a module: Compressor(model, "),
+    (lambda p: dsq_ckpt.Compressor(NET, NET), "optimizer is of class Linear, expected an optimizer, or None"),
+    (lambda p: dsq_ckpt.Compressor(NET, config=4), "config is 4, expected"),
+    (lambda p: dsq_ckpt.Compressor(NET, evaluate=3.0), "evaluate is 3.0, expected a function"),
+    (lambda p: dsq_ckpt.Compressor(NET, evaluate=float, check=3.0), "check is 3.0, expected a function"),
+    (lambda p: dsq_ckpt.Compressor(NET, check=float), "check needs evaluate: it confirms what a search chooses"),
+    (lambda p: dsq_ckpt.compress(NET, p, evaluate=3.0), "evaluate is 3.0, expected a function"),
+    (lambda p: dsq_ckpt.compress(NET, p, evaluate=float, check="loss"), "check is 'loss', expected a function"),
+    (lambda p: dsq_ckpt.compress(NET, p, check=float), "check needs evaluate: it confirms what a search chooses"),
+    (lambda p: dsq_ckpt.Compressor(NET, ADAM, every="ten"), "every is 'ten', expected a number of steps"),
+    (lambda p: dsq_ckpt.Compressor(NET, ADAM, hooks="stop"), "hooks is 'stop', expected 'step', 'backward' or"),
+    (lambda p: dsq_ckpt.Compressor(NET).save(p, extra=3), "extra is 3, expected a dict, such as {'step': 500}"),
+    (lambda p: dsq_ckpt.Compressor(NET).save(None), "path is None, expected"),
+    (lambda p: dsq_ckpt.Compressor(NET).load(p, extra=[3]), "extra is of class list, expected a dict"),
+])
+def test_wrong_arguments(tmp_path, call, says):
+    path = tmp_path / "run" / "a"
+    with pytest.raises(ConfigError) as caught:
+        call(path)
+    first, _, rest = says.partition(".*")
+    assert str(caught.value).startswith(first) and rest in str(caught.value) and "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_module_stands_for_its_state_dict(tmp_path, background):
+    model, other = Net(0), Net(1)
+    saved = dsq_ckpt.async_save(model, tmp_path / "a").result() if background else dsq_ckpt.save(model, tmp_path / "a")
+    assert set(Manifest.read(saved.path).groups) == {"weights/embedding", "weights/linear"}
+    dsq_ckpt.load(other, tmp_path / "a")
+    assert same(other.norm.weight, model.norm.weight) and abs(loss_of(other) - loss_of(model)) < 0.02 * loss_of(model)
+    state = copy.deepcopy(other.state_dict())
+    dsq_ckpt.load(state, tmp_path / "a")
+    assert all(same(value, other.state_dict()[name]) for name, value in state.items())
+
+
+def test_a_key_that_is_not_there(tmp_path):
+    state = {"model": {f"layers.{n}.weight": torch.ones(3) for n in range(9)}, "step": 3}
+    dsq_ckpt.save(state, tmp_path / "a")
+    for wrong, says in (
+        ({"model": {"layers.0.wieght": torch.ones(3)}},
+         "'model.layers.0.wieght', .* did you mean 'model.layers.0.weight'"),
+        ({"layers.3.weight": torch.ones(3), "x": 1}, "'layers.3.weight' and 1 more, .* mean 'model.layers.3.weight'?"),
+        ({"zzz": torch.ones(3)}, "the checkpoint has no 'zzz', .* there are 'model.layers.0.weight', .* and 5 more"),
+    ):
+        with pytest.raises(LoadFailed) as caught:
+            dsq_ckpt.load(wrong, tmp_path / "a")
+        assert all(part in str(caught.value) for part in says.split(" .* ")), caught.value
+
+
+def test_what_a_save_returns(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="dsq_ckpt")
+    state = {"w": torch.randn(200, 200)}
+    first = dsq_ckpt.save(state, tmp_path / "run" / "step-1")
+    second = dsq_ckpt.async_save(state, tmp_path / "run" / "step-2").result()
+    for result, name, depth in ((first, "step-1", "keyframe"), (second, "step-2", "delta 1")):
+        assert isinstance(result, SaveResult) and result.path == tmp_path / "run" / name
+        assert result.save_id == Manifest.read(result.path).save_id and result.bytes_logical == 160_000
+        assert str(result) == repr(result) and str(result).startswith(f"{name}: ") and f"x, {depth}, " in str(result)
+        assert str(result).endswith(" s") and "\n" not in str(result)
+        assert caplog.messages.count(str(result)) == 1
+        numbers = result.scalars()
+        assert all(type(number) is float for number in numbers.values()) and "degradation" not in numbers
+        assert numbers["ratio"] == result.bytes_logical / result.bytes_written > 1
+    assert first.keyframe and not second.keyframe and second.depth == 1
+    assert second.bytes_written == sum(
+        file.stat().st_size for file in second.path.iterdir() if file.name.startswith(second.save_id)
+    ) + (second.path / "manifest.json").stat().st_size
+    with pytest.raises(AttributeError):
+        first.depth = 3
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_compressor_returns(tmp_path, background):
+    model = Net()
+    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(model))
+    saved = compressor.save(tmp_path / "a", background=background)
+    result = saved.result() if background else saved
+    assert result.quality == compressor.quality and result.degradation == result.quality["degradation"]
+    assert result.scalars()["degradation"] == result.degradation
+    assert str(result).endswith(f", degradation {100 * result.degradation:.2f} %")
+    assert dsq_ckpt.Compressor(model).save(tmp_path / "b").degradation is None
+
+
+def test_a_line():
+    result = SaveResult(Path("run/step-000500"), "0", 2_516_582, 25_669_140, 3, 0.61, "kept", {"degradation": 0.0074})
+    assert str(result) == "step-000500: 2.4 MiB, 10.2x, delta 3, 0.6 s, degradation 0.74 %"
+
+
+@pytest.mark.parametrize("call", [
+    dsq_ckpt.save, dsq_ckpt.async_save, dsq_ckpt.load, dsq_ckpt.compress, lambda state, path: dsq_ckpt.latest(path),
+    lambda state, path: dsq_ckpt.describe(path), lambda state, path: dsq_ckpt.forget(path),
+    lambda state, path: export_torch(path, path), lambda state, path: dsq_ckpt.lowdiff.recover(path, NET, ADAM),
+])
+def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, call):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="'run/a' is relative to the working directory, which does not exist"):
+        call({"w": torch.ones(3)}, "run/a")
+
+
+@pytest.mark.parametrize("call", [dsq_ckpt.save, dsq_ckpt.async_save, dsq_ckpt.load, dsq_ckpt.compress])
+def test_a_state_that_contains_itself(tmp_path, call):
+    dsq_ckpt.save(STATE, tmp_path / "a")
+    state = {"w": torch.ones(3), "inner": {"list": [1]}, "same": 1}
+    state["same"] = state["inner"]  # twice, but not in itself
+    state["inner"]["list"].append(state)
+    with pytest.raises(ConfigError, match=r"the state dict contains itself: 'inner.* that it lies in"):
+        call(state, tmp_path / ("a" if call is dsq_ckpt.load else "b"))
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_empty_state_dict_is_saved_with_a_warning(tmp_path):
+    for name, state in (("a", {}), ("b", {"model": {}})):
+        with pytest.warns(UserWarning, match=f"the state dict is empty: the checkpoint .*{name}' holds nothing"):
+            dsq_ckpt.save(state, tmp_path / name)
+
+
+def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
+    compressor = dsq_ckpt.Compressor(NET, ADAM)
+    compressor.save(tmp_path / "a", extra={"step": 7, "rng": {"cpu": 1}})
+    compressor.load(tmp_path / "a", extra={"step": 0})  # it chose
+    assert not [one for one in recwarn if "was not loaded" in str(one.message)]
+    for alone in (compressor, dsq_ckpt.Compressor(NET)):
+        with pytest.warns(UserWarning, match="'rng'.*, 'step' of .*a' was not loaded, since") as told:
+            alone.load(tmp_path / "a")
+        assert told[0].filename == __file__
+        assert ("'optimizer'" in str(told[0].message)) == (alone is not compressor)

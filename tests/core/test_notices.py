@@ -1,0 +1,70 @@
+"""Warnings point at the line of the caller, whatever lies between it and the place that found a reason to warn."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dsq_ckpt
+from dsq_ckpt.core import notices
+
+IDLE = {"quantize": {"rules": [{"pattern": "no.such.tensor", "group": "mine"}], "groups": {"mine": {}}}}
+
+
+def here() -> int:
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"a.weight": torch.randn(64, 80).index_fill_(0, torch.tensor([3]), float("nan")), "b": torch.ones(3)}
+
+
+def ours(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
+    return [one for one in caught if "tensor" in str(one.message)]
+
+
+@pytest.mark.parametrize("way", ["save", "dcp.save", "async_save", "dcp.async_save"])
+def test_the_callers_line(tmp_path, way):
+    writer = dsq_ckpt.DSQStorageWriter(tmp_path / "1", IDLE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "save":
+            line, _ = here(), dsq_ckpt.save(state(), tmp_path / "1", config=IDLE)
+        elif way == "dcp.save":
+            line, _ = here(), dcp.save(state(), storage_writer=writer)
+        elif way == "async_save":
+            line, _ = here(), dsq_ckpt.async_save(state(), tmp_path / "1", config=IDLE).result()
+        else:
+            line, _ = here(), dcp.async_save(state(), storage_writer=writer).result()
+    assert len(ours(caught)) == 3, [str(one.message) for one in caught]  # NaN, an idle rule, an idle group
+    assert {(one.filename, one.lineno) for one in ours(caught)} == {(__file__, line)}
+    assert way.startswith("dcp.") or len(caught) == 3, "dsq_ckpt's own calls know that a process is alone"
+
+
+def test_once_for_a_line_by_default():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            notices.warn("a text")
+    assert len(caught) == 1
+
+
+def test_one_rank_speaks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        notices.warn("a text", rank=1)
+        with pytest.raises(UserWarning, match="a text"):
+            notices.warn("a text", rank=0)
+
+
+def test_what_is_done_is_not_undone_by_a_warning(caplog):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        notices.warn_safely("a text")
+    assert caplog.messages == ["a text"]

@@ -1,0 +1,268 @@
+"""Tensors that consist of other tensors, tensors that cannot be stored, and every dtype that torch has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt import DSQStorageWriter, LoadFailed, SaveFailed
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.helpers.states import bits, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Scaled(torch.Tensor):
+    """As torchao's: it reports shape and dtype of what it stands for, holds codes and scales, and does nothing else."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes, scale, signed=True):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, signed=True):
+        self.codes, self.scale, self.signed = codes, scale, signed
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.signed, (1, 2), object()]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"], context[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes.detach(), args[0].scale.detach(), args[0].signed)
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        raise NotImplementedError(func)
+
+
+class Cast(torch.Tensor):
+    """As torchao's weights of float8 training: all it holds is the tensor itself."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], {}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["inner"])
+
+    __torch_dispatch__ = Scaled.__torch_dispatch__
+
+
+class Closed(torch.Tensor):
+    """A wrapper that does not say what it consists of."""
+
+    @staticmethod
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    __torch_dispatch__ = Scaled.__torch_dispatch__
+
+
+def scaled(seed, scale=None, signed=True):
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 128, (96, 80), generator=g).to(torch.int8)
+    # Large enough to be quantized, were it a weight.
+    return Scaled(codes, torch.randn(96, 80, generator=g) if scale is None else scale, signed)
+
+
+def equal(a, b):
+    return type(a) is type(b) and same(a.codes, b.codes) and same(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_subclass_is_stored_exactly_by_its_parts(tmp_path, background):
+    def state(seed):
+        return {
+            "model": {"0.weight": scaled(seed), "1.weight": scaled(seed + 1), "plain.weight": torch.randn(80, 80)},
+            "optimizer": {"state": {0: {"exp_avg": scaled(seed + 2), "exp_avg_sq": scaled(seed + 3)}}},
+            "list": [scaled(seed + 4), {"nested": Scaled(torch.ones(3, 2, dtype=torch.int8), scaled(seed + 5))}],
+            "step": seed,
+        }
+
+    first, target = state(0), state(50)
+    inside = target["model"]["0.weight"]
+    for name in "ab":  # also as a difference
+        saved = dsq_ckpt.async_save(first, tmp_path / name) if background else dsq_ckpt.save(first, tmp_path / name)
+        if background:
+            saved.result()
+    assert type(first["model"]["0.weight"]) is Scaled and isinstance(first["list"][1]["nested"], Scaled)
+    dsq_ckpt.load(target, tmp_path / "b")
+    assert target["model"]["0.weight"] is inside, "in place"
+    for name in ("0.weight", "1.weight"):
+        assert equal(target["model"][name], first["model"][name])
+    assert not same(target["model"]["0.weight"].codes, target["model"]["1.weight"].codes), "not taken for tied"
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert equal(target["optimizer"]["state"][0][name], first["optimizer"]["state"][0][name])
+    assert equal(target["list"][0], first["list"][0])
+    assert equal(target["list"][1]["nested"].scale, first["list"][1]["nested"].scale)
+    assert target["step"] == 0
+    dsq_ckpt.load(target, tmp_path / "b", exact=["*<Scaled>*"])
+    with Checkpoint(tmp_path / "b") as checkpoint:
+        assert "model.0.weight.<Scaled>.codes" in checkpoint.index["tensors"]
+
+
+def test_a_wrapper_of_the_tensor_itself_is_that_tensor(tmp_path):
+    weight = torch.randn(80, 80)
+    dsq_ckpt.save({"weight": Cast(weight)}, tmp_path / "a")
+    wrapped, plain = {"weight": Cast(torch.zeros(80, 80))}, {"weight": torch.zeros(80, 80)}
+    dsq_ckpt.load(wrapped, tmp_path / "a")
+    dsq_ckpt.load(plain, tmp_path / "a")
+    assert same(wrapped["weight"].inner, plain["weight"])
+    assert 0 < (plain["weight"] - weight).norm() / weight.norm() < 0.02, "compressed as ever"
+
+
+def test_an_optimizer_with_such_states(tmp_path):
+    """As torchao's AdamW8bit, saved and restored by a Compressor."""
+    class EightBits(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = Scaled(
+                        torch.zeros(parameter.shape, dtype=torch.int8), torch.zeros(len(parameter), 1))
+                state["exp_avg"].codes += 3
+                state["exp_avg"].scale += parameter.grad.abs().amax(-1, keepdim=True)
+                parameter -= 0.1 * parameter.grad
+
+    def run(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(80, 96, bias=False)
+        return model, EightBits(model.parameters())
+
+    model, optimizer = run(0)
+    model(torch.randn(4, 80)).square().sum().backward()
+    optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+    other, target = run(1)
+    dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
+    assert equal(target.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert (other.weight - model.weight).norm() / model.weight.norm() < 0.02
+
+
+def test_settings_must_be_those_of_the_save(tmp_path):
+    dsq_ckpt.save({"w": scaled(0)}, tmp_path / "a")
+    target = {"w": scaled(1, signed=False)}
+    with pytest.raises(LoadFailed, match=r"'w', of class Scaled, was saved with 0 True, .* into one with False"):
+        dsq_ckpt.load(target, tmp_path / "a")
+    assert type(target["w"]) is Scaled
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        data = checkpoint.object_bytes(checkpoint.find("w.<Scaled>.<settings>", None))
+    assert json.dumps({"0": "True", "1": "[1, 2]"}).encode() in data, "plain data alone"
+
+
+@pytest.mark.parametrize("wrong", ["plain", "shape"])
+def test_another_tensor_in_its_place(tmp_path, wrong):
+    dsq_ckpt.save({"w": scaled(0)}, tmp_path / "a")
+    target = {"w": torch.zeros(96, 80) if wrong == "plain" else Scaled(
+        torch.zeros(9, 80, dtype=torch.int8), torch.zeros(9, 80))}
+    kept = target["w"]
+    with pytest.raises(dsq_ckpt.DSQError, match="w"):
+        dsq_ckpt.load(target, tmp_path / "a")
+    assert target["w"] is kept
+
+
+def test_compress(tmp_path):
+    state = {"w": scaled(0), "v": torch.randn(80, 80)}
+    dsq_ckpt.compress(state, tmp_path / "a")
+    target = {"w": scaled(1), "v": torch.zeros(80, 80)}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert equal(target["w"], state["w"])
+
+
+REFUSED = {
+    "sparse": (lambda: torch.eye(100).to_sparse(), "layout torch.sparse_coo: save its parts, or a dense copy"),
+    "csr": (lambda: torch.eye(100).to_sparse_csr(), "layout torch.sparse_csr"),
+    "mkldnn": (lambda: torch.randn(80, 80).to_mkldnn(), "layout torch._mkldnn"),
+    "meta": (lambda: torch.empty(80, 80, device="meta"), "on the meta device"),
+    "small_meta": (lambda: torch.empty(3, device="meta"), "on the meta device"),
+    "quint8": (lambda: torch.quantize_per_tensor(torch.randn(80, 80), 0.1, 3, torch.quint8), "dtype torch.quint8"),
+    "closed": (lambda: Closed((80, 80)), "class Closed, which has neither memory of its own"),
+    "lock": (threading.Lock, "cannot be stored as an object"),
+    "function": (lambda: (lambda: 1), "cannot be stored as an object"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_stored_is_named(tmp_path, name, background):
+    make, says = REFUSED[name]
+    state = {"good": torch.randn(80, 80), "inside": {name: make()}}
+    with pytest.raises(SaveFailed, match=rf"^'inside\.{name}' .*{says}"):
+        if background:
+            dsq_ckpt.async_save(state, tmp_path / "a").result()
+        else:
+            dsq_ckpt.save(state, tmp_path / "a")
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_through_dcp_a_subclass_is_refused_by_name(tmp_path):
+    """Its planner takes it for a float32 tensor; two of them must not be taken for tied ones either."""
+    state = {"one": scaled(0), "two": scaled(1)}
+    with pytest.raises(BaseException, match=r"'one' is of class Scaled, or a part .* by dsq_ckpt\.save"):
+        dcp.save(state, storage_writer=DSQStorageWriter(tmp_path / "a"), no_dist=True)
+
+
+REFUSED_DTYPES = {
+    # Of quantized tensors, and of bits that torch has no operation for, not even a copy.
+    *(torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.float4_e2m1fn_x2),
+    *(torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2),
+    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)),
+}
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("background", [False, True])
+def test_every_dtype_is_stored_exactly_or_refused_by_name(tmp_path, dtype, background):
+    """Weights of the dtypes that are quantized are told to be exact."""
+    g = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (40 * dtype.itemsize, 120), generator=g).to(torch.uint8)
+    try:
+        value = raw.view(-1).view(dtype).view(40, 120)
+    except RuntimeError:  # quantized dtypes are made in their own way
+        value = torch.empty(40, 120, dtype=torch.uint8)
+        if dtype in (torch.quint8, torch.qint8, torch.qint32):
+            value = torch.quantize_per_tensor(torch.randn(40, 120), 0.1, 0, dtype)
+        elif dtype in (torch.quint4x2, torch.quint2x4):
+            value = torch.quantize_per_channel(
+                torch.randn(40, 120), torch.ones(40), torch.zeros(40), 0, torch.quint4x2)
+            dtype = value.dtype
+    state = {"value": value, "one": value[:1, :1], "turned": value.t()} if not value.is_quantized else {"value": value}
+    config = {"quantize": {"rules": [{"pattern": "*", "exact": True}]}}
+    try:
+        if background:
+            dsq_ckpt.async_save(state, tmp_path / "a", config=config).result()
+        else:
+            dsq_ckpt.save(state, tmp_path / "a", config=config)
+    except SaveFailed as error:
+        assert dtype in REFUSED_DTYPES and str(error).startswith(f"'value' is of dtype {dtype}"), error
+        return
+    assert dtype not in REFUSED_DTYPES and len(state) == 3
+    target = {name: torch.empty_like(one) for name, one in copy.copy(state).items()}
+    dsq_ckpt.load(target, tmp_path / "a")
+    for name, one in state.items():
+        assert target[name].dtype == one.dtype and bits(target[name]) == bits(one), name

@@ -1,0 +1,178 @@
+"""`compress` with MPI: what one process stores, bit for bit, and one failure for all ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import dsq_ckpt
+from dsq_ckpt import DSQConfig
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.commands import alter, document, error, owned
+from tests.helpers.processes import WORKERS, mpirun
+from tests.helpers.source_files import (
+    plain_state,
+    write_dcp,
+    write_dcp_in_parts,
+    write_dsq_in_parts,
+    write_safetensors,
+    write_sharded,
+    write_torch,
+)
+from tests.helpers.states import differences, loaded, mixed_state
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*hold NaN or Inf"),
+]
+
+
+def flat_state() -> dict[str, torch.Tensor]:
+    """With an outlier among its tensors, one that is not finite, large values, and one that is most of it."""
+    g = torch.Generator().manual_seed(3)
+    state = plain_state()
+    state["layers.2.weight"] = torch.randn(64, 80, generator=g) * 50
+    state["layers.3.weight"] = torch.randn(96, 64, generator=g) * 0.02
+    state["layers.3.weight"][90, 3] = torch.nan
+    state["layers.4.weight"] = torch.randn(1000, 64, generator=g) * 0.02
+    state["layers.4.weight"][::100, 0] = 3.0
+    state["conv.weight"] = torch.randn(16, 16, 5, 5, generator=g) * 0.1
+    return state
+
+
+def nested_state(plain: bool = False) -> dict[str, object]:
+    """With moments, and, unless it is to be what DCP itself keeps, with tied tensors and an empty dict."""
+    model = flat_state()
+    moments = {
+        number: {"exp_avg": model[name].float() * 0.01, "exp_avg_sq": model[name].float().square() * 1e-4, "step": 3}
+        for number, name in enumerate(("layers.0.weight", "layers.4.weight"))
+    }
+    state = {"model": model, "optimizer": {"state": moments, "param_groups": [{"lr": 0.1}]}, "more": mixed_state()}
+    if plain:
+        return state
+    model["head.weight"] = model["embed.weight"]
+    return {**state, "empty": {}}
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory) -> tuple[Path, Path, dict[str, Path]]:
+    """Directories of what 4 ranks and what one process made of the same sources, and these by name."""
+    here = tmp_path_factory.mktemp("mpi")
+    given, made, alone = (here / name for name in ("given", "made", "alone"))
+    given.mkdir()
+    nested, plain = nested_state(), nested_state(plain=True)
+    found = {
+        "safetensors": write_safetensors(flat_state(), given / "one"),
+        "index": write_sharded(flat_state(), given / "several"),
+        "torch": write_torch(nested, given / "new"),
+        "old_torch": write_torch(nested, given / "old", _use_new_zipfile_serialization=False),
+        "dcp": write_dcp(plain, given / "dcp"),
+        "dcp_in_parts": write_dcp_in_parts(plain, given / "dcp_in_parts"),
+        "dsq_in_parts": write_dsq_in_parts(plain, given / "dsq_in_parts"),
+    }
+    broken = write_dsq_in_parts(plain_state(), given / "broken")
+    alter(owned(broken))
+    torn = write_dcp_in_parts(plain_state(), given / "torn")
+    data = bytearray((torn / "__0_0.distcp").read_bytes())
+    (torn / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    (given / "sources.json").write_text(json.dumps({name: str(path) for name, path in found.items()}))
+    (given / "damaged.json").write_text(json.dumps({str(broken): "CorruptCheckpoint", str(torn): "plain DCP"}))
+    assert "ok 4" in mpirun(4, WORKERS / "compressing.py", given, made)
+    dsq_ckpt.forget()
+    for name, path in found.items():
+        dsq_ckpt.compress(path, alone / name)
+    return made, alone, found
+
+
+FORMS = ["safetensors", "index", "torch", "old_torch", "dcp", "dcp_in_parts", "dsq_in_parts"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_four_ranks_store_what_one_process_stores(compressed, form):
+    made, alone = (directory / form for directory in compressed[:2])
+    state = flat_state() if form in ("safetensors", "index") else nested_state(plain="torch" not in form)
+    for layers in ({}, {"refinement": False}):
+        assert differences(loaded(made, state, **layers), loaded(alone, state, **layers)) == []
+    ours, theirs = Manifest.read(made), Manifest.read(alone)
+    assert (ours.groups, ours.nonfinite, ours.config) == (theirs.groups, theirs.nonfinite, theirs.config)
+    assert ours.nonfinite and ours.groups and (ours.ranks, theirs.ranks) == (4, 1)
+    assert sum(sizes.logical for sizes in ours.kinds.values()) == sum(sizes.logical for sizes in theirs.kinds.values())
+    with Checkpoint(made) as a, Checkpoint(alone) as b:
+        for key in ("codebooks", "exponents", "tied", "planner", "typed_keys", "empty_dicts"):
+            assert a.index[key] == b.index[key] != [] or key in ("typed_keys", "empty_dicts", "tied"), key
+        assert set(a.index["tensors"]) == set(b.index["tensors"]) and a.index["exponents"]
+        assert sorted(a.index["objects"]) == sorted(b.index["objects"])
+        assert bool(a.index["tied"]) == ("torch" in form)
+        assert all(len(tensor["chunks"]) == 1 for tensor in b.index["tensors"].values()) or "parts" in form
+        parts = {name: len(tensor["chunks"]) for name, tensor in a.index["tensors"].items()}
+    cut = next(count for name, count in parts.items() if name.endswith("layers.4.weight"))
+    assert cut > 1 or form == "dcp"
+    sizes = [file.size for file in ours.files if file.role == "own"]
+    assert len(sizes) == 4 and min(sizes) > 1000
+
+
+COMMAND = ("-m", "dsq_ckpt.cli", "compress")
+
+
+@pytest.mark.slow
+def test_on_the_command_line(tmp_path):
+    """Of several ranks one prints; of a single one nobody notices."""
+    source = write_safetensors(plain_state(), tmp_path / "in")
+    expected = document("compress", source, tmp_path / "alone")
+    several = json.loads(mpirun(4, *COMMAND, source, tmp_path / "four", "--json"))
+    single = json.loads(mpirun(1, *COMMAND, source, tmp_path / "one", "--json"))
+    for found in (several, single):
+        assert {name for name in expected if found[name] == expected[name]} >= {"source", "bytes_logical", "refinement"}
+    files = [sorted(file.role for file in Manifest.read(tmp_path / out).files) for out in ("four", "one", "alone")]
+    assert files[0].count("own") == 4 and files[1] == files[2]
+    state = plain_state()
+    for out in ("four", "one"):
+        assert differences(loaded(tmp_path / out, state), loaded(tmp_path / "alone", state)) == []
+
+
+@pytest.mark.slow
+def test_a_failing_rank_on_the_command_line(tmp_path):
+    """It is not the one that prints; what it says is printed once, and the job fails."""
+    source = write_dcp({"large": torch.randn(99, 80), "small": torch.randn(80, 80)}, tmp_path / "in")
+    where = FileSystemReader(source).read_metadata().storage_data[MetadataIndex("small", (0, 0))]
+    with open(source / where.relative_path, "r+b") as file:
+        file.seek(where.offset)
+        file.write(bytes(where.length))
+    output = mpirun(2, *COMMAND, source, tmp_path / "out", fails=True)
+    assert output.count("error: rank 1 failed: CorruptCheckpoint: ") == output.count("rror: rank") == 1, output
+    assert "Traceback" not in output and not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_where_mpi_is_not_there(tmp_path, no_launcher):
+    """Processes of a launcher never go on each for itself, unless they are told to."""
+    source, out = write_safetensors(plain_state(), tmp_path / "in"), tmp_path / "out"
+    no_launcher.setitem(sys.modules, "mpi4py", None)
+    assert "pip install mpi4py" in error("compress", source, out, "--mpi")
+    no_launcher.setenv("SLURM_STEP_NUM_TASKS", "4")
+    no_launcher.setenv("SLURM_PROCID", "0")
+    document("compress", source, out)
+    for launcher in ("PMI", "OMPI_COMM_WORLD"):
+        no_launcher.setenv(f"{launcher}_RANK", "1")
+        no_launcher.setenv(f"{launcher}_SIZE", "4")
+        assert "pip install mpi4py" in error("compress", source, tmp_path / "other")
+        document("compress", source, out, "--no-mpi", "--overwrite")
+        no_launcher.setenv(f"{launcher}_SIZE", "1")
+        document("compress", source, out, "--overwrite")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("form", ["torch", "parts"])
+def test_exact_in_one_process(tmp_path, form):
+    """The way through parts of tensors loses nothing."""
+    state = nested_state(plain=form == "parts")
+    source = (write_torch if form == "torch" else write_dcp_in_parts)(state, tmp_path / "in")
+    dsq_ckpt.compress(source, tmp_path / "out", config=DSQConfig.preset("exact"))
+    assert differences(loaded(tmp_path / "out", state), state) == []

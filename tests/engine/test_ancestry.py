@@ -1,0 +1,405 @@
+"""Damage to what a chain of checkpoints shares: found within a few saves, never built upon, repaired from copies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import dsq_ckpt
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.distributed.comm import SingleProcess
+from dsq_ckpt.engine import ancestry, remembered
+from dsq_ckpt.engine.ancestry import CHECKED_EVERY, _is_due, _settled
+from dsq_ckpt.engine.direct import Contribution, save_parts
+from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import differences, loaded
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way():
+    ancestry._under_way.clear()
+
+
+def weights(number: int = 0) -> dict:
+    g = torch.Generator().manual_seed(1)
+    return {"weight": torch.randn(80, 90, generator=g) + 0.001 * number}
+
+
+def in_background(state, path, **options):
+    dsq_ckpt.async_save(state, path, **options).result()
+
+
+def directly(state, path, config=None, parent="auto"):
+    tensor = state["weight"]
+    key = ChunkKey("weight", (0, 0), tuple(tensor.shape))
+    part = Part(key, tuple(tensor.shape), tensor.dtype, partial(lambda kept: kept, tensor))
+    contribution = Contribution([part], nesting={"weight": ("weight",)})
+    save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    """Flip a bit, at this fraction of the file: of all checkpoints that share it."""
+    with open(path, "r+b") as file:
+        place = int(at * path.stat().st_size)
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def data_file(directory: Path, role: str = "own") -> Path:
+    [name] = [file.name for file in Manifest.read(directory).files if file.role == role and file.name.endswith("dsq")]
+    return directory / name
+
+
+def saves(run: Path, count: int, save=dsq_ckpt.save, first: int = 0, **options) -> list[str]:
+    """Save `count` checkpoints; what was said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for number in range(first, first + count):
+            save(weights(number), run / f"{number:02d}", **options)
+    return [str(one.message) for one in caught]
+
+
+def readable(run: Path) -> list[str]:
+    names = []
+    for path in sorted(run.iterdir()):
+        try:
+            loaded(path, weights(), refinement=False)
+            names.append(path.name)
+        except dsq_ckpt.DSQError:
+            pass
+    return names
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])
+def test_a_damaged_keyframe_is_found_and_not_built_upon(tmp_path, save):
+    assert saves(tmp_path, 3, save) == []
+    damaged = data_file(tmp_path / "00")
+    flip(damaged)
+    said = saves(tmp_path, CHECKED_EVERY + 1, save, first=3)
+    assert len(said) == 1
+    assert damaged.name in said[0] and "writing a keyframe" in said[0] and "no intact copy" in said[0]
+    last = 3 + CHECKED_EVERY
+    depths = [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(3, last + 1)]
+    found = depths.index(0)
+    assert depths[found:] == list(range(len(depths) - found))
+    named = [name for name in ("'00'", "'01'", "'02'") if name in said[0]]
+    assert named == ["'00'", "'01'", "'02'"]
+    dsq_ckpt.forget()
+    assert readable(tmp_path) == [f"{number:02d}" for number in range(3 + found, last + 1)]
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])
+def test_a_save_does_not_wait_for_the_check(tmp_path, monkeypatch, save):
+    """Files are read beside it: one that begins while the device does not answer ends before they are read."""
+    saves(tmp_path, 2, save)
+    answered = threading.Event()
+    problem_of = ancestry.problem_of
+
+    def slow(path, expected):
+        answered.wait()
+        return problem_of(path, expected)
+
+    monkeypatch.setattr(ancestry, "problem_of", slow)
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    flip(data_file(tmp_path / "00"))
+    assert saves(tmp_path, 1, save, first=2) == []
+    answered.set()
+    [said] = saves(tmp_path, 1, save, first=3)
+    assert "'00', '01', '02' cannot be read any more" in said
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(4)] == [0, 1, 2, 0]
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(tmp_path, monkeypatch):
+    """A run that keeps its newest checkpoint alone."""
+    saves(tmp_path, 2)
+    deleted = threading.Event()
+    problem_of = ancestry.problem_of
+
+    def late(path, expected):
+        deleted.wait()
+        return problem_of(path, expected)
+
+    monkeypatch.setattr(ancestry, "problem_of", late)
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 1, first=2)
+    for name in ("00", "01"):
+        shutil.rmtree(tmp_path / name)
+    deleted.set()
+    assert saves(tmp_path, 1, first=3) == []
+    assert Manifest.read(tmp_path / "03").depth == 3
+
+
+@pytest.mark.parametrize("options", [{"config": {"delta": {"max_chain": 1}}}, {"parent": None}])
+def test_damage_is_told_of_by_a_save_that_is_a_keyframe_anyway(tmp_path, monkeypatch, options):
+    """The last delta of a chain has a check too."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 1)
+    damaged = data_file(tmp_path / "00")
+    flip(damaged)
+    assert saves(tmp_path, 1, first=1) == []
+    [said] = saves(tmp_path, 1, first=2, **options)
+    assert damaged.name in said and "this save does not need them" in said
+    assert "'00', '01' cannot be read any more" in said
+    assert saves(tmp_path, 2, first=3) == []
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["01", "02"])
+@pytest.mark.parametrize("load", [
+    dsq_ckpt.load, lambda state, path: dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(path), no_dist=True),
+])
+def test_what_a_load_found_damaged_is_not_built_upon(tmp_path, monkeypatch, load, name):
+    """A rollback that failed; the next save does not wait until the file is due to be checked."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: False)
+    saves(tmp_path, 3)
+    damaged = data_file(tmp_path / "00")
+    flip(damaged)
+    with pytest.raises((dsq_ckpt.DSQError, CheckpointException), match=damaged.name):
+        load(weights(), tmp_path / name)
+    [said] = saves(tmp_path, 1, first=3)
+    assert damaged.name in said and "writing a keyframe" in said
+    assert saves(tmp_path, 1, first=4) == []
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_a_copy_is_restored_before_a_keyframe_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    config = {"storage": {"replicate_keyframes": True}, "delta": {"max_chain": 2}}
+    saves(tmp_path, 2, config=config)
+    flip(tmp_path / "01" / data_file(tmp_path / "00").name)
+    assert saves(tmp_path, 1, first=2, config=config) == []
+    [said] = saves(tmp_path, 1, first=3, config=config)
+    assert "restored in '01' from the intact copy in '00'" in said
+    dsq_ckpt.forget()
+    assert readable(tmp_path) == ["00", "01", "02", "03"]
+
+
+def test_a_damaged_copy_that_the_parent_does_not_share_costs_no_keyframe(tmp_path, monkeypatch):
+    """The checkpoint that has it is named, and restored; its child has the other copy."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 2, config=config)
+    damaged = tmp_path / "01" / data_file(tmp_path / "00").name
+    flip(damaged)
+    assert saves(tmp_path, 1, first=2, config=config) == []
+    [said] = saves(tmp_path, 1, first=3, config=config)
+    assert f"'{damaged}' has checksum" in said and f"'{tmp_path / '02'}" not in said and "the parent" not in said
+    assert "restored in '01' from the intact copy in '00'" in said
+    assert saves(tmp_path, 1, first=4, config=config) == []
+    assert [Manifest.read(tmp_path / f"{number:02d}").depth for number in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_copy_whose_checkpoint_was_deleted_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 2, config=config)
+    flip(tmp_path / "01" / data_file(tmp_path / "00").name)
+    saves(tmp_path, 1, first=2, config=config)
+    [check] = ancestry._under_way
+    assert check.result()
+    shutil.rmtree(tmp_path / "01")
+    [said] = saves(tmp_path, 1, first=3, config=config)
+    assert "no checkpoint that is left has this copy" in said
+    assert Manifest.read(tmp_path / "03").depth == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError("out of memory"), OSError(5, "Input/output error")])
+def test_a_check_that_fails_does_not_pass_for_a_sound_file(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 2)
+    stat = Path.stat
+
+    def fails(*_, **__):
+        raise error
+
+    def broken(path, **options):
+        return fails() if threading.current_thread().name == "dsq-ancestry" else stat(path, **options)
+
+    if isinstance(error, MemoryError):
+        monkeypatch.setattr(ancestry, "problem_of", fails)
+    else:  # the directory of a file that is damaged cannot be looked into any more
+        flip(data_file(tmp_path / "00"))
+        monkeypatch.setattr(Path, "stat", broken)
+    assert saves(tmp_path, 1, first=2) == []
+    [check] = ancestry._under_way
+    check.result()
+    monkeypatch.undo()
+    [said] = saves(tmp_path, 1, first=3)
+    assert "writing a keyframe" in said
+    assert ("could not be checked" in said and "out of memory" in said) or "has checksum" in said
+    assert Manifest.read(tmp_path / "03").depth == 0
+
+
+def test_a_signal_does_not_wait_for_the_check(tmp_path, monkeypatch):
+    """Nor is what the check then finds lost with the save that was stopped."""
+    monkeypatch.setattr(ancestry, "_is_due", lambda name, depth: True)
+    saves(tmp_path, 2)
+    flip(data_file(tmp_path / "00"))
+    answered = threading.Event()
+    problem_of, result = ancestry.problem_of, ancestry._Check.result
+
+    def slow(path, expected):
+        answered.wait(20)
+        return problem_of(path, expected)
+
+    def interrupted(check):
+        if not answered.is_set():
+            signal.raise_signal(signal.SIGINT)
+        return result(check)
+
+    monkeypatch.setattr(ancestry, "problem_of", slow)
+    saves(tmp_path, 1, first=2)
+    monkeypatch.setattr(ancestry._Check, "result", interrupted)
+    [check] = ancestry._under_way
+    with pytest.raises(KeyboardInterrupt):
+        saves(tmp_path, 1, first=3)
+    assert check._thread.is_alive()
+    answered.set()
+    [said] = saves(tmp_path, 1, first=3)
+    assert "'00', '01', '02' cannot be read any more" in said
+
+
+def test_every_file_is_due_once_in_so_many_saves():
+    names = [f"{number:016x}-00000.dsq" for number in range(200)]
+    for first in (0, 5, 31):
+        due = [sum(_is_due(name, first + depth) for depth in range(CHECKED_EVERY)) for name in names]
+        assert due == [1] * len(names)
+    at_once = [sum(_is_due(name, depth) for name in names) for depth in range(CHECKED_EVERY)]
+    assert max(at_once) < 2 * len(names) / CHECKED_EVERY
+
+
+def test_a_missing_ancestor_is_damage_too(tmp_path):
+    saves(tmp_path, 2)
+    data_file(tmp_path / "01", "ancestor").unlink()
+    assert "lacks" in saves(tmp_path, 1, first=2)[0]
+    assert Manifest.read(tmp_path / "02").depth == 0
+
+
+def test_all_files_are_checked_before_they_are_decoded(tmp_path):
+    """Where the codes of the parent are not in memory, and by their own parent's name the wrong file may be due."""
+    saves(tmp_path, 4)
+    flip(data_file(tmp_path / "02"))
+    dsq_ckpt.forget()
+    said = saves(tmp_path, 1, first=4, parent=tmp_path / "03")
+    assert len(said) == 1 and data_file(tmp_path / "02").name in said[0]
+    assert Manifest.read(tmp_path / "04").depth == 0
+
+
+@pytest.mark.parametrize("kind", ["index", "manifest.json"])
+def test_a_parent_whose_tables_are_damaged(tmp_path, kind):
+    saves(tmp_path, 2)
+    [path] = (tmp_path / "01").glob(f"*{kind}")
+    flip(path)
+    said = saves(tmp_path, 2, first=2)
+    assert len(said) == 1 and path.name in said[0] and "writing a keyframe" in said[0]
+    assert [Manifest.read(tmp_path / name).depth for name in ("02", "03")] == [0, 1]
+
+
+def test_what_makes_a_save_fail_is_looked_for_before_the_next(tmp_path):
+    """Damage that only shows when the parent is used fails that save, and the next one checks every file."""
+    saves(tmp_path, 3)
+    parent = data_file(tmp_path / "02")
+    with CheckpointFiles(tmp_path / "02") as files:
+        contents = files.reader(parent.name).size - 40  # in its table of contents
+    flip(parent, contents / parent.stat().st_size)
+    number = 3
+    while True:
+        try:
+            said = saves(tmp_path, 1, first=number)
+            break
+        except dsq_ckpt.DSQError as error:
+            assert parent.name in str(error)
+            number += 1
+    assert number <= 4 and parent.name in said[0]
+    assert Manifest.read(tmp_path / f"{number:02d}").depth == 0
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_keyframes_in_several_copies(tmp_path, copies):
+    config = {"storage": {"replicate_keyframes": True if copies == 2 else copies}, "delta": {"max_chain": 6}}
+    saves(tmp_path, 7, config=config)
+    keyframe = data_file(tmp_path / "00").name
+    inodes = [os.stat(tmp_path / f"{number:02d}" / keyframe).st_ino for number in range(7)]
+    assert len(set(inodes)) == copies
+    for first in range(7 - copies + 1):
+        assert len(set(inodes[first : first + copies])) == copies
+    flip(tmp_path / "04" / keyframe)
+    hit = {f"{number:02d}" for number in range(7) if inodes[number] == inodes[4]}
+    dsq_ckpt.forget()
+    assert set(readable(tmp_path)) == {f"{number:02d}" for number in range(7)} - hit
+
+
+def test_a_damaged_copy_is_restored_from_an_intact_one(tmp_path):
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 4, config=config)
+    keyframe = data_file(tmp_path / "00").name
+    whole = [loaded(tmp_path / f"{number:02d}", weights(), refinement=False) for number in range(4)]
+    flip(tmp_path / "03" / keyframe)
+    dsq_ckpt.forget()
+    said = saves(tmp_path, 1, first=4, config=config, parent=tmp_path / "03")
+    assert len(said) == 1 and "restored in '01', '03' from the intact copy in '00'" in said[0]
+    assert len({os.stat(tmp_path / name / keyframe).st_ino for name in ("00", "01", "02", "03")}) == 2
+    for number in range(4):
+        again = loaded(tmp_path / f"{number:02d}", weights(), refinement=False)
+        assert differences(again, whole[number]) == []
+
+
+def test_copies_outlive_the_checkpoints_they_came_from(tmp_path):
+    """A run that keeps its last two checkpoints has two copies at any time."""
+    config = {"storage": {"replicate_keyframes": True}}
+    saves(tmp_path, 1, config=config)
+    keyframe = data_file(tmp_path / "00").name
+    for number in range(1, 6):
+        saves(tmp_path, 1, first=number, config=config)
+        if number > 1:
+            shutil.rmtree(tmp_path / f"{number - 2:02d}")
+        kept = sorted(tmp_path.iterdir())
+        assert len({os.stat(path / keyframe).st_ino for path in kept}) == len(kept) == 2
+
+
+@pytest.mark.parametrize("given, copies", [(False, 1), (True, 2), (1, 1), (2, 2), (8, 8)])
+def test_how_many_copies(given, copies):
+    assert DSQConfig(storage={"replicate_keyframes": given}).storage.keyframe_copies == copies
+
+
+@pytest.mark.parametrize("wrong", [0, 9, -1, "yes please", 2.5])
+def test_wrong_numbers_of_copies(wrong):
+    with pytest.raises(dsq_ckpt.ConfigError, match="replicate_keyframes"):
+        DSQConfig(storage={"replicate_keyframes": wrong})
+
+
+def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
+    saves(tmp_path, 2)
+    flip(data_file(tmp_path / "00"))
+    [one] = remembered.known()
+    one.suspect = True
+    assert len(saves(tmp_path, 1, first=2)) == 1
+    flip(data_file(tmp_path / "01"))  # it is no longer needed
+    assert saves(tmp_path, CHECKED_EVERY + 1, first=3) == []
+    assert readable(tmp_path)[-1] == f"{3 + CHECKED_EVERY:02d}"
+
+
+def test_a_file_that_is_sound_when_it_is_read_again_is_left_alone(tmp_path):
+    """An error of a disk may be gone at the second look."""
+    path = tmp_path / "run" / "0"
+    dsq_ckpt.save(weights(), path)
+    before = data_file(path).stat()
+    told = _settled(path, data_file(path).name, "cannot be read: Input/output error")
+    assert "cannot be read: Input/output error" in told and "sound when it is read again" in told
+    assert data_file(path).stat() == before

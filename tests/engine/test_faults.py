@@ -1,0 +1,200 @@
+"""Disks that fill up, and directories that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import dsq_ckpt
+from dsq_ckpt.engine import chain
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import ContainerWriter, sync_directory, write_index
+from dsq_ckpt.storage.links import copy_file
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import processes
+from tests.helpers.states import Kept, loaded, mixed_state, moved, relative_error
+
+
+@pytest.mark.parametrize("parent", ["auto", None])
+def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
+    state = mixed_state()
+    config = {"storage": {"fsync": False, "block_elements": 1 << 12}}
+    dsq_ckpt.save(state, tmp_path / "0", config=config, pinned=True)
+    dsq_ckpt.save(moved(state, 1), tmp_path / "1", config=config, pinned=True)
+    kept = Kept(state, tmp_path / "0", tmp_path / "1")
+    dsq_ckpt.save(moved(state, 2), tmp_path / "whole", config=config, parent=parent)
+    sizes = [file.size for file in Manifest.read(tmp_path / "whole").files if file.role in ("own", "refinement")]
+    shutil.rmtree(tmp_path / "whole")
+    append = ContainerWriter._append
+    left = 0
+
+    def limited(self, data):
+        nonlocal left
+        left -= len(data)
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, data)
+
+    monkeypatch.setattr(ContainerWriter, "_append", limited)
+    total = sum(sizes)
+    for space in [16, 17, *range(100, total, total // 20), total - 33, total - 1, total + 10_000]:
+        left, path = space, tmp_path / f"with-{space}"
+        loaded(tmp_path / "1", state)  # the parent
+        if space < total - 100:
+            with pytest.raises(dsq_ckpt.DSQError, match="No space left"):
+                dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
+            assert not path.exists(), "nothing of this save remains"
+        elif space > total:
+            dsq_ckpt.save(moved(state, 2), path, config=config, parent=parent)
+            assert relative_error(moved(state, 2)["lossy"]["linear.weight"], loaded(path, state)["lossy"][
+                "linear.weight"]) < 0.015
+    kept.check()
+
+
+@pytest.mark.slow
+def test_file_size_limit_of_the_kernel(tmp_path):
+    limits = [0, 1, 100, 1000, 2000, 5000, 10_000, 50_000, 80_000, 10_000_000]
+    status, output = processes.run([str(processes.WORKERS / "limited.py"), str(tmp_path), *map(str, limits)], 120)
+    assert status == 0, output
+    outcomes = output.split("outcomes")[1].split()
+    assert outcomes[0] == "refused" and outcomes[-2:] == ["saved", "saved"], outcomes
+
+
+def test_unwritable_places(tmp_path, monkeypatch):
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "0")
+    kept = Kept(state, tmp_path / "0")
+    (tmp_path / "file").write_text("not a directory")
+    for path, says in (
+        (tmp_path / "file", "exists|Not a directory"), (tmp_path / "file" / "x", "Not a directory"),
+        ("/proc/dsq/x", "No such file"), (tmp_path / ("n" * 300), "too long"),
+    ):
+        with pytest.raises(dsq_ckpt.DSQError, match=says):
+            dsq_ckpt.save(state, path)
+    kept.check()
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(dsq_ckpt.DSQError, match="Permission denied"):
+            dsq_ckpt.save(state, tmp_path / "closed" / "x")
+    dsq_ckpt.save(state, tmp_path / "1")
+    assert Manifest.read(tmp_path / "1").depth == 1
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace", "link"])
+def test_a_system_call_fails(tmp_path, monkeypatch, name):
+    """The first, second, ... call of a kind fails: an error, no manifest, the earlier checkpoints intact."""
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "0", pinned=True)
+    kept = Kept(state, tmp_path / "0")
+    real = getattr(os, name)
+    for fails in range(20):
+        calls = 0
+
+        def call(*args, fails=fails, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fails + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args, **kwargs)
+
+        path = tmp_path / f"{name}{fails}"
+        loaded(tmp_path / "0", state)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, call)
+            try:
+                dsq_ckpt.save(moved(state, 1), path, pinned=True)
+            except BaseException as error:
+                assert "Input/output error" in str(error), error
+        kept.check()
+        if (path / "manifest.json").exists():  # then it is whole, whatever was reported
+            check_whole(path)
+        if calls <= fails:
+            break
+    assert fails >= 2
+
+
+def saved_by_dcp(state, path, config=None):
+    dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(path, config))
+
+
+def saved_in_background(state, path, config=None):
+    dsq_ckpt.async_save(state, path, config=config).result()
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, saved_by_dcp, saved_in_background])
+@pytest.mark.parametrize("fails", ["dcp.writer.write_rank", "storage.shard.ShardWriter.finish", "dcp.writer.commit"])
+def test_a_save_that_fails_leaves_no_directory(tmp_path, monkeypatch, save, fails):
+    """But what was there before; a directory without anything in it, too."""
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "run" / "0")
+    (tmp_path / "run" / "there").mkdir()
+    (tmp_path / "run" / "harmless").mkdir()
+    (tmp_path / "run" / "harmless" / ".DS_Store").write_bytes(b"of a file manager")
+    before = sorted(tmp_path.rglob("*"))
+    places = ["run/new", "other/run/new", "run/there", "run/harmless"]
+    with monkeypatch.context() as patched:
+        patched.setattr(f"dsq_ckpt.{fails}", full)
+        for place in places:
+            with pytest.raises(BaseException, match="No space left"):
+                save(moved(state, 1), tmp_path / place)
+            assert sorted(tmp_path.rglob("*")) == before
+    for place in places:
+        save(moved(state, 1), tmp_path / place)
+        check_whole(tmp_path / place)
+
+
+def test_a_failed_overwrite_leaves_what_was_there(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = mixed_state()
+    dsq_ckpt.save(state, tmp_path / "0")
+    (tmp_path / "0" / "notes.txt").write_text("the best so far")
+    kept, before = Kept(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
+    monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", full)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
+        dsq_ckpt.save(moved(state, 1), tmp_path / "0", overwrite=True)
+    assert sorted((tmp_path / "0").iterdir()) == before
+    kept.check()
+
+
+def check_whole(path):
+    """Every file that the manifest names is there and as it was written."""
+    with Checkpoint(path) as checkpoint:
+        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
+
+
+def test_errors_of_flushes_name_the_file(tmp_path, monkeypatch):
+    """The system does not say which file an fsync was for."""
+    def fails(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = mixed_state()
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(dsq_ckpt.DSQError, match=f"No space left.*{tmp_path}"):
+        dsq_ckpt.save(state, tmp_path / "run" / "0")
+    for write in (
+        lambda: sync_directory(tmp_path), lambda: write_index(tmp_path, "0" * 16, {}, True),
+        lambda: copy_file(Path(__file__), tmp_path / "copy", True),
+    ):
+        with pytest.raises(OSError, match=f"No space left.*{tmp_path}"):
+            write()
+
+
+def test_a_save_that_was_committed_has_not_failed(tmp_path, monkeypatch):
+    """Retention, which comes after the commit, warns where it cannot read a checkpoint."""
+    def fails(newest, keep_last, fsync):
+        raise dsq_ckpt.LoadFailed(f"'{newest}' cannot be read: Input/output error")
+
+    monkeypatch.setattr(chain, "drop_refinements", fails)
+    with pytest.warns(UserWarning, match="old refinement layers .* were not dropped: .*Input/output error"):
+        dsq_ckpt.save(mixed_state(), tmp_path / "0")
+    check_whole(tmp_path / "0")

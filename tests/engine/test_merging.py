@@ -1,0 +1,264 @@
+"""Super-steps: chains of differences merged into few records that hold the same values, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dsq_ckpt
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.quantization.chunk import add
+from dsq_ckpt.quantization.superstep import MOST_CODES, SuperStep
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import FORMAT_VERSION
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.commands import alter, document, error, owned, printed
+from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
+from tests.helpers.states import bits, differences, loaded
+from tests.storage.format import independent_reader as independent
+from tests.storage.format.rewriting import edit_contents
+
+STEPS = 7
+FITS = {
+    "exponent": CONFIG, "partition": with_fit(fit="partition", parts=3), "largest": with_fit(fit="largest"),
+    "lattice": with_fit(4, fit="lattice"), "kmeans": with_fit(fit="kmeans", bins=5, protect=0.01),
+}
+
+
+def states(steps=STEPS, seed=0):
+    first, second = walk(60, 80, steps=steps, seed=seed), walk(90, 64, steps=steps, seed=seed + 1, dtype=torch.bfloat16)
+    return [{"a.weight": a, "half": {"b.weight": b}, "bias": a[0].clone(), "step": n}
+            for n, (a, b) in enumerate(zip(first, second, strict=True))]
+
+
+@pytest.fixture(scope="module", params=FITS)
+def run(request, tmp_path_factory):
+    """A chain, and what its last checkpoint decodes to: with all layers, and without refinement."""
+    root = tmp_path_factory.mktemp(request.param)
+    dsq_ckpt.forget()
+    for state in states():
+        dsq_ckpt.save(state, root / str(state["step"]), config=FITS[request.param])
+    dsq_ckpt.forget()
+    last = root / str(STEPS - 1)
+    return request.param, last, [loaded(last, state, refinement=r) for r in ("auto", False)]
+
+
+def check(path, expected):
+    for refinement, value in zip(("auto", False), expected, strict=True):
+        assert differences(loaded(path, value, refinement=refinement), value) == []
+
+
+def contents_of(path):
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def types(path):
+    with Checkpoint(path) as checkpoint:
+        return [record["type"] for record in checkpoint.reader(owned(path).name).contents["records"]]
+
+
+def test_values_are_the_same(run, tmp_path):
+    name, source, expected = run
+    before = contents_of(source)
+    done = dsq_ckpt.merge(source, tmp_path / "merged")
+    assert contents_of(source) == before
+    assert done.links_before == STEPS - 1 > done.links == Manifest.read(done.path).depth
+    assert "merged" in types(done.path) and (done.links == 1) == (name in ("exponent", "largest"))
+    moved = tmp_path / "elsewhere"
+    shutil.move(done.path, moved)  # and nothing of it lies anywhere else
+    check(moved, expected)
+    assert document("verify", moved)["ok"]
+    reader = independent.Reader(moved)
+    assert all(reader.tensor(fqn) == bits(value) for fqn, value in
+               (("a.weight", expected[0]["a.weight"]), ("half.b.weight", expected[0]["half"]["b.weight"])))
+    old, new = Manifest.read(source), Manifest.read(moved)
+    assert (new.refinement, new.previous, new.version) == (old.refinement, old.previous, FORMAT_VERSION)
+    assert new.parent == Manifest.read(source.parent / "0").save_id and new.save_id != old.save_id
+    assert sum(file.role == "ancestor" for file in new.files) == 1
+    assert sum(sizes.base for sizes in new.kinds.values()) < new.bytes_in("own")
+
+
+def test_a_chain_goes_on(run, tmp_path):
+    """Merged, continued, merged again."""
+    name, source, _ = run
+    more = states(STEPS + 4)
+    path = dsq_ckpt.merge(source, tmp_path / "merged").path
+    plain = source
+    for number in range(STEPS, STEPS + 4):
+        dsq_ckpt.save(more[number], tmp_path / f"m{number}", parent=path, config=FITS[name])
+        dsq_ckpt.save(more[number], tmp_path / "plain" / f"{number}", parent=plain, config=FITS[name])
+        path, plain = tmp_path / f"m{number}", tmp_path / "plain" / f"{number}"
+        dsq_ckpt.forget()
+    expected = [loaded(path, more[-1], refinement=r) for r in ("auto", False)]
+    if name != "partition":  # whose turn it is depends on the length of the chain
+        check(plain, expected)
+    again = dsq_ckpt.merge(path, tmp_path / "again")
+    assert again.links <= again.links_before
+    check(again.path, expected)
+
+
+def test_it_is_algorithm_1(tmp_path):
+    """Long enough for several super-steps."""
+    chain = walk(50, 100, steps=24)
+    for number, state in enumerate(chain):
+        dsq_ckpt.save({"a.weight": state}, tmp_path / str(number), config=CONFIG)
+    done = dsq_ckpt.merge(tmp_path / "23", tmp_path / "merged")
+    assert done.links_before == 23 and 1 < done.links < 8
+    sizes = [sum(file.size for file in Manifest.read(path).files) for path in (tmp_path / "23", done.path)]
+    assert sizes[1] < sizes[0]
+    assert torch.equal(loaded(done.path, {"a.weight": chain[0]})["a.weight"], algorithm_1(chain)[-1])
+
+
+def test_what_cannot_be_merged(run, tmp_path):
+    _, source, _ = run
+    for number in (0, 1):
+        with pytest.raises(dsq_ckpt.SaveFailed, match="nothing to merge"):
+            dsq_ckpt.merge(source.parent / str(number), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(dsq_ckpt.CheckpointExists):
+        dsq_ckpt.merge(source, source.parent / "1")
+    with pytest.raises(dsq_ckpt.CheckpointNotFound):
+        dsq_ckpt.merge(tmp_path / "nowhere", tmp_path / "x")
+    state = {"a.weight": torch.randn(70, 80)}
+    for number in range(3):
+        dsq_ckpt.save(state, tmp_path / "codes" / str(number))
+    with pytest.raises(dsq_ckpt.SaveFailed, match="nothing to merge"):
+        dsq_ckpt.merge(tmp_path / "codes" / "2", tmp_path / "x")
+
+
+def test_a_failure_leaves_no_checkpoint(run, tmp_path, monkeypatch):
+    _, source, expected = run
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            dsq_ckpt.merge(source, tmp_path / "run" / "x")
+    with pytest.raises(dsq_ckpt.CheckpointNotFound):
+        loaded(tmp_path / "run" / "x", expected[0])
+    assert document("gc", tmp_path / "run", "--older-than", "0")["bytes"] > 0
+    assert not (tmp_path / "run" / "x").exists()
+    dsq_ckpt.merge(source, tmp_path / "run" / "x")
+    check(tmp_path / "run" / "x", expected)
+
+
+def test_damage_is_not_carried_over(run, tmp_path):
+    _, source, _ = run
+    copy = tmp_path / "run" / "source"
+    shutil.copytree(source, copy)
+    for file in copy.glob("*.dsq"):
+        if file.name != owned(source.parent / "0").name:  # the keyframe is linked, not read
+            held = file.read_bytes()
+            file.write_bytes(held[:16] + bytes(len(held[16:400])) + held[400:])
+            with pytest.raises(dsq_ckpt.CorruptCheckpoint):
+                dsq_ckpt.merge(copy, tmp_path / "run" / "x")
+            assert not (tmp_path / "run" / "x" / "manifest.json").exists()
+            file.write_bytes(held)
+
+
+@pytest.mark.parametrize(
+    "change", ["steps", "ragged", "none", "infinite", "text", "count", "residual", "model", "wide"]
+)
+def test_records_that_do_not_fit_are_refused(tmp_path, change):
+    for state in states(4):
+        dsq_ckpt.save({"a.weight": state["a.weight"]}, tmp_path / str(state["step"]), config=with_fit(
+            fit="kmeans", bins=5, protect=0.01))
+    target = dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged").path
+
+    def edit(contents):
+        record = contents["records"][0]
+        assert record["type"] == "merged" and record["protected_count"] > 0
+        if change == "steps":
+            record["steps"] = [step[:-1] for step in record["steps"]]
+        elif change == "ragged":
+            record["steps"][0].pop()
+        elif change == "none":
+            record["steps"] = []
+        elif change == "infinite":
+            record["steps"][1][0] = 1e39
+        elif change == "wide":
+            record["steps"][1][0] = 0.1
+        elif change == "text":
+            record["steps"][1][0] = "x"
+        elif change == "count":
+            record["protected_count"] -= 1
+        elif change == "residual":
+            del record["residual"]
+        else:
+            record["model"] = record["protected"]
+
+    ancestor = owned(target, "ancestor")
+    ancestor.rename(tmp_path / "aside")
+    edit_contents(target, edit)
+    (tmp_path / "aside").rename(ancestor)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint):
+        loaded(target, {"a.weight": torch.zeros(60, 80)})
+    with pytest.raises((independent.Refused, TypeError, ValueError)):
+        independent.Reader(target).tensor("a.weight")
+
+
+def test_damage_is_found(run, tmp_path):
+    _, source, expected = run
+    path = tmp_path / "copy"
+    shutil.copytree(dsq_ckpt.merge(source, tmp_path / "run" / "x").path, path)
+    alter(owned(path, "ancestor"))
+    assert not document("verify", path, code=1)["ok"]
+    owned(path).unlink()
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="dsq"):
+        loaded(path, expected[0])
+
+
+def test_on_the_command_line(run, tmp_path):
+    name, source, expected = run
+    if name != "exponent":
+        return
+    assert "6 differences merged into 1" in printed("merge", source, tmp_path / "x")
+    check(tmp_path / "x", expected)
+    assert document("merge", source, tmp_path / "y")["links"] == 1
+    assert "holds a complete checkpoint" in error("merge", source, tmp_path / "y")
+    listed = document("inspect", tmp_path / "x", "--tensors")["tensors"]
+    assert next(tensor["stored"] for tensor in listed if tensor["name"] == "a.weight") == "merged"
+    printed("export", tmp_path / "x", tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt")["a.weight"], expected[0]["a.weight"])
+
+
+@st.composite
+def supersteps(draw, n=600):
+    k, m = draw(st.integers(0, 40)), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    codes = rng.integers(0, k + 1, n).astype(np.uint8)
+    if draw(st.booleans()) and k:
+        codes[codes == k] = 0
+    scale = draw(st.sampled_from([1.0, 1e-30, 1e38]))
+    table, own = (
+        np.float32(np.clip(rng.standard_normal((m, w)) * scale, -3.4e38, 3.4e38)) for w in (k, int((codes == k).sum()))
+    )
+    return SuperStep.checked(codes, table, own, "test")
+
+
+@settings(deadline=None, max_examples=60)
+@given(supersteps(), supersteps(), st.integers(0, 99))
+def test_one_after_the_other(first, second, seed):
+    start = np.random.default_rng(seed).standard_normal(600).astype(np.float32)
+    expected = start.copy()
+    for step in (first, second):
+        for values in step.at(np.arange(600)):
+            add(expected, values, expected)
+    found = start.copy()
+    with Workers(2, 128) as workers:
+        first.add_to(found, workers)
+        second.add_to(found, workers)
+        assert found.tobytes() == expected.tobytes()
+        both = first.then(second)
+        single = int(((first.codes == first.last) | (second.codes == second.last)).sum())
+        if both is None:
+            pairs = len(np.unique(np.stack([first.codes, second.codes]), axis=1).T)
+            assert pairs > MOST_CODES or single * (len(first.steps) + len(second.steps)) > 1200
+        else:
+            found = start.copy()
+            both.add_to(found, workers)
+            assert found.tobytes() == expected.tobytes() and both.steps.shape[1] <= MOST_CODES
+            assert both.own.shape[1] == single

@@ -1,0 +1,214 @@
+"""Kernels compiled ahead: what `dsq warmup` leaves, what is said, forks while it happens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dsq_ckpt.engine import warmup
+from tests.helpers import processes
+
+SAVE = """
+import sys, warnings
+import torch
+import dsq_ckpt
+from dsq_ckpt.kernels import jit; from dsq_ckpt.engine import warmup
+
+def state(number):
+    weight = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight = weight + 1e-4 * number * torch.randn(300, 1000, generator=torch.Generator().manual_seed(number))
+    weight[0, 0] = 1000.0
+    moments = {"exp_avg": weight * 1e-3, "exp_avg_sq": (weight * 1e-3) ** 2, "step": torch.tensor(1.0)}
+    return {"model": {"w.weight": weight, "h.weight": weight[:100].bfloat16(), "b": torch.zeros(9)},
+            "optimizer": {"state": {"w.weight": moments}}}
+
+def use(run, config=None):
+    for number in range(3):
+        dsq_ckpt.save(state(number), f"{run}/{number}", config=config)
+    for refinement in (False, "auto"):
+        dsq_ckpt.load(state(0), f"{run}/2", refinement=refinement)
+"""
+USE_ALL = SAVE + """
+for system in ("dsq", "inshrinkerator", "adaptive", "lc"):
+    use(f"{sys.argv[1]}/{system}", {"system": system})
+missed = [(kernel.py_func.__qualname__, types) for kernel in jit.KERNELS for types in kernel.stats.cache_misses]
+print("MISSED", missed)
+"""
+
+
+def python(text, *arguments, **environment):
+    status, output = processes.run(["-c", text, *map(str, arguments)], 280, **environment)
+    assert status == 0, output[-6000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """A directory for caches, filled by `dsq warmup`, and what that printed."""
+    path = tmp_path_factory.mktemp("caches")
+    status, output = processes.run(["-m", "dsq_ckpt", "warmup", "--json"], 280, NUMBA_CACHE_DIR=str(path))
+    assert status == 0, output
+    return path, json.loads(output)
+
+
+@pytest.mark.slow
+def test_warmup_compiles_all_that_saves_and_loads_need(warmed, tmp_path):
+    caches, told = warmed
+    assert told["compiled"] > 15 and told["seconds"] > 0 and told["bytes"] > 0
+    assert all(directory.startswith(str(caches)) for directory in told["directories"])
+    assert "MISSED []" in python(USE_ALL, tmp_path, NUMBA_CACHE_DIR=str(caches))
+
+
+@pytest.mark.slow
+def test_the_second_time_nothing_is_compiled(warmed):
+    status, output = processes.run(["-m", "dsq_ckpt", "warmup", "--json"], 280, NUMBA_CACHE_DIR=str(warmed[0]))
+    assert status == 0 and json.loads(output)["compiled"] == 0, output
+
+
+@pytest.mark.slow
+def test_the_first_save_says_that_it_compiles(tmp_path):
+    """Before it does, on stderr where logging is not set up, else to the log; nothing when all is compiled."""
+    text = SAVE + "use(sys.argv[1])"
+    line = "dsq_ckpt compiles its kernels, once on this machine; this takes about 15 s (`dsq warmup` does it ahead)"
+    caches = str(tmp_path / "caches")
+    assert line in python(text, tmp_path / "a", NUMBA_CACHE_DIR=caches).splitlines()
+    assert "compiles" not in python(text, tmp_path / "b", NUMBA_CACHE_DIR=caches)
+    shutil.rmtree(caches)
+    logs = "import logging; logging.basicConfig(level='INFO', format='%(levelname)s %(message)s')\n" + text
+    assert f"INFO {line}" in python(logs, tmp_path / "c", NUMBA_CACHE_DIR=caches).splitlines()
+
+
+FORKS = """
+import os, threading, time
+import torch
+import dsq_ckpt
+from dsq_ckpt import kernels; from dsq_ckpt.kernels import jit; from dsq_ckpt.engine import warmup
+import numpy as np
+
+dsq_ckpt.DSQStorageWriter("unused")
+ended = 0
+while not {"save", "load"} <= warmup._background.done or not ended:
+    child = os.fork()
+    if not child:
+        kernels.pack(np.zeros(8, np.uint8), 2)  # Numba's locks are free
+        warmup.wait("save") if ended == 3 else None  # without the thread of the parent
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    ended += 1
+print("FORKED", ended > 0)
+"""
+
+
+@pytest.mark.slow
+def test_forks_while_kernels_are_compiled(tmp_path):
+    assert "FORKED True" in python(FORKS, NUMBA_CACHE_DIR=str(tmp_path))
+
+
+RANKS = """
+import sys
+from dsq_ckpt.kernels import jit; from dsq_ckpt.engine import warmup
+warmup.compile_group("load")
+print("COMPILED", jit.compilations())
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_a_host_share_the_work(tmp_path):
+    started = [processes.start(["-c", RANKS], NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    counts = []
+    for process in started:
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, output
+        counts.append(int(output.split()[-1]))
+    alone = python(RANKS, NUMBA_CACHE_DIR=str(tmp_path / "alone"))
+    assert sum(counts) < 1.5 * int(alone.split()[-1]), counts  # a few small ones are inlined in several
+
+
+@pytest.mark.slow
+def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
+    """From beside the package, where its user may not write, to where they may."""
+    site, own = tmp_path / "site" / "dsq_ckpt", tmp_path / "own"
+    shutil.copytree(processes.ROOT / "dsq_ckpt", site, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(processes.ROOT / "configs", site / "configs")
+    for directory in Path(warmed[0]).iterdir():  # as `dsq warmup` there would have left it
+        name = directory.name.rsplit("_", 1)[0]
+        [inside] = (package for package in (site, *site.rglob("*")) if package.name == name and package.is_dir())
+        for file in directory.glob("*.nb[ci]"):
+            (inside / "__pycache__").mkdir(exist_ok=True)
+            shutil.copy(file, inside / "__pycache__")
+    output = python(
+        "import os\nos.access = lambda path, mode: False\n"  # as a file system that is read-only, even for root
+        + SAVE + "use(sys.argv[1])\nprint('COMPILED', jit.compilations(), jit.cache_directories(), dsq_ckpt.__file__)",
+        tmp_path / "run", NUMBA_CACHE_DIR=str(own), PYTHONPATH=str(site.parent), PYTHONSAFEPATH="1",
+    )
+    assert "COMPILED 0 " in output and str(own) in output and str(site) in output
+
+
+@pytest.mark.slow
+def test_without_a_directory_for_caches(tmp_path):
+    """Import and save do what they do; the line says what to set."""
+    text = SAVE + "use(sys.argv[1])"
+    blocked = (  # by which Numba finds out where it may write; as root there is no such place
+        "import tempfile, numba.core.caching\n"
+        "def refuse(dir): raise PermissionError(dir)\n"
+        "tempfile.TemporaryFile = refuse\n"
+    )
+    output = python(blocked + text, tmp_path / "run")
+    assert "in every process, as no directory for caches can be written (set NUMBA_CACHE_DIR)" in output
+
+
+def test_help_and_log_do_without_torch_and_numba(trained):
+    run = trained[0]
+    for arguments in (["--help"], ["log", str(run)], ["--version"]):
+        text = (
+            "import sys\nfrom dsq_ckpt.cli import app\n"
+            f"app({arguments!r}, standalone_mode=False)\n"
+            "print('HEAVY', sorted({'torch', 'numba'} & set(sys.modules)))"
+        )
+        assert "HEAVY []" in python(text), arguments
+
+
+def test_python_m_and_completion():
+    shown = subprocess.run(
+        [sys.executable, "-m", "dsq_ckpt", "--help"], capture_output=True, text=True, check=True, cwd=processes.ROOT,
+    ).stdout
+    assert "--install-completion" in shown and "warmup" in shown
+
+
+def no_more(thread):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_compile_thread_that_died(monkeypatch):
+    """Nor for one that could not be started; the next request starts another."""
+    died, begun = threading.Event(), []
+
+    def fails(group, stopped):
+        begun.append(group)
+        if len(begun) == 1:
+            died.wait(60)
+            raise SystemExit("as where memory ran out")
+
+    monkeypatch.setattr(warmup, "compile_group", fails)
+    monkeypatch.setattr(warmup, "_background", warmup._Background())
+    warmup.start()
+    waiters = [threading.Thread(target=warmup.wait, args=(group,), daemon=True) for group in ("load", "save")]
+    for waiter in waiters:
+        waiter.start()
+    died.set()
+    for waiter in waiters:
+        waiter.join(60)
+        assert not waiter.is_alive()
+    monkeypatch.setattr(warmup, "_background", warmup._Background())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        warmup.wait("more")
+    warmup.wait("more")
+    assert begun[-1] == "more"

@@ -1,0 +1,51 @@
+"""`dsq` run in this process, and files to damage."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from dsq_ckpt.cli import app
+from dsq_ckpt.storage.manifest import Manifest
+
+
+def dsq(*arguments, columns=None):
+    """Run a command in this process."""
+    environment = {"COLUMNS": None if columns is None else str(columns), "FORCE_COLOR": None, "NO_COLOR": None}
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+
+
+def printed(*arguments, columns=None):
+    result = dsq(*arguments, columns=columns)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    return result.stdout
+
+
+def document(*arguments, code=0):
+    """The JSON document that a command prints, and nothing but it."""
+    result = dsq(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def error(*arguments):
+    """The one line that a failing command prints."""
+    result = dsq(*arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def owned(path, role="own"):
+    """The file of a role."""
+    return path / next(file.name for file in Manifest.read(path).files if file.role == role)
+
+
+def alter(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)  # in place: every directory it is linked into sees it

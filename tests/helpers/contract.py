@@ -1,0 +1,91 @@
+"""What every communicator promises, checked on all its ranks at once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dsq_ckpt import ConfigError, LoadFailed, SaveFailed
+from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, sum_with_status, together
+
+
+def check(comm: Communicator) -> None:
+    """Collective."""
+    assert comm.gather(comm.rank) == list(range(comm.size))
+    _sums(comm)
+    _values(comm)
+    for culprit in {0, comm.size - 1}:
+        _failures(comm, culprit)
+    assert comm.gather("still there") == ["still there"] * comm.size
+
+
+def _sums(comm: Communicator) -> None:
+    total = comm.size * (comm.size + 1) // 2
+    for shape in ((1,), (0,), (7,), (3, 1, 50), (1000,)):
+        before = np.arange(np.prod(shape, dtype=int), dtype=np.int64).reshape(shape) + 2**53 + 1  # no float has these
+        counts = before * (comm.rank + 1)
+        assert comm.sum(counts) is None
+        assert np.array_equal(counts, before * total) and counts.shape == shape
+    negative = np.full(3, -comm.rank)
+    comm.sum(negative)
+    assert negative.tolist() == [comm.size - total] * 3
+
+
+def _values(comm: Communicator) -> None:
+    """Of different types and sizes, none included."""
+    for value in (None, b"x" * (1000 * comm.rank), {"rank": comm.rank, "array": np.arange(comm.rank * 7)}, (1, "ü")):
+        everywhere = comm.gather(value)
+        assert len(everywhere) == comm.size and repr(everywhere[comm.rank]) == repr(value)
+    assert [len(text) for text in comm.gather("y" * (100 - comm.rank))] == [100 - rank for rank in range(comm.size)]
+    for value in (None, "z" * 3000, {"a": [1, 2]}):
+        given = value if comm.rank == 0 else lambda: "this is not even looked at"
+        assert comm.broadcast(given) == value
+
+
+def _fail(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _failures(comm: Communicator, culprit: int) -> None:
+    """All ranks fail with one, and go on together."""
+    counts = np.ones(5, np.int64)
+    assert sum_with_status(comm, counts, None).tolist() == [comm.size] * 5
+
+    def sums() -> object:
+        return sum_with_status(comm, counts, ConfigError("wrong") if comm.rank == culprit else None)
+
+    def bug() -> int:
+        if comm.rank == culprit:
+            raise ValueError("a bug")
+        return comm.rank
+
+    mine = comm.rank == culprit
+    with pytest.raises(ConfigError if mine else FailedElsewhere, match="wrong" if mine else f"rank {culprit} failed"):
+        sums()
+    with pytest.raises(SaveFailed, match="ValueError: a bug" if mine else f"^rank {culprit} failed: ValueError: a bug"):
+        together(comm, bug)
+    # It is an error of the one thing that was done.
+    for kind, other in ((SaveFailed, LoadFailed), (LoadFailed, SaveFailed)):
+        with pytest.raises(kind) as told:
+            together(comm, bug, kind)
+        assert not isinstance(told.value, other)
+    # What the status cannot carry, the consensus around it does.
+    says = "^wrong$" if mine else f"^rank {culprit} failed: ConfigError: wrong$"
+    with pytest.raises(ConfigError if mine else FailedElsewhere, match=says):
+        together(comm, sums)
+    # What is no Exception stays what it is where it was raised.
+    for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit()):
+        own = error if mine else None
+        for work in (partial(_fail, own), partial(sum_with_status, comm, counts, own)):
+            with pytest.raises(type(error) if mine else FailedElsewhere) as caught:
+                together(comm, work)
+            says = f"rank {culprit} failed: {type(error).__name__}"
+            assert caught.value is error if mine else says in str(caught.value)
+    if comm.size > 1:
+        failed = "rank 1 failed" if comm.size == 2 else f"{comm.size - 1} ranks failed"
+        with pytest.raises(SaveFailed, match="a bug" if comm.rank else failed):
+            sum_with_status(comm, counts, ValueError("a bug") if comm.rank else None)
+    assert together(comm, lambda: comm.rank) == comm.rank

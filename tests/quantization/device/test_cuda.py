@@ -1,0 +1,60 @@
+"""The GPU save path on a GPU; its logic is tested everywhere, in test_device.py."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.device import transfer
+from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
+from tests.quantization.device.test_device import codes_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def to_cuda(tree):
+    if isinstance(tree, dict):
+        return {key: to_cuda(value) for key, value in tree.items()}
+    return tree.cuda() if isinstance(tree, torch.Tensor) else tree
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
+@pytest.mark.parametrize("bound", [transfer.IN_FLIGHT, 1])
+def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
+    monkeypatch.setattr(transfer, "IN_FLIGHT", bound)
+    first = mixed_state()
+    states = [first, moved(first, 1), moved(moved(first, 1), 2, scale=1e-5)]
+    keep = {"refinement": {"keep_last": 3}}
+    stream = torch.cuda.stream(torch.cuda.Stream()) if side else contextlib.nullcontext()
+    with stream:
+        for number, state in enumerate(states):
+            there = to_cuda(state)
+            pending = dsq_ckpt.async_save(there, tmp_path / "gpu" / str(number), config=keep)
+            for value in tensors(there).values():
+                value.zero_()
+            pending.result()
+    dsq_ckpt.forget()
+    monkeypatch.setattr(device, "DEVICES", set())
+    for number, state in enumerate(states):
+        dsq_ckpt.save(state, tmp_path / "host" / str(number), config=keep)
+    for number in range(3):
+        mine, theirs = (tmp_path / place / str(number) for place in ("gpu", "host"))
+        assert codes_of(mine) == codes_of(theirs)
+        assert differences(loaded(mine, first), loaded(theirs, first)) == []
+
+
+def test_device_memory_of_a_save(tmp_path, monkeypatch):
+    """At most 1.25 bytes per element beside the state and what waits for the trip, previous codes included."""
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 1)  # one chunk at a time
+    state = {f"layer{i}.weight": torch.randn(1 << 21, 8, device="cuda") * 0.02 for i in range(16)}
+    elements = sum(value.numel() for value in state.values())
+    dsq_ckpt.save(state, tmp_path / "0")
+    base = torch.cuda.memory_allocated() - elements  # the codes stay
+    for number in (1, 2):
+        torch.cuda.reset_peak_memory_stats()
+        dsq_ckpt.save(state, tmp_path / str(number))
+        assert torch.cuda.max_memory_allocated() - base <= 1.25 * elements

@@ -1,0 +1,335 @@
+"""Chunks that are quantized where they lie: whatever the kernels, what is stored is what the host would store."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.config.schema import KMeans, Lattice
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine.remembered import known
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.kernels.keys import FULL
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, QuantizingChunk
+from dsq_ckpt.quantization.codebook import fit_group
+from dsq_ckpt.quantization.device import coding, transfer
+from dsq_ckpt.quantization.device.coding import DeviceChunk, TablesOf, decode
+from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HOST: set[str] = set()
+SMALL = 8192
+
+
+@pytest.fixture(params=["numba", "triton"])
+def here(request, monkeypatch):
+    """Tensors of the CPU are worked on as if it were a device, by these kernels, and brought over in small pieces."""
+    if request.param == "triton":
+        interpreted = pytest.importorskip("dsq_ckpt.triton_kernels.backend").TritonBackend
+        if torch.cuda.is_available():
+            pytest.skip("kernels are compiled here, and take CUDA tensors: see test_cuda.py")
+        for module in (coding, device.passes, dsq_ckpt.quantization.chunk):
+            monkeypatch.setattr(module, "backend_for", interpreted)
+    monkeypatch.setattr(device, "DEVICES", {"cpu"})
+    monkeypatch.setattr(coding, "_PIECE", SMALL)
+    monkeypatch.setattr(transfer, "SLOT", 1000)
+    monkeypatch.setattr(transfer, "_transfers", {})
+    monkeypatch.setattr(device, "_usable", {})
+
+
+def codes_of(path: Path) -> dict[str, bytes]:
+    """The codes of every quantized tensor."""
+    with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
+        found = {}
+        for fqn, entry in checkpoint.index["tensors"].items():
+            ref = checkpoint.find(fqn, tuple(entry["chunks"][0][0]))
+            if checkpoint.record(ref)["type"] == "coded":
+                found[fqn] = checkpoint.codes(ref, workers).tobytes()
+        return found
+
+
+def chain_of(run: Path, states: list[dict[str, Any]], save: Any) -> list[Path]:
+    dsq_ckpt.forget()
+    paths = [run / str(number) for number in range(len(states))]
+    for state, path in zip(states, paths, strict=True):
+        save(state, path, config={"refinement": {"keep_last": len(states)}})
+    return paths
+
+
+def states() -> list[dict[str, Any]]:
+    first = mixed_state()
+    second = moved(first, 1)
+    third = moved(second, 2, scale=1e-5)  # few codes change: these travel one by one
+    return [first, second, third, copy.deepcopy(third)]
+
+
+def staged(state: dict[str, Any], path: Path, **options: Any) -> None:
+    """An asynchronous save whose state is gone as soon as the call returns."""
+    state = copy.deepcopy(state)
+    response = dsq_ckpt.async_save(state, path, **options)
+    for value in tensors(state).values():
+        value.zero_()
+    response.result()
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
+def test_a_chain_is_what_the_host_makes(here, tmp_path, monkeypatch, save):
+    near = chain_of(tmp_path / "device", states(), save)
+    back = [loaded(path, states()[0]) for path in near]
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    far = chain_of(tmp_path / "host", states(), dsq_ckpt.save)
+    for mine, theirs, values in zip(near, far, back, strict=True):
+        assert codes_of(mine) == codes_of(theirs)
+        assert differences(values, loaded(theirs, states()[0])) == []
+
+
+def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
+    """There is room for what is looked for before it is known how much that is."""
+    rooms = {"gather_protected": [], "migrated": []}
+    made = coding.backend_for
+
+    def watched(where: torch.device) -> Any:
+        backend = made(where)
+        for name, seen in rooms.items():
+            look = getattr(backend, name)
+
+            def search(*args: Any, look: Any = look, seen: Any = seen, **options: Any) -> Any:
+                seen.append(options.get("room", args[-1]))
+                return look(*args, **options)
+
+            monkeypatch.setattr(backend, name, search, raising=False)
+        return backend
+
+    monkeypatch.setattr(coding, "backend_for", watched)
+    chain_of(tmp_path, states(), dsq_ckpt.save)
+    for seen in rooms.values():
+        assert seen and all(isinstance(room, int) for room in seen)
+
+
+@pytest.mark.parametrize("place, instead", [
+    ("room_for_protected", lambda tables, n: None), ("room_for_changes", lambda tables, n: 0),
+    ("room_for_changes", lambda tables, n: 1),
+], ids=["waited for", "codes travel whole", "more changes than room"])
+def test_without_room_the_same_is_stored(here, tmp_path, monkeypatch, place, instead):
+    near = chain_of(tmp_path / "near", states(), dsq_ckpt.save)
+    monkeypatch.setattr(coding.Tables, place, instead)
+    far = chain_of(tmp_path / "far", states(), dsq_ckpt.save)
+    for mine, theirs in zip(near, far, strict=True):
+        assert codes_of(mine) == codes_of(theirs)
+        assert differences(loaded(mine, states()[0]), loaded(theirs, states()[0])) == []
+
+
+def test_a_tensor_that_changes_under_a_save_fails_it(here):
+    x = torch.randn(64, 80)
+    fitted = fitted_on(chunk_of(x, 4), Lattice())
+    made = DeviceChunk(chunk_of(x * 1000, 4), TablesOf().of(fitted, x.device))
+    with pytest.raises(SaveFailed, match=r"'w': .* were counted; did it change"):
+        made.block(slice(0, 5120))
+
+
+def test_a_loaded_checkpoint_is_gone_on_from(here, tmp_path, monkeypatch):
+    """Codes that are no longer on the device are brought there."""
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "device" / "0")
+    dsq_ckpt.forget()
+    loaded(tmp_path / "device" / "0", first)
+    dsq_ckpt.save(second, tmp_path / "device" / "1")
+    assert not dsq_ckpt.describe(tmp_path / "device" / "1")["keyframe"]
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    _, path = chain_of(tmp_path / "host", [first, second], dsq_ckpt.save)
+    assert codes_of(tmp_path / "device" / "1") == codes_of(path)
+
+
+def test_a_failed_save_leaves_the_run_usable(here, tmp_path, monkeypatch):
+    first, second, third, _ = states()
+    dsq_ckpt.save(first, tmp_path / "0")
+
+    def broken(*_: object) -> None:
+        raise OSError("the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.Transfer, "fetch", broken)
+        with pytest.raises(SaveFailed, match="the link is down"):
+            dsq_ckpt.save(second, tmp_path / "1")
+    dsq_ckpt.save(third, tmp_path / "2")
+    assert dsq_ckpt.describe(tmp_path / "2")["depth"] == 1
+    near = loaded(tmp_path / "2", first)
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    _, path = chain_of(tmp_path / "host", [first, third], dsq_ckpt.save)
+    assert differences(near, loaded(path, first)) == []
+
+
+def test_codes_past_a_table_fail_the_save(here, tmp_path):
+    """Previous codes that do not belong to the parent's codebook must not be used."""
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "0")
+    [found] = known()
+    name = next(key for key in found.memory.resident if key.fqn == "lossy.linear.weight")
+    found.memory.resident[name][5] = 255
+    with pytest.raises(SaveFailed, match="parent"):
+        dsq_ckpt.save(second, tmp_path / "1")
+
+
+def test_a_device_without_kernels_is_served_by_the_host(here, tmp_path, monkeypatch):
+    def missing(_: object) -> None:
+        raise ModuleNotFoundError("no triton")
+
+    monkeypatch.setattr(device, "backend_for", missing)
+    with pytest.warns(UserWarning, match="quantized on the host, which is slower: ModuleNotFoundError: no triton"):
+        dsq_ckpt.save(mixed_state(), tmp_path / "0")
+    assert codes_of(tmp_path / "0")
+
+
+def _full(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("full")
+
+
+@pytest.mark.parametrize("place", [
+    "dsq_ckpt.engine.session.DeviceChunk.__init__", "dsq_ckpt.engine.session.parent_on_device",
+    "dsq_ckpt.quantization.passes.full_sketches",
+    "dsq_ckpt.quantization.passes.add_joint_on_device",
+])
+def test_a_device_without_memory_is_served_by_the_host(here, tmp_path, monkeypatch, place):
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "device" / "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, _full)
+        dsq_ckpt.save(second, tmp_path / "device" / "1")
+    monkeypatch.setattr(device, "DEVICES", HOST)
+    far = chain_of(tmp_path / "host", [first, second], dsq_ckpt.save)
+    for number, path in enumerate(far):
+        assert codes_of(tmp_path / "device" / str(number)) == codes_of(path)
+
+
+def test_it_can_be_turned_off(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(DeviceChunk, "__init__", _full)
+    dsq_ckpt.save(mixed_state(), tmp_path / "0", config={"storage": {"on_device": False}})
+    assert codes_of(tmp_path / "0")
+
+
+def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypatch):
+    """And all of them where a keyframe comes next."""
+    first, second, *_ = states()
+    dsq_ckpt.save(first, tmp_path / "0")
+    [found] = known()
+    before = [weakref.ref(codes) for codes in found.memory.resident.values()]
+    alive = []
+
+    class Watched(DeviceChunk):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.append(sum(codes() is not None for codes in before))
+
+    monkeypatch.setattr("dsq_ckpt.engine.session.DeviceChunk", Watched)
+    dsq_ckpt.save(second, tmp_path / "1")
+    assert len(alive) == len(before) > 3
+    assert alive == sorted(alive, reverse=True) and alive[-1] <= 2
+    dsq_ckpt.save(second, tmp_path / "2", parent=None)
+    [found] = known()
+    assert len(found.memory.resident) == len(before)
+    dsq_ckpt.save(second, tmp_path / "3", config={"delta": {"enabled": False}})
+    assert not found.memory.resident
+
+
+def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0.25) -> Chunk:
+    return Chunk(ChunkKey("w", (0,) * x.dim(), tuple(x.shape)), x, "weights/linear", bits, exponent, parent)
+
+
+def fitted_on(chunk: Chunk, codebook: Any) -> Any:
+    counts = np.zeros((1, FULL.size), np.int64)
+    device.passes.add_joint([chunk], FULL, counts)
+    return fit_group(counts, FULL, codebook, None, chunk.refinement_bits)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 3, 4])
+@pytest.mark.parametrize(
+    "codebook", [Lattice(step=0.7), KMeans(bins=4, domain="log", protect=0.01), KMeans(bins=200, prune=0.2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(3, 61, 53, generator=generator) * 0.1).to(dtype)
+    if isinstance(codebook, KMeans) and codebook.domain == "log":
+        x = x.abs()
+    chunk = chunk_of(x, bits)
+    fitted = fitted_on(chunk, codebook)
+    near = DeviceChunk(chunk, TablesOf().of(fitted, x.device))
+    far = QuantizingChunk(chunk, fitted)
+    with Workers(1, 1024) as workers:
+        for where in workers.blocks(x.numel()):
+            mine, theirs = near.block(where), far.block(where)
+            assert np.array_equal(mine.protected, theirs.protected) and mine.refinement == theirs.refinement
+            assert np.array_equal(near.codes[where], far.codes[where])
+        model = torch.nn.Module()
+        model.register_buffer("w", x)
+        trial = TrialModel(model, [chunk], workers)
+        decoded = decode(chunk, TablesOf().of(fitted, x.device), bits).view(x.shape)
+        device.DEVICES.clear()
+        assert torch.equal(decoded, trial._decoded(chunk, fitted, bits))
+
+
+def test_a_staged_chunk_travels_to_another_process(here):
+    chunk = chunk_of(torch.randn(64, 80), 4)
+    made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    copied = pickle.loads(pickle.dumps(made))
+    assert copied.resident is None and np.array_equal(copied.codes, made.codes)
+    assert copied.block(slice(0, 5120)).refinement == made.block(slice(0, 5120)).refinement
+
+
+def test_what_waits_for_the_trip_is_bounded(monkeypatch):
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 100)
+    lane = transfer.Transfer(torch.device("cpu"))
+    go, order = threading.Event(), []
+    lane.reserve(80)
+    lane.submit(80, lambda: go.wait(10))
+    second = threading.Thread(target=lambda: (lane.reserve(30), order.append("reserved")))
+    second.start()
+    second.join(0.2)
+    assert order == [] and second.is_alive()
+    go.set()
+    second.join(10)
+    assert order == ["reserved"]
+    lane.submit(30, lambda: None).result()
+    lane.reserve(1000)  # alone, a chunk may be larger
+
+
+def test_a_transfer_at_the_interpreter_s_end_is_made_at_once():
+    lane = transfer.Transfer(torch.device("cpu"))
+    lane._thread.shutdown()
+    lane.reserve(transfer.IN_FLIGHT)
+    assert lane.submit(transfer.IN_FLIGHT, lambda: 5).result() == 5
+    lane.reserve(transfer.IN_FLIGHT)  # they were given back
+
+
+def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("the link is down")
+
+    monkeypatch.setattr(transfer.Transfer, "fetch", broken)
+    chunk = chunk_of(torch.randn(64, 80), 4)
+    made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    copied = pickle.loads(pickle.dumps(made))
+    with pytest.raises(SaveFailed, match="'w' did not arrive on the host: OSError: the link is down"):
+        copied.block(slice(0, 8))
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5000])
+def test_fetched_bytes_are_the_tensor_s(monkeypatch, size):
+    monkeypatch.setattr(transfer, "SLOT", 1000)
+    source = torch.from_numpy(np.frombuffer(os.urandom(4 * size), np.int32).copy())
+    lane = transfer.Transfer(torch.device("cpu"))
+    lane.reserve(1)
+    assert lane.submit(1, lambda: lane.fetch(source)).result().tobytes() == source.numpy().tobytes()

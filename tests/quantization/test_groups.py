@@ -1,0 +1,70 @@
+"""Which tensors are lossy: the recognised ones, and nothing that was not asked for."""
+
+import pytest
+import torch
+from torch import nn
+
+from dsq_ckpt import DSQConfig
+from dsq_ckpt.quantization.groups import assign, layer_types
+
+CONFIG = DSQConfig().quantize
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("fqn, shape, group", [
+    ("model.layers.0.attn.wq.weight", (256, 256), "weights/linear"),
+    ("model.tok_embeddings.weight", (1000, 64), "weights/embedding"),
+    ("model.wte.weight", (1000, 64), "weights/embedding"),
+    ("model.conv1.weight", (64, 3, 7, 7), "weights/conv"),
+    ("model.layers.0.norm.weight", (8192,), "exact"),
+    ("model.ln_f.weight", (100, 100), "exact"),
+    ("model.bn1.running_mean", (5000,), "exact"),
+    ("model.fc.bias", (100, 100), "exact"),
+    ("model.small.weight", (63, 65), "exact"),
+    ("model.just_enough.weight", (64, 64), "weights/linear"),
+    ("model.column.weight", (8192, 1), "exact"),
+    ("model._fsdp_wrapped_module._flat_param", (100_000,), "weights/other"),
+    ("optimizer.state.layers.0.wq.weight.exp_avg", (256, 256), "exp_avg/linear"),
+    ("optimizer.state.layers.0.wq.weight.exp_avg_sq", (256, 256), "exp_avg_sq/linear/octaves"),
+    ("optim.state.wte.weight.max_exp_avg_sq", (1000, 64), "exp_avg_sq/embedding/octaves"),
+    ("optimizer.state.conv.weight.momentum_buffer", (64, 64, 3, 3), "momentum/conv"),
+    ("optimizer.state.wq.weight.step", (), "exact"),
+    ("optimizer.state.wq.weight.preconditioner", (256, 256), "exact"),  # unknown state has no known bound
+    ("optimizer.state.norm.weight.exp_avg", (8192,), "exp_avg/small"),
+    ("optimizer.state.fc.bias.exp_avg_sq", (100,), "exp_avg_sq/small"),
+    ("optimizer.state.small.weight.momentum_buffer", (63, 65), "momentum/small"),
+])
+def test_names_and_shapes(fqn, shape, group):
+    assert assign(fqn, shape, F32, CONFIG).group == group
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_exact(dtype):
+    assert assign("model.w.weight", (256, 256), dtype, CONFIG).config is None
+
+
+def test_the_module_tree_decides_where_it_is_given():
+    model = nn.ModuleDict({
+        "bytes": nn.Embedding(300, 32), "positions": nn.Linear(64, 64), "mix": nn.Conv1d(64, 64, 3),
+        "scale": nn.LayerNorm((64, 64)),
+    })
+    types = layer_types(model)
+    found = {
+        name: assign(f"app.model.{name}.weight", model[name].weight.shape, F32, CONFIG, types).group for name in model
+    }
+    assert found == {
+        "bytes": "weights/embedding", "positions": "weights/linear", "mix": "weights/conv", "scale": "exact",
+    }
+
+
+def test_rules_come_first():
+    config = DSQConfig.create({"quantize": {
+        "rules": [{"pattern": "*.router.*", "exact": True}, {"pattern": "*.norm.weight", "group": "norms"},
+                  {"pattern": "*", "group": "late"}],
+        "groups": {"norms": {"method": "bf16"}},
+    }}).quantize
+    assert assign("m.router.weight", (256, 256), F32, config).config is None
+    norms = assign("m.norm.weight", (8192,), F32, config)
+    assert norms.group == "weights/norms" and norms.config.method == "bf16"
+    assert assign("m.fc.weight", (256, 256), F32, config).group == "weights/late"
+    assert assign("m.fc.weight", (6, 6), F32, config).config is None, "small tensors stay exact"

@@ -1,0 +1,370 @@
+"""Moments in units of Adam's update: what a restore gives back, whoever wrote which of the two, and at the edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dsq_ckpt
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.quantization.codebook.octaves import octave_book
+from dsq_ckpt.quantization.groups import assign
+from dsq_ckpt.quantization.moments import ERROR, UNITS, WINDOW, OctaveFrame, UpdateFrame, from_units
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def moments(rows: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
+    """First and second moments of elements whose gradients differ by many orders of magnitude, a tenth of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp2(torch.randint(-40, 0, (rows, 96), generator=generator).float())
+    m = torch.zeros(rows, 96)
+    v = torch.zeros(rows, 96)
+    for _ in range(30):
+        gradient = torch.randn(rows, 96, generator=generator) * scale
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.98 * v + 0.02 * gradient**2
+    never = torch.rand(rows, 96, generator=generator) < 0.1
+    return {"exp_avg": m.masked_fill(never, 0), "exp_avg_sq": v.masked_fill(never, 0)}
+
+
+def state(seed: int = 0) -> dict:
+    return {"state": {"w": moments(seed=seed)}}
+
+
+def restored(path, like: dict, **options) -> dict[str, torch.Tensor]:
+    empty = {"state": {"w": {name: torch.full_like(value, torch.nan) for name, value in like["state"]["w"].items()}}}
+    dsq_ckpt.load(empty, path, **options)
+    return empty["state"]["w"]
+
+
+def update(part: dict[str, torch.Tensor]) -> torch.Tensor:
+    return part["exp_avg"] / (part["exp_avg_sq"].sqrt() + 1e-15)
+
+
+def error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def test_second_moments_keep_their_octave_and_zeros(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    v, got = saved["state"]["w"]["exp_avg_sq"], restored(tmp_path / "run" / "0", saved)["exp_avg_sq"]
+    assert torch.equal(torch.frexp(got).exponent, torch.frexp(v).exponent)
+    assert torch.equal(got == 0, v == 0)
+
+
+def test_the_update_is_restored_within_a_part_of_a_cell(tmp_path) -> None:
+    """Every element to the same error, whatever its size: by tensor, what Adam does next differs by a quarter."""
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    exact, got = saved["state"]["w"], restored(tmp_path / "run" / "0", saved)
+    assert error(update(exact), update(got)) < 0.25
+    octave = exact["exp_avg_sq"].log2().floor()
+    for some in (octave < -60, (octave >= -60) & (octave < -30), octave >= -30):
+        assert some.sum() > 500
+        assert error(update(exact)[some], update(got)[some]) < 0.3
+    assert (got["exp_avg"][exact["exp_avg"] == 0] == 0).all()
+
+
+@pytest.mark.parametrize("bound", [0.11, 0.2, 0.4, 0.8])
+@pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99])
+def test_the_bound_on_the_error_of_the_update_is_kept_and_told(tmp_path, bound: float, beta1: float) -> None:
+    """The sketch tells it before anything is written; a bit less would break it."""
+    saved = state()
+    saved["state"]["w"]["exp_avg"] *= ((1 - beta1) / (1 + beta1) / 0.0526) ** 0.5  # of the size that such a mean has
+    config: dict = {"quantize": {"exp_avg": {"codebook": {"fit": "update", "error": bound}, "refinement_bits": 8}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config=config)
+    manifest = Manifest.read(tmp_path / "run" / "0")
+    told = manifest.groups["exp_avg/linear/update"].update_error
+    exact, got = update(saved["state"]["w"]), update(restored(tmp_path / "run" / "0", saved))
+    assert error(exact, got) == pytest.approx(told, rel=0.15) and told <= bound
+    config["quantize"]["exp_avg"]["codebook"]["error"] = 0
+    told_with = []
+    for bits in range(9):
+        config["quantize"]["exp_avg"]["refinement_bits"] = bits
+        dsq_ckpt.save(saved, tmp_path / f"bits-{bits}" / "0", config=config)
+        told_with.append(Manifest.read(tmp_path / f"bits-{bits}" / "0").groups["exp_avg/linear/update"].update_error)
+    assert told == next(one for one in told_with if one <= bound)
+
+
+def test_a_bound_that_the_bits_cannot_keep_is_said(tmp_path) -> None:
+    saved = state()
+    said = r"Adam's next update in 'exp_avg/linear/update' by \d\d%, more than the 25%.*refinement_bits, which is 1"
+    with pytest.warns(UserWarning, match=said):
+        dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 1}}})
+
+
+def test_what_quantization_by_size_alone_does_to_such_moments(tmp_path) -> None:
+    """The reason for it all: a cell of one width for the whole tensor loses most elements' updates."""
+    saved = state()
+    by_size = {"quantize": {
+        "exp_avg": {"codebook": {"fit": "kmeans", "bins": 2}, "refinement_bits": 3},
+        "exp_avg_sq": {"codebook": {"fit": "kmeans", "bins": 4, "domain": "log"}, "refinement_bits": 1},
+    }}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config=by_size)
+    assert error(update(saved["state"]["w"]), update(restored(tmp_path / "run" / "0", saved))) > 0.5
+
+
+def test_second_moments_cost_little_given_their_parents(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    saved["state"]["w"]["exp_avg_sq"] *= 1.05
+    dsq_ckpt.save(saved, tmp_path / "run" / "1")
+    keyframe, delta = (Manifest.read(tmp_path / "run" / name).kinds["exp_avg_sq"].base for name in "01")
+    assert delta < keyframe / 4
+    v, got = saved["state"]["w"]["exp_avg_sq"], restored(tmp_path / "run" / "1", saved)["exp_avg_sq"]
+    assert torch.equal(torch.frexp(got).exponent, torch.frexp(v).exponent)
+
+
+def test_octaves_that_the_parent_did_not_have_are_coded(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    v = saved["state"]["w"]["exp_avg_sq"]
+    v[0] = 2.0**100
+    v[1] = 2.0**-120
+    v[2] = 1e-40  # subnormal: no octave
+    dsq_ckpt.save(saved, tmp_path / "run" / "1")
+    got = restored(tmp_path / "run" / "1", saved)
+    for row, exponent in ((0, 101), (1, -119)):
+        assert (torch.frexp(got["exp_avg_sq"][row]).exponent == exponent).all()
+    assert (got["exp_avg_sq"][2] == 0).all()
+    large = saved["state"]["w"]["exp_avg"][2].abs() > 1e-17
+    assert error(saved["state"]["w"]["exp_avg"][2][large], got["exp_avg"][2][large]) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(tmp_path, dtype) -> None:
+    saved = {"state": {"w": {k: (v * 2.0**12).to(dtype) for k, v in moments().items()}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = restored(tmp_path / "run" / "0", saved)
+    exact = saved["state"]["w"]
+    assert got["exp_avg"].dtype == dtype
+    fine = exact["exp_avg_sq"].double() > 2.0**-14  # float16 has no exponent below
+    one, other = (update({k: v.double() for k, v in part.items()})[fine] for part in (exact, got))
+    assert error(one, other) < 0.25
+
+
+def test_a_first_moment_alone_is_stored_by_its_size(tmp_path) -> None:
+    """Lion has no second moment; nothing could measure the first."""
+    m = moments()["exp_avg"]
+    saved = {"state": {"w": {"exp_avg": m}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    with Checkpoint(tmp_path / "run" / "0") as checkpoint:
+        assert "unit" not in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+    empty = {"state": {"w": {"exp_avg": torch.zeros_like(m)}}}
+    dsq_ckpt.load(empty, tmp_path / "run" / "0")
+    assert error(m, empty["state"]["w"]["exp_avg"]) < 0.5
+
+
+@pytest.mark.parametrize("how", ["exact", "bf16"])
+def test_second_moments_that_are_not_coded_by_octave(tmp_path, how) -> None:
+    """Exact ones measure as well; of bf16 ones rounding may change the octave, and so they measure nothing."""
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg_sq": {"method": how}}})
+    with Checkpoint(tmp_path / "run" / "0") as checkpoint:
+        assert ("unit" in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))) == (how == "exact")
+    got = restored(tmp_path / "run" / "0", saved)
+    if how == "exact":
+        assert torch.equal(got["exp_avg_sq"], saved["state"]["w"]["exp_avg_sq"])
+        assert error(update(saved["state"]["w"]), update(got)) < 0.15
+
+
+@pytest.mark.parametrize("bad", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_with_nan_is_exact_and_the_other_one_as_ever(tmp_path, bad) -> None:
+    saved = state()
+    saved["state"]["w"][bad][3, 5] = torch.nan
+    with pytest.warns(UserWarning, match="NaN or Inf"):
+        dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
+    assert torch.equal(got[bad].nan_to_num(7), exact[bad].nan_to_num(7))
+    sound = exact["exp_avg_sq"] > 0
+    assert error(update(exact)[sound].nan_to_num(0), update(got)[sound].nan_to_num(0)) < 0.25
+
+
+def test_history_without_refinement_keeps_octaves_and_signs_of_large_updates(tmp_path) -> None:
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 0}}})
+    got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
+    large = update(exact).abs() > 1
+    assert large.any()
+    assert torch.equal(got["exp_avg"][large].sign(), exact["exp_avg"][large].sign())
+
+
+def test_differences_of_first_moments_are_not_measured(tmp_path) -> None:
+    """The unit of an element changes from checkpoint to checkpoint: what is added up has none."""
+    saved = state()
+    config = {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}
+    for name in "012":
+        dsq_ckpt.save(saved, tmp_path / "run" / name, config=config)
+        saved["state"]["w"]["exp_avg"] *= 0.9
+    with Checkpoint(tmp_path / "run" / "2") as checkpoint:
+        record = checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+    assert "residual" in record and "unit" not in record
+
+
+def test_groups_of_codes_in_other_units_have_other_names() -> None:
+    config = DSQConfig().quantize
+    alone = assign("state.w.exp_avg", (64, 96), torch.float32, config)
+    measured = assign("state.w.exp_avg", (64, 96), torch.float32, config, None, True)
+    assert alone.group != measured.group
+    assert (alone.second_moment, measured.second_moment) == (None, "state.w.exp_avg_sq")
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=50))
+def test_octave_frame_is_the_exponent(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    keyed = OctaveFrame().coded(torch.from_numpy(x), slice(None)).numpy()
+    exponent = (x.view(np.uint32) >> 23) & 0xFF
+    assert (WINDOW.bin_of(keyed) % WINDOW.n == np.where(exponent == 0, 0, exponent + 1)).all()
+    assert (np.signbit(keyed) == np.signbit(x))[exponent > 0].all()
+
+
+@given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=50))
+def test_units_there_and_back(pairs: list[tuple[float, float]]) -> None:
+    m, v = (np.array(part, np.float32) for part in zip(*pairs, strict=True))
+    coded = UpdateFrame("v", torch.from_numpy(v)).coded(torch.from_numpy(m), slice(None)).numpy().copy()
+    finite, in_units = np.isfinite(coded), coded.copy()
+    from_units(coded, v)
+    assert np.isfinite(coded).all()
+    normal = finite & (np.abs(m) > 1e-37) & (np.abs(in_units) > 1e-37)  # subnormal numbers have fewer bits
+    np.testing.assert_allclose(coded[normal], m[normal], rtol=3e-7)
+
+
+def test_units_are_roots_of_octaves() -> None:
+    exponents = np.arange(255)
+    np.testing.assert_allclose(UNITS[:255].astype(np.float64) ** 2, 2.0 ** (exponents - 126.5), rtol=2e-7)
+
+
+def test_error_of_an_octave_is_the_measured_one() -> None:
+    values = np.exp2(np.random.default_rng(0).random(100_000))
+    assert pytest.approx((((values - 2**0.5) ** 2).mean() / (values**2).mean()) ** 0.5, rel=0.01) == ERROR
+
+
+def test_octave_book_protects_negative_values_and_has_a_level_for_each_octave_in_use() -> None:
+    held = np.zeros(WINDOW.size, np.int64)
+    held[[0, 1 + 100, 1 + 120, WINDOW.n + 1 + 50]] = 5, 3, 2, 1
+    book, codes, _ = octave_book(held)
+    assert book.levels.tolist() == [0.0, 2**0.5 * 2.0**-27, 2**0.5 * 2.0**-7]
+    assert codes[[0, 101, 121, WINDOW.n, WINDOW.n + 51]].tolist() == [0, 1, 2, 0, book.protected]
+
+
+def test_differences_are_not_taken_to_values_in_units(tmp_path) -> None:
+    """A run whose configuration goes over to differences: what a unit was taken out of is no base for them."""
+    saved = state()
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    for name in "12":
+        config = {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}
+        dsq_ckpt.save(saved, tmp_path / "run" / name, config=config)
+        got = restored(tmp_path / "run" / name, saved)
+        assert error(saved["state"]["w"]["exp_avg"], got["exp_avg"]) < 0.3
+
+
+@pytest.mark.parametrize("square", [
+    torch.ones(64, 1), torch.tensor(1.0), torch.ones(96, 64), torch.ones(64, 96, dtype=torch.uint8),
+    torch.ones(64, 96).to(torch.float8_e4m3fn),
+])
+def test_what_is_of_another_shape_or_no_numbers_measures_nothing(tmp_path, square) -> None:
+    """NovoGrad keeps one second moment for a layer, factored optimizers one for a row."""
+    saved = {"state": {"w": {"exp_avg": moments()["exp_avg"], "exp_avg_sq": square}}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = {"state": {"w": {name: torch.zeros_like(value) for name, value in saved["state"]["w"].items()}}}
+    dsq_ckpt.load(got, tmp_path / "run" / "0")
+    assert error(saved["state"]["w"]["exp_avg"], got["state"]["w"]["exp_avg"]) < 0.5
+
+
+def test_negative_second_moments_are_kept(tmp_path) -> None:
+    saved = state()
+    saved["state"]["w"]["exp_avg_sq"][0] = -1.9 * 2.0**-10
+    with pytest.warns(UserWarning, match=r"NaN or Inf: state.w.exp_avg_sq \(of exp_avg_sq, negative values"):
+        dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
+    assert torch.equal(got["exp_avg_sq"], exact["exp_avg_sq"])
+    assert error(exact["exp_avg"][0], got["exp_avg"][0]) < 0.5 or not exact["exp_avg"][0].any()
+
+
+def test_moments_that_share_memory_with_others(tmp_path) -> None:
+    """What is coded of a second moment is not what is coded of a weight of the same memory."""
+    part = moments()
+    shared = torch.zeros(64, 96)
+    saved = {
+        "model": {"squares": part["exp_avg_sq"]}, "state": {"w": part, "z": {"exp_avg": shared, "exp_avg_sq": shared}},
+    }
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = {
+        "state": {name: {key: torch.full_like(value, torch.nan) for key, value in of.items()}
+                  for name, of in saved["state"].items()},
+    }
+    dsq_ckpt.load(got, tmp_path / "run" / "0")
+    assert error(update(part), update(got["state"]["w"])) < 0.25
+    assert not got["state"]["z"]["exp_avg"].any() and not got["state"]["z"]["exp_avg_sq"].any()
+
+
+@pytest.mark.parametrize("name, fit", [
+    ("weights", "octaves"), ("momentum", "update"), ("exp_avg", "octaves"), ("exp_avg_sq", "update"),
+])
+def test_codebooks_of_moments_are_for_these_alone(name, fit) -> None:
+    with pytest.raises(dsq_ckpt.ConfigError, match=f"{name}: fit '{fit}' is for exp_avg"):
+        DSQConfig.create({"quantize": {name: {"codebook": {"fit": fit}}}})
+
+
+def test_first_moments_too_large_for_their_units_are_not_called_infinite(tmp_path, recwarn):
+    """Each is stored exactly, with a warning that says why; and an error for NaN is none for these."""
+    own = moments()
+    own["exp_avg"][0, 0], own["exp_avg_sq"][0, 0] = 1e25, 1e-36
+    dsq_ckpt.save({"state": {"w": own}}, tmp_path / "a", config={"quantize": {"nonfinite": "error"}})
+    [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
+    assert ": state.w.exp_avg;" in said and "units of Adam's update" in said and "Inf" not in said
+    assert torch.equal(restored(tmp_path / "a", {"state": {"w": own}})["exp_avg"], own["exp_avg"])
+    own["exp_avg"][1, 1] = float("nan")
+    with pytest.warns(UserWarning, match="hold NaN or Inf: state.w.exp_avg;"):
+        dsq_ckpt.save({"state": {"w": own}}, tmp_path / "b")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_first_moments_over_second_moments_of_zero_are_kept(tmp_path, dtype) -> None:
+    """As after an underflow in float16: the update there is the largest of all."""
+    saved = {"state": {"w": {name: value.to(dtype) for name, value in moments().items()}}}
+    saved["state"]["w"] = {"exp_avg": torch.randn(64, 96).to(dtype) * 1e-3, "exp_avg_sq": torch.rand(64, 96).to(dtype)}
+    saved["state"]["w"]["exp_avg_sq"][::2] = 0
+    dsq_ckpt.save(saved, tmp_path / "run" / "0")
+    got = restored(tmp_path / "run" / "0", saved)
+    assert error(saved["state"]["w"]["exp_avg"][::2].double(), got["exp_avg"][::2].double()) < 0.005
+    assert not got["exp_avg_sq"][::2].any()
+
+
+@pytest.mark.parametrize("size", [1e-60, 1e300])
+@pytest.mark.parametrize("name", ["w.weight", "state.w.exp_avg", "state.w.exp_avg_sq"])
+@pytest.mark.parametrize("shape", [(64, 96), (30,)])
+def test_float64_beyond_float32_is_stored_exactly(tmp_path, recwarn, size: float, name: str, shape) -> None:
+    value = torch.rand(shape, dtype=torch.float64) * size
+    other = torch.rand(shape, dtype=torch.float64)
+    saved = {name: value, "state.w.exp_avg_sq" if name.endswith("avg") else "other": other}
+    dsq_ckpt.save(saved, tmp_path / "0")
+    got = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+    dsq_ckpt.load(got, tmp_path / "0")
+    assert torch.equal(got[name], value)
+    said = [str(warning.message) for warning in recwarn]
+    assert len(shape) == 1 or any(name in one and "float32" in one for one in said), said
+
+
+def test_tensors_of_subnormal_numbers_are_stored_exactly(tmp_path, recwarn) -> None:
+    """All would be zeros; where there are normal numbers beside them, these decide what is small."""
+    names = ["w.weight", "state.u.exp_avg", "state.w.exp_avg_sq", "state.w.momentum_buffer"]
+    saved = {name: torch.rand(64, 96) * 1e-40 for name in names}
+    saved |= {f"other.{name}": torch.rand(64, 96) for name in names} | {"zeros.weight": torch.zeros(64, 96)}
+    saved["mixed.weight"] = torch.cat([torch.rand(32, 96), torch.rand(32, 96) * 1e-40])
+    for number in range(2):
+        dsq_ckpt.save(saved, tmp_path / "run" / str(number))
+        got = {key: torch.ones_like(tensor) for key, tensor in saved.items()}
+        dsq_ckpt.load(got, tmp_path / "run" / str(number))
+        assert all(torch.equal(got[name], saved[name]) for name in names)
+        assert not got["zeros.weight"].any() and not torch.equal(got["mixed.weight"], saved["mixed.weight"])
+        [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
+        assert all(name in said for name in names) and "4 tensor(s)" in said
+        recwarn.clear()

@@ -1,0 +1,355 @@
+"""A reader of checkpoints written from docs/format.md alone: it shares no code with the package, and no speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from tests.storage.format.independent_coders import Bits, Huffman, Rans, Refused, require
+
+Tree = dict[str, Any]
+
+
+class Unsupported(Exception):
+    """The checkpoint is of a version that the page does not describe."""
+
+
+def parse(text: bytes) -> Tree:
+    """Strict JSON."""
+    def refuse(constant: str) -> None:
+        raise Refused(f"{constant} is not JSON")
+
+    try:
+        tree: Tree = json.loads(text.decode("utf-8"), parse_constant=refuse)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return tree
+
+
+def xxh3(data: bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(data):016x}"
+
+
+def check_version(version: Any) -> None:
+    require(type(version) is int and version >= 1, "version")
+    if version > 3:
+        raise Unsupported(f"version {version}")
+
+
+def unzstd(frame: bytes, size: int | None = None) -> bytes:
+    """The content of one frame: `size` bytes, or, of JSON, at most 2^30."""
+    try:
+        declared = zstandard.frame_content_size(frame)
+        most = min(1 << 30, (1 << 24) + (len(frame) << 10))
+        require(0 <= declared <= most if size is None else declared == size, "size of a zstd frame")
+        return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Refused(str(error)) from error
+
+
+def scale_of(e: float) -> float:  # section 7
+    n = math.floor(e)
+    return float(round(2.0 ** (e - n + 15))) * 2.0 ** (n - 15)
+
+
+def unshuffle(data: bytes, item: int, size: int) -> bytes:  # section 8
+    require(item >= 1 and size >= 0 and size % item == 0, "whole items")
+    if item == 1 or size < 4096:
+        planes = unzstd(data, size)
+    else:
+        at = 8 * (item - 1)
+        require(len(data) >= at, "table of lengths")
+        lengths = [*struct.unpack(f"<{item - 1}Q", data[:at]), len(data)]  # a slice ends at the end at the latest
+        planes = b""
+        for length in lengths:
+            planes += unzstd(data[at : at + length], size // item)
+            at += length
+    return np.frombuffer(planes, np.uint8).reshape(item, size // item).T.tobytes()
+
+
+class Container:  # section 4
+    def __init__(self, path: Path) -> None:
+        self.raw = path.read_bytes()
+        require(len(self.raw) >= 48, "a file has header and trailer")
+        magic, version, zero = struct.unpack("<8sII", self.raw[:16])
+        require(magic == b"DSQCKPT\0" and zero == 0, "header")
+        check_version(version)
+        start, size, checksum, end = struct.unpack("<QQQ8s", self.raw[-32:])
+        self.checksum = f"{checksum:016x}"
+        require(end == b"\0DSQEND\0" and start + size + 32 == len(self.raw), "trailer")
+        self.contents = parse(unzstd(self.block([start, size, f"{checksum:016x}"])))
+        require(self.contents.get("version", min(version, 2)) == version, "version of the contents")
+
+    def block(self, place: Sequence[Any]) -> bytes:
+        offset, size, checksum = place
+        require(min(offset, size) >= 0 and offset + size <= len(self.raw), "blocks lie in the file")
+        data = self.raw[offset : offset + size]
+        require(xxh3(data) == checksum, "checksum of a block")
+        return data
+
+    def steps(self, places: Sequence[Sequence[Any] | None], n: int) -> Iterator[tuple[slice, bytes | None]]:
+        """Blocks of codes or symbols, and which of the n elements they hold."""
+        step = self.contents["block_elements"]
+        require(0 < step <= 1 << 26 and len(places) == -(-n // step), "number of blocks")
+        for start, place in zip(range(0, n, step), places, strict=True):
+            yield slice(start, min(start + step, n)), None if place is None else self.block(place)
+
+
+def converted(values: npt.NDArray[Any], dtype: str) -> bytes:  # section 7, the end
+    if dtype in ("float16", "bfloat16"):
+        largest = {"float16": 65504.0, "bfloat16": 255 * 2.0**120}[dtype]
+        values = np.clip(values, -np.float32(largest), np.float32(largest))
+    if dtype != "bfloat16":
+        return values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype("<u2").tobytes()
+
+
+def widened(bf16: bytes) -> npt.NDArray[np.float32]:
+    return (np.frombuffer(bf16, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def value(book: Tree, code: int, scale: float, symbol: int | None, bits: int) -> np.float32:  # section 7
+    level, low, high = book["levels"][code], book["cells"][0][code], book["cells"][1][code]
+    linear, plain = book["domain"] == "linear", symbol is None or low == high
+    u = level if symbol is None or plain else low + (symbol + 0.5) * ((high - low) / 2.0**bits)
+    with np.errstate(over="ignore"):
+        if linear and plain:
+            v = np.float32(u * scale)
+        elif linear:
+            v = np.float32(low * scale + (symbol + 0.5) * (((high - low) * scale) / 2.0**bits))
+        elif plain:
+            v = np.float32(np.float32(u) * np.float32(scale))
+        else:
+            magnitude = np.uint32(min(max(round(u * 2.0**23), 0), (1 << 31) - 1)).view(np.float32)
+            v = np.float32((-magnitude if level < 0 else magnitude) * np.float32(scale))
+    return np.float32(np.copysign(np.finfo(np.float32).max, v)) if np.isinf(v) else v
+
+
+def refined_by_rans(data: bytes, codes: list[int], bits: int) -> list[int]:  # section 6
+    (size,) = struct.unpack("<I", data[1:5])
+    require(size <= len(data) - 5, "a model in its block")
+    coder = Rans(data[5 : 5 + size])
+    require(coder.symbols == 1 << bits and max(codes, default=0) < coder.contexts, "a model of these codes")
+    return coder.decode(data[5 + size :], len(codes), codes)
+
+
+def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        total = values + more
+    return np.where(np.isinf(total), np.copysign(np.finfo(np.float32).max, total), total)
+
+
+def check_book(book: Tree) -> None:
+    levels, (low, high) = book["levels"], book["cells"]
+    require(1 <= len(levels) <= 255 and len(low) == len(high) == len(levels), "length of a codebook")
+    require(bool(np.isfinite([levels, low, high]).all()) and levels[0] == 0, "numbers of a codebook")
+    require(all(a <= b for a, b in zip(low, high, strict=True)), "bounds of cells")
+    require(book["domain"] in ("linear", "log"), "domain")
+
+
+class Reader:  # a checkpoint directory
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        data = (directory / "manifest.json").read_bytes()
+        self.manifest = parse(data)
+        require(self.manifest["format"] == "dsq_ckpt", "format")
+        check_version(self.manifest["version"])
+        digits: Any = self.manifest.get("checksum")
+        require(isinstance(digits, str) and bool(re.fullmatch("[0-9a-f]{16}", digits)), "digits of a checksum")
+        require(xxh3(data.replace(digits.encode(), b"0" * 16, 1)) == digits, "checksum of the manifest")
+        self.files: dict[str, Tree] = {entry["name"]: entry for entry in self.manifest["files"]}
+        require(len(self.files) == len(self.manifest["files"]), "names of files differ")
+        for name in self.files:
+            require(name != "" and name[0] != "." and not set(name) & set("/\\\0"), "name of a file")
+        indices = [entry for entry in self.files.values() if entry["role"] == "index"]
+        require(len(indices) == 1, "one index")
+        index = indices[0]
+        data = (directory / index["name"]).read_bytes()
+        require([len(data), xxh3(data)] == [index["size"], index["checksum"]], "index")
+        self.index = parse(unzstd(data))
+        own = {name for name, entry in self.files.items() if entry["role"] == "own"}
+        require(own >= set(self.index["files"]), "files of the index")
+        paths, names = self.index["planner"], {*self.index["tensors"], *self.index["objects"]}
+        require(not paths or (names <= set(paths) and all(paths.values())), "a path for each name")
+        ends = [tuple(path) for path in (paths or {}).values()]
+        require(len(set(ends)) == len(ends), "a path of its own for each name")
+        self._containers: dict[str, Container] = {}
+
+    def container(self, name: str) -> Container:
+        if name not in self._containers:
+            require(name in self.files, f"the manifest names {name}")
+            file, entry = Container(self.directory / name), self.files[name]
+            require(len(file.raw) == entry["size"], "size of a file")
+            require(entry.get("contents") in (None, file.checksum), "checksum of contents")
+            save, rank, kind = re.split("[-.]", name)
+            require([file.contents["save"], file.contents["rank"]] == [save, int(rank)], "a file of this name")
+            require(kind == "dsq" or file.contents["base"] == f"{save}-{rank}.dsq", "base of a refinement file")
+            require((entry["role"] == "ancestor") == (save != self.manifest["save_id"]), "save of a file")
+            self._containers[name] = file
+        return self._containers[name]
+
+    def object(self, fqn: str) -> bytes:
+        number, place = self.index["objects"][fqn]
+        file = self.container(self.index["files"][number])
+        record = file.contents["records"][place]
+        require(record["type"] == "bytes" and record["fqn"] == fqn, "an object's record")
+        return self._exact(file, record)
+
+    def tensor(self, fqn: str, refined: bool = True) -> bytes:
+        """All elements of a tensor in row-major order."""
+        tensor = self.index["tensors"][fqn]
+        item = np.dtype(tensor["dtype"].replace("bfloat16", "int16")).itemsize
+        whole = np.zeros((*tensor["shape"], item), np.uint8)
+        filled = np.zeros(tensor["shape"], np.uint8)
+        for offsets, shape, number, place in tensor["chunks"]:
+            name = self.index["files"][number]
+            record = self.container(name).contents["records"][place]
+            stored = self.index.get("tied", {}).get(fqn, fqn)
+            expected = {"fqn": stored, "offsets": offsets, "shape": shape, "dtype": tensor["dtype"]}
+            require({**record, **expected} == record, "as in the index")
+            data = np.frombuffer(self._chunk(name, place, record, refined), np.uint8)
+            box = tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))
+            require(filled[box].shape == tuple(shape), "chunks in their tensor")
+            whole[box] = data.reshape(*shape, item)
+            filled[box] += 1
+        require(bool((filled == 1).all()), "chunks that cover their tensor once")
+        return whole.tobytes()
+
+    def _exact(self, file: Container, record: Tree) -> bytes:
+        packs = [file.contents["packs"][number] for number in record["packs"]]
+        data = b"".join(unshuffle(file.block(place), item, size) for place, item, size in packs)
+        if "at" in record:
+            data = data[record["at"] : record["at"] + record["size"]]
+        require(len(data) == record["size"], "size of a record")
+        return data
+
+    def _chunk(self, name: str, place: int, record: Tree, refined: bool) -> bytes:
+        if record["type"] == "plain":
+            data = self._exact(self.container(name), record)
+            return data if "stored" not in record else converted(widened(data), record["dtype"])  # it is bfloat16 today
+        return converted(self._sum(name, place, record["shape"], refined), record["dtype"])
+
+    def _sum(self, name: str, place: int, shape: list[int], refined: bool) -> npt.NDArray[np.float32]:
+        links = [(name, place)]
+        while (older := self._record(*links[-1]).get("residual")) is not None:
+            require(tuple(older) not in links, "a chain ends")
+            links.append((older[0], older[1]))
+        total = None
+        for link in reversed(links):
+            record = self._record(*link)
+            require(record["type"] in ("coded", "merged", "plain"), "records with values")
+            require(record["shape"] == shape and (total is not None or record["type"] != "merged"), "records that fit")
+            if record["type"] == "merged":
+                for own in self._steps(*link, record):
+                    total = added(total, own)
+                continue
+            if record["type"] == "plain":
+                dtype = record["dtype"]
+                require(dtype in ("float64", "float32", "float16", "bfloat16"), "numbers to add to")
+                data = self._chunk(*link, record, False)
+                with np.errstate(over="ignore"):
+                    own = widened(data) if dtype == "bfloat16" else np.frombuffer(data, dtype).astype(np.float32)
+            else:
+                own = self._elements(*link, record, refined and link == links[0])
+            total = own if total is None else added(total, own)
+        assert total is not None
+        return total
+
+    def _record(self, name: str, place: int) -> Tree:
+        record: Tree = self.container(name).contents["records"][place]
+        return record
+
+    def _steps(self, name: str, place: int, record: Tree) -> Iterator[npt.NDArray[np.float32]]:
+        steps, count = record["steps"], record.get("protected_count", 0)
+        k = len(steps[0]) if steps else -1
+        require(0 <= k <= 255 and all(len(step) == k for step in steps), "table of steps")
+        single = np.zeros((len(steps), 0), "<f4")
+        if count:
+            raw = unshuffle(self.container(name).block(record["protected"]), 4, 4 * count * len(steps))
+            single = np.frombuffer(raw, "<f4").reshape(len(steps), count)
+        require(bool(np.isfinite(np.array(steps)).all() and np.isfinite(single).all()), "finite steps")
+        require(all(number == float(np.float32(number)) for step in steps for number in step), "steps in fp32")
+        codes = self._codes(name, place, record["shape"], ())
+        require(max(codes, default=0) <= k and codes.count(k) == count, "codes of the table")
+        for step, numbers in zip(steps, single, strict=True):
+            rest = iter(numbers)
+            yield np.array([step[code] if code < k else next(rest) for code in codes], np.float32)
+
+    def _elements(self, name: str, place: int, record: Tree, refined: bool) -> npt.NDArray[np.float32]:
+        file, n = self.container(name), int(np.prod(record["shape"], dtype=np.int64))
+        codes = self._codes(name, place, record["shape"], ())
+        count, bits, symbols = record.get("protected_count", 0), 0, list[int]()
+        protected = widened(unshuffle(file.block(record["protected"]), 2, 2 * count)) if count else np.zeros(0, "<f4")
+        beside = f"{name.removesuffix('.dsq')}.refinement"
+        if refined and self.manifest["refinement"] == "kept" and beside in self.files:
+            other = self.container(beside)
+            entry = other.contents["records"].get(str(place), {"bits": 0})
+            bits = entry["bits"]
+            for where, data in other.steps(entry["blocks"], n) if bits else ():
+                assert data is not None
+                whole = -(-(where.stop - where.start) * bits // 8)
+                if len(data) != whole and data[:1] == b"\1":
+                    symbols += refined_by_rans(data, codes[where], bits)
+                    continue
+                data = data if len(data) == whole else unshuffle(data, 1, whole)
+                stream = Bits(data)
+                symbols += [stream.field(bits) for _ in range(where.stop - where.start)]
+                stream.finish()
+            if bits and count:
+                protected = np.frombuffer(unshuffle(other.block(entry["protected"]), 4, 4 * count), "<f4")
+        book = file.contents["groups"][record["group"]]["codebook"]
+        last, scale = len(book["levels"]), scale_of(record.get("exponent", 0))
+        check_book(book)
+        require(codes.count(last) == count and max(codes, default=0) <= last, "codes of the codebook")
+        pairs: list[tuple[int, int | None]] = list(zip(codes, symbols if bits else [None] * n, strict=True))
+        known = {pair: value(book, pair[0], scale, pair[1], bits) for pair in set(pairs) if pair[0] < last}
+        rest = iter(protected)
+        values = np.array([known[p] if p in known else next(rest) for p in pairs], np.float32)
+        return values if "unit" not in record else self._in_units(values, record)
+
+    def _in_units(self, values: npt.NDArray[np.float32], record: Tree) -> npt.NDArray[np.float32]:
+        fqn, found = record["unit"], None
+        for offsets, shape, number, place in self.index["tensors"][fqn]["chunks"]:
+            if [offsets, shape] == [record["offsets"], record["shape"]]:
+                found = self.index["files"][number], place
+        require(found is not None, "a chunk that measures this one")
+        assert found is not None
+        other = self._record(*found)
+        require("unit" not in other and "residual" not in record, "units are not measured")
+        exponents = self._sum(*found, record["shape"], False).view(np.uint32) >> 23 & 0xFF
+        units = [2.0 ** ((e - 126.5) / 2) for e in range(256)]
+        with np.errstate(over="ignore"):
+            product = values * np.array(units, np.float32)[exponents]
+        return np.where(np.isinf(product), np.copysign(np.finfo(np.float32).max, product), product)
+
+    def _codes(self, name: str, place: int, shape: list[int], seen: tuple[tuple[str, int], ...]) -> list[int]:
+        require((name, place) not in seen, "a chain ends")
+        file = self.container(name)
+        record = file.contents["records"][place]
+        merged = record["type"] == "merged" and not seen
+        require((record["type"] == "coded" or merged) and record["shape"] == shape, "a record fits its chain")
+        parent = None if merged else record.get("parent")
+        previous = None if parent is None else self._codes(parent[0], parent[1], shape, (*seen, (name, place)))
+        group = record if merged else file.contents["groups"][record["group"]]
+        require(group["coder"] in ("rans", "huffman"), "coder")
+        coder = (Rans if group["coder"] == "rans" else Huffman)(file.block(group["model"]))
+        require(not previous or max(previous) < coder.contexts, "previous codes below contexts")
+        out: list[int] = []
+        for where, block in file.steps(record["blocks"], int(np.prod(shape, dtype=np.int64))):
+            if block is None:
+                require(previous is not None, "previous codes to repeat")
+                out += previous[where]
+                continue
+            out += coder.decode(block, where.stop - where.start, None if previous is None else previous[where])
+        return out

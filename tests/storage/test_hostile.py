@@ -1,0 +1,399 @@
+"""What no honest writer makes: files that block, claim what they do not hold, or use up what a process has."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+import xxhash
+import zstandard
+
+import dsq_ckpt
+from dsq_ckpt.convert.export import export_torch
+from dsq_ckpt.core import regular
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
+from dsq_ckpt.storage.index import uncovered
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import differences, loaded, same
+from tests.storage.format.rewriting import edit_contents, edit_index
+
+CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
+
+
+def state(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(40, 60, generator=generator), "list": [torch.ones(3)], "n": 5}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    dsq_ckpt.save(state(), tmp_path / "run" / "a", config=CONFIG)
+    return tmp_path / "run" / "a"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
+def test_what_is_no_file_is_refused_at_once(saved, kind):
+    """Opening a FIFO would wait for somebody to write into it."""
+    for file in sorted(saved.iterdir()):
+        held = file.read_bytes()
+        file.unlink()
+        if kind == "fifo":
+            os.mkfifo(file)
+        elif kind == "device":
+            file.symlink_to("/dev/zero")
+        elif kind == "socket":
+            os.mknod(file, 0o140600)
+        else:
+            file.mkdir()
+        with pytest.raises(dsq_ckpt.DSQError, match=file.name):
+            loaded(saved, state())
+        assert dsq_ckpt.latest(saved.parent) is None or file.name != "manifest.json"
+        if kind == "directory":
+            file.rmdir()
+        else:
+            file.unlink()
+        file.write_bytes(held)
+    assert differences(loaded(saved, state()), loaded(saved, state())) == []
+
+
+def test_links_to_files_are_followed(saved, tmp_path):
+    """As stores of files make them; every byte is compared with its checksum all the same."""
+    values = loaded(saved, state())
+    for file in sorted(saved.iterdir()):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+    assert differences(loaded(saved, state()), values) == []
+
+
+def test_manifests_are_nested_and_long_as_far_as_is_sensible(saved):
+    path = saved / "manifest.json"
+    head = path.read_text().partition('"save_id"')[0]
+    for text in ("[" * 100_000 + "]" * 100_000, head + '"x": ' + "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"manifest\.json"):
+            Manifest.read(saved)
+    with open(path, "w") as file:
+        file.truncate(1 << 40)  # a hole of 1 TiB
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="more than"):
+        Manifest.read(saved)
+
+
+def test_places_of_lists(saved):
+    edit_index(saved, lambda index: index["planner"].update({"list.0": ["list", 150_000_000]}))
+    for target in ({}, state()):
+        with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"place 150000000 of a list.*"):
+            dsq_ckpt.load(target, saved)
+
+
+def test_two_names_with_one_path(saved):
+    edit_index(saved, lambda index: index["planner"].update({"list.0": index["planner"]["w"]}))
+    for target in ({}, state()):
+        with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"'list\.0' has the path of 'w'"):
+            dsq_ckpt.load(target, saved)
+
+
+def test_a_value_above_other_values(saved):
+    """Ranks may have a list without tensors, which is one object, where others have tensors in it."""
+    edit_index(saved, lambda index: index["planner"].update(n=["list"]))
+    for read in (lambda: dsq_ckpt.load({}, saved), lambda: export_torch(saved, saved.parent / "out.pt")):
+        with pytest.raises(dsq_ckpt.LoadFailed, match=r"'n' and 'list\.0' cannot both be in one state dict"):
+            read()
+    dsq_ckpt.load(found := {"w": torch.zeros(40, 60)}, saved)
+    assert same(found["w"], loaded(saved, {"w": torch.zeros(40, 60)})["w"])
+
+
+def test_a_name_without_a_value_is_told(saved):
+    edit_index(saved, lambda index: index["tensors"].pop("list.0"))
+    assert export_torch(saved, saved.parent / "out.pt").left_out == ["list.0"]
+    with pytest.raises(dsq_ckpt.DSQError, match="no 'list"):
+        dsq_ckpt.load({}, saved)
+
+
+@pytest.mark.parametrize("change", [
+    lambda book, record: book["levels"].__setitem__(1, "0000"), lambda book, record: record.update(exponent="2"),
+    lambda book, record: record.update(exponent=True),
+], ids=["level", "exponent", "boolean"])
+def test_numbers_are_numbers(saved, change):
+    """Python and NumPy would make numbers of strings."""
+    def edit(contents):
+        (record,) = (record for record in contents["records"] if record["fqn"] == "w")
+        change(contents["groups"][record["group"]]["codebook"], record)
+
+    edit_contents(saved, edit)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.dsq|'w'"):
+        dsq_ckpt.load(state(), saved)
+
+
+@pytest.mark.parametrize("record", ["w", "list.0", "n"])
+def test_sizes_that_no_file_can_hold(saved, record):
+    """Nothing is allocated for them."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def claim(contents):
+        for pack in contents["packs"]:
+            pack[2] = 1 << 40
+        for one in contents["records"]:
+            if one["fqn"] == record and "size" in one:
+                one["size"] = 1 << 40
+            elif one["fqn"] == record:
+                one.update(protected_count=1 << 40, protected=one["blocks"][0])
+
+    edit_contents(saved, claim)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.dsq"):
+        loaded(saved, state())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (200 << 10)
+
+
+def test_a_table_that_repeats_itself_is_still_read(tmp_path):
+    """A writer adds noise where its frame would hold more than readers believe of so few bytes."""
+    contents = {"rows": ["the same"] * 4_000_000}
+    with ContainerWriter(tmp_path, "x", False) as writer:
+        info = writer.finish(contents)
+    assert info.size < 400_000
+    reader = ContainerReader(tmp_path / "x")
+    assert reader.contents["rows"] == contents["rows"]
+    reader.close()
+
+
+def test_few_files_are_open_at_a_time(tmp_path):
+    """A chain that is longer than the process may have files open; running out of them is not damage."""
+    config = {**CONFIG, "delta": {"max_chain": 100}, "storage": {**CONFIG["storage"], "block_elements": 1 << 10}}
+    current = state()
+    for number in range(90):
+        current["w"] += 0.001
+        dsq_ckpt.save(current, tmp_path / f"{number:03d}", config=config)
+    last = tmp_path / "089"
+    assert Manifest.read(last).depth == 89
+    dsq_ckpt.forget()
+    regular._make_room(0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    values = loaded(last, state())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 40, limits[1]))
+        assert differences(loaded(last, state()), values) == []
+        regular._make_room(0)
+        taken = []
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(dsq_ckpt.LoadFailed, match="ulimit"):
+            Manifest.read(last)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def test_descriptors_are_given_back(saved):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        loaded(saved, state())
+    with Checkpoint(saved) as checkpoint, Workers(2, 1 << 10) as workers:
+        for _, ref in checkpoint.chunks():
+            checkpoint.tensor(ref, True, workers)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+@pytest.mark.parametrize("shape, boxes, expected", [
+    ([], [([], [])], None),
+    ([], [], "1 of 1"),
+    ([3, 0], [], None),
+    ([4, 6], [([0, 0], [2, 6]), ([2, 0], [2, 3]), ([2, 3], [2, 3])], None),
+    ([4, 6], [([0, 0], [2, 6]), ([2, 0], [2, 3]), ([2, 2], [2, 3])], "overlap"),
+    ([4, 6], [([0, 0], [2, 6]), ([0, 0], [2, 6])], "overlap"),
+    ([4, 6], [([0, 0], [4, 6]), ([4, 0], [0, 6])], None),
+    ([4, 6], [([0, 0], [4, 6]), ([0, 0], [1, 1])], "1 too many"),
+    ([4], [([2], [2])], "2 of 4"),
+    # a pinwheel: no cut goes through
+    ([3, 3], [([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]), ([1, 1], [1, 1])], None),
+    ([1] * 9, [([0] * 9, [1] * 9)], None),
+])
+def test_what_covers_a_tensor(shape, boxes, expected):
+    problem = uncovered(shape, boxes)
+    assert problem is None if expected is None else expected in problem
+
+
+def test_coverage_of_many_chunks():
+    """Linear in the number of chunks."""
+    side = 200
+    boxes = [([x * 3, y * 5], [3, 5]) for x in range(side) for y in range(side)]
+    assert uncovered([3 * side, 5 * side], boxes) is None
+    boxes[777] = ([0, 0], [3, 5])
+    assert "overlap" in uncovered([3 * side, 5 * side], boxes)
+
+
+def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
+    """A load that finds the files of another save is told to load again, not that anything is damaged."""
+    original, calls = Checkpoint.tensor, []
+
+    def overwriting(self, ref, *args, **kwargs):
+        if not calls:
+            calls.append(ref)
+            dsq_ckpt.save(state(1), saved, config=CONFIG, overwrite=True)
+            for name in list(self._readers):
+                self._readers.pop(name).close()
+        return original(self, ref, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoint, "tensor", overwriting)
+    with pytest.raises(dsq_ckpt.LoadFailed, match="load again"):
+        loaded(saved, state())
+    assert same(loaded(saved, state())["list"][0], torch.ones(3))
+
+
+def test_the_loser_of_a_race_is_told_that_the_checkpoint_exists(tmp_path, monkeypatch):
+    from dsq_ckpt.engine import commit as committing
+
+    original = committing.write_index
+
+    def late(directory, *args):
+        monkeypatch.setattr(committing, "write_index", original)
+        with dsq_ckpt.engine.remembered.apart():
+            dsq_ckpt.save(state(1), directory, config=CONFIG)
+        return original(directory, *args)
+
+    monkeypatch.setattr(committing, "write_index", late)
+    with pytest.raises(dsq_ckpt.CheckpointExists, match="another save completed"):
+        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
+    assert differences(loaded(tmp_path / "a", state()), loaded(tmp_path / "a", state())) == []
+
+
+def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch):
+    """The checkpoint is there for everybody, but may not survive: what is older keeps its refinement."""
+    from dsq_ckpt.storage import manifest
+
+    dsq_ckpt.save(state(), tmp_path / "1", config=CONFIG)
+    flushing = {**CONFIG, "storage": {"fsync": True}}
+
+    def fail(directory):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(manifest, "sync_directory", fail)
+    with pytest.warns(UserWarning, match="flushing its directory failed"):
+        dsq_ckpt.save(state(1), tmp_path / "2", config=flushing)
+    monkeypatch.undo()
+    assert Manifest.read(tmp_path / "1").refinement == "kept"
+    assert differences(loaded(tmp_path / "2", state()), loaded(tmp_path / "2", state())) == []
+
+
+def test_new_directories_are_flushed_in_their_parents(tmp_path, monkeypatch):
+    from dsq_ckpt.storage import container
+
+    flushed = []
+    monkeypatch.setattr(container, "sync_directory", lambda path: flushed.append(path))
+    container.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    container.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    assert flushed[3:] == [tmp_path / "a" / "b"]
+
+
+def test_a_manifest_that_cannot_be_read_back_says_why(tmp_path, monkeypatch):
+    from dsq_ckpt.api import save_load as api
+
+    read = Manifest.read.__func__
+
+    def failing(cls, directory):
+        raise dsq_ckpt.CorruptCheckpoint(f"'{directory}/manifest.json' cannot be read (Input/output error)")
+
+    class Unreadable(Manifest):
+        read = classmethod(failing)
+
+    monkeypatch.setattr(api, "Manifest", Unreadable)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"committed, but cannot be read back.*Input/output error"):
+        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
+    assert read(Manifest, tmp_path / "a").refinement == "kept"
+
+
+def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch):
+    def fail(directory):
+        raise ValueError("something")
+
+    monkeypatch.setattr(dsq_ckpt.api.save_load, "existing_path", fail)
+    with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as told:
+        dsq_ckpt.load(state(), saved)
+    assert not isinstance(told.value, dsq_ckpt.SaveFailed)
+
+
+def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
+    from dsq_ckpt.dcp import writer
+
+    original = writer.inventory
+
+    def without(metadata):
+        tensors, objects = original(metadata)
+        tensors["w"]["shape"] = [41, 60]
+        return tensors, objects
+
+    monkeypatch.setattr(writer, "inventory", without)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* 60 of 2460 elements are missing"):
+        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_every_name_has_a_path_or_none_has(tmp_path):
+    """A state dict whose planner told no paths is not loaded into an empty dict as if it were empty."""
+    import torch.distributed.checkpoint as dcp
+
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"w": torch.ones(3)}, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "a"), planner=planner)
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        assert checkpoint.index["planner"] is None
+    with pytest.raises(dsq_ckpt.LoadFailed, match="does not tell how"):
+        dsq_ckpt.load({}, tmp_path / "a")
+    dsq_ckpt.load(found := {"w": torch.zeros(3)}, tmp_path / "a")
+    assert same(found["w"], torch.ones(3))
+
+
+def test_copies_and_fixtures_stay_readable(saved, tmp_path):
+    values = loaded(saved, state())
+    shutil.copytree(saved, tmp_path / "copy")
+    assert differences(loaded(tmp_path / "copy", state()), values) == []
+    assert all(entry["contents"] for entry in json.loads((saved / "manifest.json").read_text())["files"]
+               if entry["role"] in ("own", "refinement"))
+
+
+def test_a_parent_that_cannot_be_coded_against_is_named(saved):
+    def change(index):
+        next(iter(index["codebooks"].values()))["levels"].pop()
+
+    edit_index(saved, change)
+    dsq_ckpt.forget()
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"{saved}.*index.*codebook"):
+        dsq_ckpt.save(state(), saved.parent / "b", config=CONFIG, parent=saved)
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4x", b"\x80\x04.", b"."])
+def test_an_object_that_does_not_unpickle_is_named(saved, data):
+    """Unpicklers raise IndexError, RuntimeError, EOFError and others."""
+    def change(contents):
+        (record,) = (record for record in contents["records"] if record["fqn"] == "n")
+        record.pop("at", None)
+        record.update(size=len(data), packs=[len(contents["packs"])])
+        contents["packs"].append([contents.pop("place"), 1, len(data)])
+
+    with_object(saved, data, change)
+    dsq_ckpt.forget()
+    with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
+        export_torch(saved, saved.parent / "out.pt")
+    with pytest.raises(dsq_ckpt.DSQError, match="'n'"):
+        dsq_ckpt.load({}, saved)
+
+
+def with_object(path, data, change):
+    """Append a block with one zstd frame to the base file, whose place `change` finds in its contents."""
+    (file,) = path.glob("*.dsq")
+    frame = zstandard.ZstdCompressor().compress(data)
+    raw = file.read_bytes()
+    start = int.from_bytes(raw[-32:-24], "little")
+    place = [start, len(frame), xxhash.xxh3_64_hexdigest(frame)]
+    grown = raw[:start] + frame + raw[start:-32] + (start + len(frame)).to_bytes(8, "little") + raw[-24:]
+    file.write_bytes(grown)
+    edit_contents(path, lambda contents: (contents.update(place=place), change(contents)))

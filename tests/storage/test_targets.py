@@ -1,0 +1,198 @@
+"""Which directories take a checkpoint, and which paths name a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dsq_ckpt
+from dsq_ckpt.convert import export
+from dsq_ckpt.distributed.comm import SingleProcess
+from dsq_ckpt.engine.direct import Contribution, save_parts
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, SaveFailed
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from tests.helpers.commands import error, printed
+from tests.helpers.small_run import NAMES
+
+STATE = {"weight": torch.randn(80, 80), "step": 3}
+
+
+def write(way, path, overwrite):
+    """Write a checkpoint directory, in every way that there is."""
+    if way == "save":
+        dsq_ckpt.save(dict(STATE), path, overwrite=overwrite)
+    elif way == "async_save":
+        dsq_ckpt.async_save(dict(STATE), path, overwrite=overwrite).result()
+    elif way == "dcp":
+        writer = dsq_ckpt.DSQStorageWriter(path, overwrite=overwrite)
+        dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
+    else:
+        dsq_ckpt.compress(dict(STATE), path, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "dcp", "compress"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_with_other_files_is_left_as_it_is(tmp_path, way, overwrite):
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "manifest.json").write_text('{"name": "a web page"}')
+    with pytest.raises(BaseException) as caught:  # DCP's is no Exception
+        write(way, project, overwrite)
+    assert "holds other files ('manifest.json', 'src')" in str(caught.value)
+    assert str(project / "run" / "step-000001") in str(caught.value)
+    assert sorted(os.listdir(project)) == ["manifest.json", "src"]
+    assert (project / "manifest.json").read_text() == '{"name": "a web page"}'
+
+
+def test_a_run_directory_is_named_as_such(run):
+    with pytest.raises(SaveFailed, match=f"'{run}' is a run directory, which holds checkpoints such as '{NAMES[2]}'"):
+        dsq_ckpt.save(dict(STATE), run)
+    with pytest.raises(SaveFailed, match="is a run directory"):
+        dsq_ckpt.merge(run / NAMES[2], run)
+    assert sorted(os.listdir(run)) == sorted(NAMES)
+
+
+def test_the_root_and_the_working_directory(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "/"):
+        with pytest.raises(SaveFailed, match="needs a directory of its own"):
+            dsq_ckpt.save(dict(STATE), path)
+    assert os.listdir(tmp_path) == ["train.py"] and not Path("/manifest.json").exists()
+
+
+def test_what_is_ours_is_written_to(trained, tmp_path):
+    """New, empty, left by interrupted saves, with what file systems leave; complete ones where that is asked for."""
+    path = tmp_path / "c"
+    path.mkdir()
+    for name in (
+        "0123456789abcdef-00000.dsq", "0123456789abcdef-00000.refinement", "0123456789abcdef.index",
+        ".0123456789abcdef-00000.dsq.0123abcd.tmp", f".{MANIFEST}.0123abcd.tmp", ".nfs000000000001", ".DS_Store",
+    ):
+        (path / name).write_text("x")
+    dsq_ckpt.save(dict(STATE), path)
+    (path / "config.json").write_text("{}")  # beside a checkpoint of ours: put there knowingly
+    with pytest.raises(CheckpointExists):
+        dsq_ckpt.save(dict(STATE), path)
+    dsq_ckpt.save(dict(STATE), path, overwrite=True)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained[0] / NAMES[2], damaged)
+    (damaged / MANIFEST).write_text("{}")
+    dsq_ckpt.save(dict(STATE), damaged, overwrite=True)
+    newer = tmp_path / "newer"
+    shutil.copytree(path, newer)
+    Manifest.read(newer).model_copy(update={"version": 99}).write(newer, exclusive=False, fsync=False)
+    with pytest.raises(CheckpointExists):
+        dsq_ckpt.save(dict(STATE), newer)
+
+
+def test_files_of_deepspeed_lie_beside_ours(tmp_path):
+    names = [
+        "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        ".mp_rank_00_model_states.pt.0123456789abcdef.old", ".mp_rank_00_model_states.pt.0123abcd.tmp",
+    ]
+    for directory in ("global_step5", "ours"):
+        (tmp_path / directory).mkdir()
+        for name in names:
+            (tmp_path / directory / name).write_text("x")
+    attached = {names[0]: lambda stream, save_id: stream.write(b"new") and None}
+    tag = tmp_path / "global_step5"
+    save_parts(
+        tag, lambda: Contribution([], attachments=attached), dsq_ckpt.DSQConfig(), SingleProcess(), overwrite=True
+    )
+    assert (tag / names[0]).read_bytes() == b"new"
+    with pytest.raises(SaveFailed, match="holds other files"):
+        dsq_ckpt.save(dict(STATE), tmp_path / "ours")
+
+
+def test_home_is_expanded_wherever_a_path_comes_from_a_user(tmp_path, monkeypatch):
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    (home / "c.yaml").write_text("delta: {max_chain: 5}")
+    dsq_ckpt.save(dict(STATE), "~/run/s-1", config="~/c.yaml")
+    dsq_ckpt.save(dict(STATE), "~/run/s-2", parent="~/run/s-1")
+    assert dsq_ckpt.latest("~/run") == str(home / "run" / "s-2")
+    state = {"weight": torch.zeros(80, 80), "step": 0}
+    dsq_ckpt.load(state, "~/run/s-2")
+    assert state["step"] == 3
+    assert dsq_ckpt.describe("~/run/s-2")["depth"] == 1
+    export.export_torch("~/run/s-2", "~/out.pt")
+    dsq_ckpt.compress("~/out.pt", "~/small")
+    for command in (["log", "~/run"], ["inspect", "~/run/s-1"], ["verify", "~/run"], ["gc", "~/run"],
+                    ["export", "~/run/s-1", "~/a.pt"], ["compress", "~/out.pt", "~/b", "--config", "~/c.yaml"]):
+        printed(*command)
+    assert sorted(os.listdir(home)) == ["a.pt", "b", "c.yaml", "out.pt", "run", "small"]
+    assert os.listdir(work) == []
+
+
+def test_an_export_to_an_unknown_suffix(run, tmp_path):
+    for name in ("o.xyz", "o.safetensor"):
+        message = error("export", run / NAMES[2], tmp_path / name)
+        assert ".safetensors, .pt, .pth, .bin, .ckpt" in message and "--format dcp" in message
+    assert not any(entry.name.startswith("o.") for entry in tmp_path.iterdir())
+    printed("export", run / NAMES[2], tmp_path / "v1.5", "--format", "dcp")
+    printed("export", run / NAMES[2], tmp_path / "O.PT")
+    assert (tmp_path / "v1.5" / ".metadata").exists() and (tmp_path / "O.PT").is_file()
+
+
+def test_a_checkpoint_in_a_checkpoint(run, tmp_path):
+    inside, before = run / NAMES[2], sorted(os.listdir(run / NAMES[2]))
+    for path in (inside / "new", inside / "a" / "new", run / ".." / run.name / NAMES[2] / "new"):
+        with pytest.raises(SaveFailed, match=f"lies in '{inside}', which is a checkpoint itself.*'{run / 'new'}'"):
+            dsq_ckpt.save(dict(STATE), path)
+        with pytest.raises(SaveFailed, match="is a checkpoint itself"):
+            dsq_ckpt.async_save(dict(STATE), path).result()
+        with pytest.raises(SaveFailed, match="is a checkpoint itself"):
+            dsq_ckpt.compress(dict(STATE), path)
+    assert sorted(os.listdir(inside)) == before
+    (tmp_path / MANIFEST).write_text('{"name": "somebody else\'s"}')
+    dsq_ckpt.save(dict(STATE), inside / ".." / "new")
+    assert os.listdir(run).count("new") == 1
+
+
+def test_latest_of_what_is_no_run(run, tmp_path):
+    (tmp_path / "file.py").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    (tmp_path / "code").mkdir()
+    for name in ("train.py", "data.bin", "README.md"):
+        (tmp_path / "code" / name).write_text("")
+    dcp.save({"x": torch.zeros(2)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    for path, says in (
+        (tmp_path / "file.py", "is a file"), (tmp_path / "file.py" / "x", "leads through a file"),
+        (run / NAMES[2], f"is a checkpoint, not a run; name the directory it lies in, '{run}'"),
+        (tmp_path / "plain", "is a plain DCP checkpoint"), (tmp_path / "link", "is it mounted?"),
+        (tmp_path / "code", r"holds no checkpoint, but other files \('data.bin', 'train.py'\)"),
+        (run.parent, f"holds no checkpoint, but runs that do, such as '{run.name}'"),
+    ):
+        with pytest.raises(CheckpointNotFound, match=says):
+            dsq_ckpt.latest(path)
+    with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
+        dsq_ckpt.latest("x" * 300)
+
+
+def test_latest_of_a_run_that_has_not_begun(run, tmp_path):
+    """None, with a warning only where another spelling leads to checkpoints."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train.log").write_text("")
+    (tmp_path / "exp-16").mkdir()
+    run.rename(tmp_path / "exp-16" / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (tmp_path / "exp-18" / "samples").mkdir(parents=True)
+        for name in ("config.yaml", "events.out.tfevents.123", ".hydra", "slurm-12.out", "samples/1.bin"):
+            (tmp_path / "exp-18" / name).write_text("")
+        for name in ("logs", "exp-17/run", "exp-18", "elsewhere", "exp-16/run/step", "a/b/c"):
+            assert dsq_ckpt.latest(tmp_path / name) is None
+    with pytest.warns(UserWarning, match=f"'{tmp_path / 'exp-16' / 'run'}' holds checkpoints: was that meant") as told:
+        assert dsq_ckpt.latest(tmp_path / "epx-16" / "run") is None
+    assert told[0].filename == __file__
