@@ -15,14 +15,16 @@ from dsq_ckpt.errors import described
 logger = logging.getLogger(__name__)
 
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_world: dist.ProcessGroup | None = None
 _future: Future[Any] | None = None
+_inherited: list[Any] = []  # a group that is freed in a forked child waits for threads that are not there
 
 
 def _forked() -> None:
     """In a child: the save under way is its parent's, whose thread is not here to end it."""
-    global _future
-    _future = None
-    _groups.clear()
+    global _future, _groups, _world
+    _inherited.append((_groups, _world))
+    _future, _groups, _world = None, {}, None
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -30,10 +32,15 @@ os.register_at_fork(after_in_child=_forked)
 
 def group(like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a gloo group of its own for the saving thread, over the ranks of `like`; collective when new."""
+    global _world
     if not (dist.is_available() and dist.is_initialized()):
         _groups.clear()
+        _world = None
         return None
-    base = like if like is not None else dist.group.WORLD
+    if _world is not dist.group.WORLD:  # torch.distributed was ended, and begun again
+        _groups.clear()
+        _world = dist.group.WORLD
+    base = like if like is not None else _world
     assert base is not None
     if base not in _groups:  # ranks outside of `like` do not take part in its making
         ranks = dist.get_process_group_ranks(base)

@@ -218,6 +218,7 @@ class Compressor:
         """
         state = self.state(extra)
         load(state, path, refinement=refinement, process_group=self._group)
+        directory = existing_path(path)
         if self.optimizer is None:
             set_model_state_dict(self.model, state["model"])
         else:
@@ -225,9 +226,9 @@ class Compressor:
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
         if communicator(self._group).rank == 0:
-            _tell_left_out(existing_path(path), state, extra)
+            _tell_left_out(directory, state, extra)
         if self._manager is not None:
-            manifest = Manifest.read(Path(path))
+            manifest = Manifest.read(directory)
             self._manager.resume(manifest.config, manifest.quality)
         if self._average is not None:
             self._average.reset()

@@ -110,7 +110,7 @@ def _at_exit() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "shutdown" not in str(error):
+        if "cannot schedule new futures" not in str(error) and "at interpreter shutdown" not in str(error):
             raise
         raise SaveFailed(
             "the interpreter is exiting, and begins nothing in the background any more: call dsq_ckpt.save here, which "

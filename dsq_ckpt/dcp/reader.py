@@ -113,7 +113,8 @@ class DSQStorageReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The coordinator decides for all ranks whether the refinement is used: it may be dropped at any moment."""
-        _refuse_different([plan.storage_data for plan in plans])
+        # A planner that makes plans anew leaves out what a reader told.
+        _refuse_different([plan.storage_data for plan in plans if plan.storage_data is not None])
         with self._open() as checkpoint:
             self._check_guards(checkpoint)
             refined = self._refined(checkpoint)

@@ -175,9 +175,12 @@ class DSQStorageWriter(StorageWriter):
                     f"staged by {agreement.ranks} rank(s), but DCP saves with {len(plans)}: give DSQStorageWriter the "
                     "process_group of the save, and no_dist if that is given to DCP"
                 )
-            check_arrival([offer.content for offer in offers if isinstance(offer.content, frozenset)], plans)
+            arriving = [offer.content for offer in offers if isinstance(offer.content, frozenset)]
+            _refuse_mixed(len(arriving), len(plans))
+            check_arrival(arriving, plans)
         else:
             layouts = [offer.content for offer in offers if isinstance(offer.content, Layout)]
+            _refuse_mixed(len(layouts), len(plans))
             # A planner may give other names in its global plan, and other ranks may have other tensors.
             named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
             others = [item for name, item in named.items() if name not in self._names]
@@ -386,6 +389,11 @@ _PLAN_CACHING = (
     "DCP reused the plan of an earlier save; dsq_ckpt needs a new plan for every save: "
     "pass a planner with enable_plan_caching=False"
 )
+
+
+def _refuse_mixed(alike: int, ranks: int) -> None:
+    if alike != ranks:
+        raise SaveFailed("some ranks called dcp.async_save and others dcp.save: all must call the same")
 
 
 def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:

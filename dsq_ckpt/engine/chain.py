@@ -21,7 +21,7 @@ from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.container import sync_directory
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest, checkpoints, local_path
-from dsq_ckpt.storage.runs import existing_run, refuse_other, run_of
+from dsq_ckpt.storage.runs import existing_run, run_of, warn_of_other
 from dsq_ckpt.storage.shard import RecordRef
 
 _told: set[Path] = set()  # run directories that were said to hold several states
@@ -297,11 +297,11 @@ def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
 def latest(run: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint directly below a run directory.
 
-    None: the run has not begun. Its directory is empty but for logs and settings, or does not exist; a warning tells
-    of another directory with checkpoints and nearly the same name.
+    None: the run has not begun. A warning tells of files in its directory other than logs and settings, of directories
+    with checkpoints in it, and, where it does not exist, of one with checkpoints and nearly the same name.
 
     Raises:
-        CheckpointNotFound: `run` is a file, a checkpoint, a dangling link, or a directory of other files or of runs.
+        CheckpointNotFound: `run` is a file, a checkpoint or a dangling link.
         DSQError: a manifest cannot be read, and its checkpoint may be the newest.
     """
     problems: list[tuple[Path, DSQError]] = []
@@ -316,6 +316,6 @@ def latest(run: str | os.PathLike[str]) -> str | None:
                 "to go on from"
             ) from error
     if not found:
-        refuse_other(directory)
+        warn_of_other(directory)
         return None
     return str(found[-1][0])

@@ -117,7 +117,7 @@ def commit(
             if fitted.mean_square > 0 and not agreement.layout.residual
         },
         "exponents": {} if agreement.layout.residual else analysis.exponents,
-        "tied": {name: first for result in results for name, first in result.tied.items()},
+        "tied": _tied(results),
         "planner_data": None, **planner,
     }
     files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
@@ -223,6 +223,23 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return -1
+
+
+def _tied(results: Sequence[RankResult]) -> dict[str, str]:
+    """Return one name for all names that are tied on any rank: another rank may have them apart, or tied otherwise."""
+    one: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while name in one:
+            name = one[name]
+        return name
+
+    for result in results:
+        for pair in result.tied.items():
+            name, first = map(find, pair)
+            if name != first:
+                one[name] = first
+    return {name: find(name) for name in one}
 
 
 def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:

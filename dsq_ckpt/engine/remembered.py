@@ -94,6 +94,7 @@ class Remembered:
 
 _all: list[Remembered] = []
 _lock = threading.RLock()
+_inherited: list[Memory] = []  # never freed: a forked child cannot use the device that codes may lie on
 
 
 def _forked() -> None:
@@ -101,6 +102,7 @@ def _forked() -> None:
     global _lock
     _lock = threading.RLock()
     for one in _all:
+        _inherited.append(one.memory)
         one.memory = Memory()
 
 
@@ -203,11 +205,9 @@ def remember_loaded(path: Path, save_id: str, memory: Memory) -> None:
     with _lock:
         with suppress(DSQError):  # it was replaced since
             new = Remembered(save_id, path.absolute(), _shapes_at(path, save_id), memory, loaded=True, complete=True)
-            _all[:] = [
-                one for one in _all
-                if one.save_id != save_id and not (one.run == new.run and _same(new, one))
-            ]
-            _all.insert(0, new)
+            replaced = [one for one in _all if one.save_id == save_id or (one.run == new.run and _same(new, one))]
+            new.suspect = any(one.suspect for one in replaced)  # less may have been read than what is damaged
+            _all[:] = [new, *(one for one in _all if one not in replaced)]
         _bound()
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.storage.runs import canonical
 
 _OWN = frozenset({"storage.threads", "storage.on_device", "storage.block_elements", "storage.zstd_level"})
 """Keys that may differ by rank: they say how a rank does its part, and nothing of what is stored or promised."""
@@ -24,10 +25,12 @@ class Terms(NamedTuple):
 
     Attributes:
         path: the checkpoint directory, absolute.
+        place: the same without links to its run.
         settings: of the configuration, by dotted key, where they are not the defaults.
     """
 
     path: str
+    place: str
     settings: dict[str, Any]
 
     @classmethod
@@ -35,7 +38,7 @@ class Terms(NamedTuple):
         """Return what this rank was given."""
         usual = _defaults()
         found = _flat(config.model_dump())
-        return cls(str(path), {
+        return cls(str(path), str(canonical(path)), {
             key: value for key, value in found if key not in _OWN and (key not in usual or usual[key] != value)
         })
 
@@ -51,7 +54,8 @@ def refuse_different(given: Sequence[Terms]) -> None:
     """
     if all(terms == given[0] for terms in given):
         return
-    if paths := _differing([terms.path for terms in given]):
+    paths = _differing([terms.path for terms in given])
+    if paths and len({terms.place for terms in given}) > 1:  # hosts may lead to one directory by links of their own
         raise ConfigError(
             f"the ranks of one save were given different paths: {paths}; give all of them the same directory, on "
             "storage that they share, and an absolute path where their working directories differ"
@@ -60,6 +64,8 @@ def refuse_different(given: Sequence[Terms]) -> None:
     keys = sorted(set().union(*(terms.settings for terms in given)))
     values = {key: [terms.settings.get(key, usual.get(key, _UNSET)) for terms in given] for key in keys}
     differing = {key: text for key in keys if (text := _differing(values[key]))}
+    if not differing:
+        return
     # Codebooks of different kinds have different keys.
     kinds = tuple(key.removesuffix("fit") for key in differing if key.endswith(".codebook.fit"))
     shown = [f"{key} is {text}" for key, text in differing.items() if key.endswith(".fit") or not key.startswith(kinds)]

@@ -52,9 +52,9 @@ class Ties:
             # Moments keep records of their own: what is coded of them is not what is coded of other tensors.
             moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
             memory: Hashable = (_memory(tensor), item.key.offsets, item.key.shape, moment)
-            if memory not in same and _dense(tensor):
+            if memory not in same:
                 start = tensor.data_ptr()
-                ranges.setdefault(tensor.device, []).append((start, start + tensor.numel() * tensor.itemsize, memory))
+                ranges.setdefault(tensor.device, []).append((start, start + _span(tensor), memory))
             same.setdefault(memory, []).append((item, _unit(item, alive)))
         stands = {memory: _strictest(group) for memory, group in same.items()}
         for shared in chain.from_iterable(map(_overlapping, ranges.values())):
@@ -91,10 +91,10 @@ def _memory(tensor: torch.Tensor) -> Hashable:
     return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill the memory from the first to the last, each in a place of its own."""
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last; views with gaps may hold others in these."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return sum((size - 1) * stride for size, stride in steps) + 1 == tensor.numel() and 0 not in tensor.stride()
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
 def _unit(item: Item, alive: list[torch.Tensor]) -> Hashable:

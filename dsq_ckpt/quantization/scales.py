@@ -26,6 +26,7 @@ CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
 _REACH = 2.0  # a step is within this many octaves of the median one
 _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
+_FEW = 1000  # one value of so many may be far larger than all others
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
 
 
@@ -134,7 +135,7 @@ def _by_gradient(
         if isinstance(config.codebook, Lattice) and config.codebook.sensitivity > 0
     }
     names = [fqn for fqn, group in tensors.items() if group in strength]
-    energy = {fqn: _mean(octaves[fqn], 2) for fqn in names}
+    energy = {fqn: _mean(_without_few(octaves[fqn]), 2) for fqn in names}
     size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
     gradient = {fqn: _mean(octaves[gauges[fqn].name], gauges[fqn].power) for fqn in names if fqn in gauges}
     known = [
@@ -161,6 +162,17 @@ def _by_gradient(
             wish = own + _UNKNOWN
         exponents[fqn] = float(np.clip(round(4 * wish) / 4, -100, 100))
     return set(strength), unit, exponents
+
+
+def _without_few(octaves: Counts) -> Counts:
+    """Return counts by octave without the largest few values, which must not set the scale of all others.
+
+    One value 10,000 times the others, as of a bug or of an attention sink, is protected anyway.
+    """
+    kept, held = octaves.copy(), octaves[254:0:-1]  # the largest first
+    larger = np.cumsum(held) - held
+    kept[254:0:-1] -= np.clip(held.sum() // _FEW - larger, 0, held)
+    return kept
 
 
 def _mean(octaves: Counts, power: int) -> float:
@@ -192,7 +204,10 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
     if len(names) < 2:
         return {}
     held = {fqn: int(octaves[fqn][1:255].sum()) for fqn in names}
-    size = {fqn: 0.5 * float(np.log2(_mean(octaves[fqn], 2) * octaves[fqn][:255].sum() / held[fqn])) for fqn in names}
+    size = {}
+    for fqn in names:
+        kept = _without_few(octaves[fqn])
+        size[fqn] = 0.5 * float(np.log2(_mean(kept, 2) * kept[:255].sum() / max(int(kept[1:255].sum()), 1)))
     names.sort(key=lambda fqn: size[fqn])
     cumulative = np.cumsum([held[fqn] for fqn in names])
     median = size[names[int(np.searchsorted(cumulative, cumulative[-1] / 2))]]

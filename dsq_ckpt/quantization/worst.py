@@ -14,6 +14,8 @@ from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.codebook.base import Floats
 from dsq_ckpt.quantization.scales import CENTRES, OCTAVES, Counts
 
+_AT_ONCE = 1024  # tensors
+
 
 class Worst(NamedTuple):
     """A tensor and its relative error, root mean square."""
@@ -38,17 +40,18 @@ def worst_tensor(
     Returns:
         None where all tensors are zero.
     """
-    lost = _lost_by_octave(fitted, joint)
-    found = None
-    for fqn, counts in octaves.items():
-        shift = exponents.get(fqn, 0.0)
-        held = counts[1:255]
-        energies = held * 4.0 ** (CENTRES[1:255] - shift)
-        places = np.clip(np.arange(1, 255) - round(shift), 0, OCTAVES - 1)
-        energy = float(energies.sum())
-        if energy:
-            error = float(np.minimum(held * lost[places], energies).sum() / energy) ** 0.5
-            found = max(found or Worst(fqn, error), Worst(fqn, error), key=lambda one: one.error)
+    lost, found, names = _lost_by_octave(fitted, joint), None, list(octaves)
+    for start in range(0, len(names), _AT_ONCE):
+        some = names[start : start + _AT_ONCE]
+        held = np.stack([octaves[fqn][1:255] for fqn in some])
+        shifts = np.array([exponents.get(fqn, 0.0) for fqn in some])[:, None]
+        energies = held * 4.0 ** (CENTRES[1:255] - shifts)
+        places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
+        whole = energies.sum(1)
+        errors = np.sqrt(np.minimum(held * lost[places], energies).sum(1) / np.where(whole > 0, whole, 1.0))
+        most = int(errors.argmax())
+        if whole.any() and (found is None or errors[most] > found.error):
+            found = Worst(some[most], float(errors[most]))
     return found
 
 

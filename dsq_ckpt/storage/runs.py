@@ -54,13 +54,10 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
     return directory
 
 
-def refuse_other(directory: Path) -> None:
-    """Refuse a directory without checkpoints that is not the beginning of a run: a wrong path must not begin it anew.
+def warn_of_other(directory: Path) -> None:
+    """Warn of a directory without checkpoints that looks like no run that begins: a wrong path would begin it anew.
 
-    New and empty directories pass, others with directories, hidden files, logs, notes and settings in them.
-
-    Raises:
-        CheckpointNotFound: other files are there, or runs.
+    New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
     """
     runs, found = [], []
     with suppress(FileNotFoundError), os.scandir(directory) as entries:
@@ -70,14 +67,15 @@ def refuse_other(directory: Path) -> None:
             elif any(True for _ in checkpoints(Path(entry.path), lambda *_: None)):
                 runs.append(entry.name)
     if runs:
-        raise CheckpointNotFound(
-            f"'{directory}' holds no checkpoint, but runs that do, such as '{min(runs)}'; name one of them"
+        warn(
+            f"'{directory}' holds no checkpoint, so a run begins anew; directories in it do, such as '{min(runs)}': "
+            "was one of them meant?"
         )
-    if found:
+    elif found:
         shown = ", ".join(map(repr, sorted(found)[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        raise CheckpointNotFound(
-            f"'{directory}' holds no checkpoint, but other files ({shown}), as no run does before its first one; name "
-            "the directory that a run's checkpoints lie in, or a new one"
+        warn(
+            f"'{directory}' holds no checkpoint, so a run begins anew; other files are there ({shown}): is it the "
+            "directory that the run's checkpoints lie in?"
         )
 
 

@@ -124,6 +124,31 @@ future.result()
 """
 
 
+ENDED = """
+import os, sys
+import torch
+import torch.distributed as dist
+import dsq_ckpt
+
+for number in range(2):  # the group of an ended torch.distributed is not that of the next one
+    store = dist.FileStore(f"{sys.argv[1]}/store{number}")
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dsq_ckpt.async_save({"w": torch.ones(200, 300)}, f"{sys.argv[1]}/run/{number}").result()
+    dist.destroy_process_group()
+child = os.fork()
+if not child:
+    dsq_ckpt.save({"w": torch.ones(200, 300)}, sys.argv[1] + "/run/child")
+    os._exit(3)
+print("CHILD", os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_child_lives_after_torch_distributed_was_ended(tmp_path):
+    """Else the group that background saves ran on is freed in the child, and waits for threads that are not there."""
+    status, output = processes.run(["-c", ENDED, str(tmp_path)], timeout=100)
+    assert status == 0 and f"CHILD {3 << 8}" in output, output
+
+
 def test_workers_of_a_data_loader_save(tmp_path):
     status, output = processes.run(["-c", LOADER, str(tmp_path)], timeout=100)
     assert status == 0 and "LOADED [0, 1]" in output, output

@@ -189,6 +189,24 @@ def test_the_errors_that_a_manifest_tells_are_those_of_what_is_loaded(tmp_path, 
         assert told == pytest.approx(float((got["w"] - value).norm() / value.norm()), rel=0.3)
 
 
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("huge", [1e3, 1e5, 3e38])
+def test_one_huge_value_does_not_cost_the_others(tmp_path, huge, adam):
+    """Beside normal tensors in one group, whose scale would be far from that of the tensor with it."""
+    generator = torch.Generator().manual_seed(5)
+    state = {f"l{n}.weight": torch.randn(128, 64, generator=generator) * 0.02 for n in range(3)}
+    state["l0.weight"][5, 5] = 0.02 * huge if huge < 1e38 else huge
+    for name in list(state) if adam else ():
+        gradient = torch.randn(128, 64, generator=generator) * 1e-3
+        state |= {f"state.{name}.exp_avg": gradient, f"state.{name}.exp_avg_sq": gradient.square() + 1e-9}
+    dsq_ckpt.save(state, tmp_path / "a")
+    for refinement, limit in ((True, 0.015), (False, 0.2)):
+        back = {name: torch.zeros_like(value) for name, value in state.items()}
+        dsq_ckpt.load(back, tmp_path / "a", refinement=refinement)
+        errors = [float((back[n] - state[n])[:5].norm() / state[n][:5].norm()) for n in back if n[0] == "l"]
+        assert max(errors) < limit, errors
+
+
 @pytest.mark.parametrize("codebook", [{"fit": "lattice"}, {"fit": "kmeans"}, {"fit": "adaptive"}, {"fit": "exponent"}])
 def test_a_manifest_names_the_tensor_that_loses_most(tmp_path, codebook):
     """One codebook serves a group, so a tensor a seventh of the others' size loses more of itself than they do."""

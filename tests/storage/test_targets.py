@@ -171,13 +171,17 @@ def test_latest_of_what_is_no_run(run, tmp_path):
         (tmp_path / "file.py", "is a file"), (tmp_path / "file.py" / "x", "leads through a file"),
         (run / NAMES[2], f"is a checkpoint, not a run; name the directory it lies in, '{run}'"),
         (tmp_path / "plain", "is a plain DCP checkpoint"), (tmp_path / "link", "is it mounted?"),
-        (tmp_path / "code", r"holds no checkpoint, but other files \('data.bin', 'train.py'\)"),
-        (run.parent, f"holds no checkpoint, but runs that do, such as '{run.name}'"),
     ):
         with pytest.raises(CheckpointNotFound, match=says):
             dsq_ckpt.latest(path)
     with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
         dsq_ckpt.latest("x" * 300)
+    for path, says in (
+        (tmp_path / "code", r"a run begins anew; other files are there \('data.bin', 'train.py'\)"),
+        (run.parent, f"a run begins anew; directories in it do, such as '{run.name}'"),
+    ):
+        with pytest.warns(UserWarning, match=says):
+            assert dsq_ckpt.latest(path) is None
 
 
 def test_latest_of_a_run_that_has_not_begun(run, tmp_path):

@@ -84,6 +84,13 @@ class Fresh(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = tensor
 
 
+class Remaking(DefaultLoadPlanner):
+    """Makes its global plans anew, without what a reader put into the local ones."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [LoadPlan(items=plan.items) for plan in super().create_global_plan(global_plan)]
+
+
 def test_calls_of_the_planner(tmp_path):
     """The same with the same arguments; what is read may come in any order."""
     def case(side: Side) -> Any:
@@ -121,6 +128,14 @@ def test_renaming(tmp_path):
         return side.load(blank(flat), planner=Renaming())
 
     assert agree(tmp_path, case)["n"] == 7
+
+
+def test_plans_that_a_planner_makes_anew(tmp_path):
+    def case(side: Side) -> Any:
+        saved(side)
+        return side.load(blank(state()), planner=Remaking())
+
+    agree(tmp_path, case)
 
 
 def test_tensors_of_the_planners_own(tmp_path):

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from harness import depth, done, error_of, fresh, world
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
@@ -98,6 +100,24 @@ def exact(run: Path) -> None:
     done("tied weights that are exact")
 
 
+def apart(run: Path, rank: int, size: int) -> None:
+    """Shards that share memory on some ranks only, as those that a source rank dealt without a copy, or otherwise."""
+    mesh = init_device_mesh("cpu", (size,))
+    for number, how in enumerate((dsq_ckpt.save, lambda *args, **kw: dsq_ckpt.async_save(*args, **kw).result())):
+        fresh()
+        for step in range(2):  # a keyframe and a delta
+            a, b, c = (torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)) for seed in (rank, 7, 8))
+            locals_ = {"a.weight": a, "b.weight": a if rank == 0 else b, "c.weight": c if rank == 0 else b}
+            state = {name: DTensor.from_local(value, mesh, [Shard(0)]) for name, value in locals_.items()}
+            path = run / f"{number}{step}"
+            how(state, path)
+            got = {name: DTensor.from_local(torch.zeros(64, 96), mesh, [Shard(0)]) for name in state}
+            dsq_ckpt.load(got, path)
+            errors = {name: error_of(value, got[name].to_local()) for name, value in locals_.items()}
+            assert max(errors.values()) < 0.05, (how, errors)
+    done("shards that are tied on some ranks")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
@@ -106,3 +126,4 @@ if __name__ == "__main__":
         flip(root / "searched", me, ranks, searched=True)
         tied(root / "tied", me)
         exact(root / "exact")
+        apart(root / "apart", me, ranks)

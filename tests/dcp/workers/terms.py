@@ -105,6 +105,11 @@ def main() -> None:
         for name, save in saves(rank).items():
             save(root / name, {"storage": own})
             assert Manifest.read(root / name).ranks == size
+        (root / "link").symlink_to(root) if rank == 0 else None
+        dist.barrier()
+        for name, save in saves(rank).items():
+            save((root / "link" if rank else root) / f"{name} by links", None)
+            assert Manifest.read(root / f"{name} by links").ranks == size
         done("what may differ")
         paths = [root / "dcp.save" if one == 2 else root / "save" for one in range(size)]
         target = {"shared.weight": torch.zeros(200, 64)}

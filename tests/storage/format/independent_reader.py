@@ -215,8 +215,9 @@ class Reader:  # a checkpoint directory
         for offsets, shape, number, place in tensor["chunks"]:
             name = self.index["files"][number]
             record = self.container(name).contents["records"][place]
-            stored = self.index.get("tied", {}).get(fqn, fqn)
-            expected = {"fqn": stored, "offsets": offsets, "shape": shape, "dtype": tensor["dtype"]}
+            tied = self.index.get("tied", {})
+            require(tied.get(record["fqn"], record["fqn"]) == tied.get(fqn, fqn), "a record of the tensor")
+            expected = {"offsets": offsets, "shape": shape, "dtype": tensor["dtype"]}
             require({**record, **expected} == record, "as in the index")
             data = np.frombuffer(self._chunk(name, place, record, refined), np.uint8)
             box = tuple(slice(start, start + length) for start, length in zip(offsets, shape, strict=True))
