@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -67,7 +68,7 @@ class Recipe:
 
     def beside(self, write_items: list[WriteItem], planner: SavePlanner, agreement: Agreement) -> list[Item]:
         """Return the tensors of this rank's state dict that another rank writes, as far as a planner of DCP tells."""
-        if agreement.ranks == 1 or not isinstance(planner, DefaultSavePlanner):
+        if agreement.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or _apart(planner.state_dict):
             return []
         whole = DefaultSavePlanner()  # the hooks of a planner are called no oftener than DCP does it
         whole.set_up_planner(planner.state_dict)
@@ -80,3 +81,24 @@ class Recipe:
     ) -> Quantized:
         """Merge sketches with the other ranks, choose, then quantize lazily; collective over `comm`."""
         return quantize_items(items, replicas, agreement, self.config, self.chooser, self.gradients, comm, workers)
+
+
+def _apart(state: Any) -> bool:
+    """Return whether no two tensors can share memory, so that the whole state need not be planned to find those."""
+    seen: set[int] = set()
+    left = [state]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            try:
+                place = getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
+            except Exception:  # a subclass or layout without a storage of its own
+                return False
+            if place and place in seen:
+                return False
+            seen.add(place)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return True

@@ -11,4 +11,4 @@ pytestmark = pytest.mark.slow
 
 def test_replicas(tmp_path):
     output = torchrun("replicas", 2, tmp_path, timeout=200)
-    assert sum(line.startswith("ok ") for line in output.splitlines()) == 4, output
+    assert sum(line.startswith("ok ") for line in output.splitlines()) == 5, output
