@@ -15,9 +15,9 @@ URL = ""
 
 
 def description(text: str) -> str:
-    """Return a README as a package index can show it: links to files lead to `URL`, or become plain text."""
-    link = r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)"
-    return re.sub(link, rf"[\1]({URL}/\2)" if URL else r"\1", text)
+    """Return a README as a package index can show it: links to files and pictures lead to `URL`, or become text."""
+    link = r"(!?)\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)"
+    return re.sub(link, rf"\1[\2]({URL}/\3)" if URL else r"\2", text)
 
 
 
