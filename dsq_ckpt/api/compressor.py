@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -40,6 +41,7 @@ from dsq_ckpt.quantization.choice import as_configured
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
+from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest, existing_path
 
@@ -101,6 +103,8 @@ class Compressor:
         self._group = process_group
         self._hooks = hooks
         self._functions = evaluate, check
+        if optimizer is not None:
+            evaluate, check = _watched(evaluate, "evaluate", optimizer), _watched(check, "check", optimizer)
         self._manager = None if evaluate is None else ConfigManager(model, evaluate, check=check)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
@@ -255,6 +259,45 @@ def _tell_left_out(directory: Path, state: Mapping[str, Any], extra: Mapping[str
             f"{named(left)} of '{directory}' was not loaded, since load was not given extra: pass placeholders of what "
             f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
         )
+
+
+def _watched(
+    function: Callable[[], float] | None, name: str, optimizer: Optimizer
+) -> Callable[[], float] | None:
+    """Return a function that fails if it changes what an optimizer consists of; values of tensors are seen elsewhere.
+
+    The returned function raises `ModelChanged`.
+    """
+    if function is None:
+        return None
+
+    def watched() -> float:
+        before = _outline(optimizer)
+        metric = function()
+        if _outline(optimizer) != before:
+            raise ModelChanged(
+                f"`{name}` changed the optimizer, by its hyperparameters or by what is in its state: it must leave the "
+                "optimizer as it is. It was not put back: load an earlier checkpoint before training goes on; this one "
+                "was not written"
+            )
+        return metric
+
+    return watched
+
+
+def _outline(optimizer: Optimizer) -> Any:
+    """Return an optimizer's hyperparameters, and the identities of the tensors in its state."""
+    def told(value: Any) -> Any:
+        return id(value) if isinstance(value, torch.Tensor) else repr(value)
+
+    return (
+        [{key: told(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
+        {
+            id(parameter): {key: told(value) for key, value in state.items()}
+            for parameter, state in optimizer.state.items()
+        },
+    )
 
 
 def _check_search(config: DSQConfig, sharded: bool) -> None:

@@ -132,6 +132,8 @@ class TrialModel:
         before = self._marks()
         try:
             metric = float(evaluate())
+        except ModelChanged:
+            raise
         except Exception as error:
             raise EvaluateRaised(f"`{name}` raised {described(error)}") from error
         finally:

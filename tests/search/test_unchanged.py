@@ -61,6 +61,18 @@ def steps(model, optimizer):
     optimizer.state[model.head.bias]["step"] += 1
 
 
+def cleared(model, optimizer):
+    optimizer.state.clear()
+
+
+def faster(model, optimizer):
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def more_state(model, optimizer):
+    optimizer.state[model.head.bias]["new"] = torch.zeros(3)
+
+
 @pytest.mark.parametrize("change, name", [
     (in_place, "norm.weight"), (through_data, "hidden.weight"), (replaced, "head.weight"),
     (another, "head.weight"), (another_layer, "hidden.weight"), (one_more, "head.extra"), (removed, "hidden.bias"),
@@ -93,6 +105,25 @@ def test_what_evaluate_changes_is_named(tmp_path, change, name, at):
         own, address, values = parameters[name]
         assert parameter is own and parameter.data_ptr() == address and torch.equal(parameter, values), name
     compressor.save(tmp_path / "a")  # it did so once
+
+
+@pytest.mark.parametrize("change", [cleared, faster, more_state])
+@pytest.mark.parametrize("function", ["evaluate", "check"])
+def test_an_optimizer_that_is_changed_fails_the_save(tmp_path, change, function):
+    """What it consists of: changed values are found like those of the model."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, 20)
+
+    def changes():
+        change(model, optimizer)
+        return loss_of(model)
+
+    functions = {"evaluate": lambda: loss_of(model), function: changes}
+    compressor = dsq_ckpt.Compressor(model, optimizer, **functions)
+    with pytest.raises(SaveFailed, match=f"`{function}` changed the optimizer"):
+        compressor.save(tmp_path / "a")
+    assert not is_complete(tmp_path / "a")
 
 
 def test_what_evaluate_may_do_leaves_no_trace(tmp_path):
