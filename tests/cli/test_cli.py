@@ -94,7 +94,8 @@ def test_log_notes(tmp_path):
     assert "pinned, 1 NaN/Inf" in printed("log", tmp_path)
     entry = document("log", tmp_path)["checkpoints"][0]
     assert entry["pinned"] and entry["nonfinite"] == ["weight"]
-    assert "NaN, Inf or values that cannot be quantized, stored exactly: weight" in printed("inspect", tmp_path / "only")
+    text = printed("inspect", tmp_path / "only")
+    assert "NaN, Inf or values that cannot be quantized, stored exactly: weight" in text
 
 
 def searched(path, chosen, bits=0, otherwise="gentlest", resumes=0, **quality):
