@@ -22,6 +22,7 @@ def at_exit():
         print(error)
     dsq_ckpt.save(state, sys.argv[1])
 
+dsq_ckpt.save({"w": torch.randn(200, 200)}, sys.argv[1] + "-compiled")
 atexit.register(at_exit)
 """
 
