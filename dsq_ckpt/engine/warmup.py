@@ -167,7 +167,9 @@ class _Background:
         with self.changed:
             self.queue = [*groups, *(group for group in self.queue if group not in groups)]
             self.queue = [group for group in self.queue if group not in self.done]
-            if self.queue and self.thread is None and not self.stopped:
+            # Handlers that are registered while the interpreter exits do not run, so `_stop` could not wait for it.
+            stopped = self.stopped or not threading.main_thread().is_alive()
+            if self.queue and self.thread is None and not stopped:
                 thread = threading.Thread(target=self.run, name="dsq_ckpt-compile", daemon=True)
                 thread.start()
                 self.thread = thread
