@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dsq_ckpt
-from dsq_ckpt.config.schema import Lattice
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL

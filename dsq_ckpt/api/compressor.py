@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
-from dsq_ckpt.config.schema import AnyCodebook, DSQConfig, KMeans, Lattice
+from dsq_ckpt.codebooks import CodebookConfig
+from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_path, shown
 from dsq_ckpt.core.interrupts import held_signals
@@ -328,28 +329,28 @@ def _check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> N
                 )
 
 
-def _codebooks(config: DSQConfig) -> Iterable[AnyCodebook]:
+def _codebooks(config: DSQConfig) -> Iterable[CodebookConfig]:
     quantize = config.quantize
     return [tensor.codebook for tensor in (quantize.weights, *quantize.groups.values()) if tensor.method == "quantize"]
 
 
 def weighs_elements(config: DSQConfig) -> bool:
     """Whether codebooks of weights look at the gradient of every element."""
-    return any(isinstance(book, KMeans) and book.domain == "linear" for book in _codebooks(config))
+    return any(book.weighing is not None for book in _codebooks(config))
 
 
 def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
     """Whether to average gradients: for weighing elements; for steps only if no moment tells the size of gradients."""
     tells = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
     return weighs_elements(config) or any(
-        isinstance(book, Lattice) and book.sensitivity > 0 and not tells for book in _codebooks(config)
+        book.gradient_power > 0 and not tells for book in _codebooks(config)
     )
 
 
 def fractions_of(config: DSQConfig) -> Fractions:
     """What any configuration of the search space may prune or protect."""
-    books = [book for book in _codebooks(config) if isinstance(book, KMeans)]
-    prune, protect = {book.prune for book in books}, {book.protect for book in books}
+    own = [book.weighing for book in _codebooks(config) if book.weighing is not None]
+    prune, protect = {fractions.prune for fractions in own}, {fractions.protect for fractions in own}
     space = SYSTEMS[config.system].space
     for axis in space.axes if space is not None else ():
         if any(path.endswith(".prune") for path in axis.path):

@@ -24,12 +24,13 @@ from rich.table import Table
 
 from dsq_ckpt import kernels
 from dsq_ckpt.api import save_load as api
+from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.coding import RansCoder
-from dsq_ckpt.config.schema import DSQConfig, Lattice
+from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import remembered
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook import fit_group
-from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.version import __version__
 

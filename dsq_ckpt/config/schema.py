@@ -7,10 +7,16 @@ nothing reads does not exist. The defaults are those measured in `benchmarks/res
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
+from dsq_ckpt.codebooks.base import ONLY_FOR
+from dsq_ckpt.codebooks.kmeans import KMeans
+from dsq_ckpt.codebooks.lattice import Lattice
+from dsq_ckpt.codebooks.octaves import Octaves
+from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook
+from dsq_ckpt.codebooks.update import Update
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.hints import explained, group_hint
@@ -29,156 +35,6 @@ _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class Lattice(_Strict):
-    """Uniform lattice: code = round(x / step). The zero cell is pruned; beyond the alphabet is protected."""
-
-    fit: Literal["lattice"] = "lattice"
-    step: float = Field(
-        0.5, gt=0, le=16, description="cell width in root mean squares: of all tensors of the kind where their "
-        "gradients are known (then scaled by tensor), else of the group"
-    )
-    bins: int = Field(62, ge=2, le=62, description="levels besides zero, half of them negative (even number)")
-    rate_distortion: float = Field(
-        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
-    )
-    sensitivity: float = Field(
-        0.25, ge=0, le=1, description="step of a tensor ~ (mean squared gradient)**-sensitivity; 0: not by gradients"
-    )
-
-    @model_validator(mode="after")
-    def _even(self) -> Lattice:
-        if self.bins % 2:
-            raise ValueError(f"bins of a lattice must be even (half of the levels are negative), not {self.bins}")
-        return self
-
-
-class KMeans(_Strict):
-    """Levels by exact weighted one-dimensional k-means on the sketch, or by Lloyd's iterations as in the papers."""
-
-    fit: Literal["kmeans", "lloyd"] = "kmeans"
-    bins: int = Field(16, ge=2, le=254, description="levels, not counting pruned and protected")
-    prune: float = Field(0.0, ge=0, le=0.9, description="fraction of the smallest |x| stored as zero")
-    protect: float = Field(0.005, ge=0, le=0.2, description="fraction of the largest |x| kept in bf16")
-    metric: Literal["magnitude", "sensitivity"] = Field(
-        "magnitude", description="what pruning goes by; sensitivity where a Compressor averages gradients"
-    )
-    sigma: float = Field(
-        1.0, ge=0, le=1, description="sample weight sigma*frequency + (1-sigma)*|value|; the papers use 0.2"
-    )
-    rate_distortion: float = Field(
-        0.05, ge=0, le=2, description="lambda, in units of 12 x the mean squared error of nearest-level coding"
-    )
-    domain: Literal["linear", "log"] = Field("linear", description="where distance is measured: x, or log2 |x|")
-    seed: int = Field(0, ge=0, description="seed of k-means++ (fit='lloyd')")
-
-    @model_validator(mode="after")
-    def _log_has_no_pruning(self) -> KMeans:
-        if self.domain == "log" and (self.prune > 0 or self.sigma < 1):
-            raise ValueError("domain='log' has no pruning (zeros are kept exactly) and no magnitude weight: "
-                             "set prune=0 and sigma=1")
-        return self
-
-
-class Uniform(_Strict):
-    """QD-Compressor: equal cells over the range of values, as many as their entropy asks for."""
-
-    fit: Literal["uniform"] = "uniform"
-    min_bins: int = Field(8, ge=2, le=254, description="levels at least")
-    max_bins: int = Field(254, ge=2, le=254, description="levels at most")
-    rate_distortion: ClassVar[float] = 0.0
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Uniform:
-        if self.min_bins > self.max_bins:
-            raise ValueError(f"min_bins is {self.min_bins}, above max_bins, {self.max_bins}")
-        return self
-
-
-class Adaptive(_Strict):
-    """Check-N-Run: equal cells over the part of the range that a greedy search finds best; the rest is clipped."""
-
-    fit: Literal["adaptive"] = "adaptive"
-    bins: int = Field(16, ge=2, le=254, description="levels")
-    step_bins: int = Field(25, ge=1, le=1000, description="the search gives up 1 / step_bins of the range at a time")
-    search_range: float = Field(0.3, ge=0, lt=1, description="part of the range that may be given up")
-    rate_distortion: ClassVar[float] = 0.0
-
-
-class Gobo(_Strict):
-    """GOBO: outliers of a normal distribution kept in bf16, the others by k-means that watches the L1 norm."""
-
-    fit: Literal["gobo"] = "gobo"
-    bins: int = Field(16, ge=2, le=254, description="levels")
-    outlier_threshold: float = Field(-4.0, le=0, description="log density below which a value is an outlier")
-    max_iterations: int = Field(1000, ge=1, description="of k-means, which stops early when it gains nothing")
-    rate_distortion: ClassVar[float] = 0.0
-
-
-class Exponent(_Strict):
-    """LC-Checkpoint: one level per sign and power of two; the largest powers of two are kept, the rest is zero."""
-
-    fit: Literal["exponent"] = "exponent"
-    bits: int = Field(2, ge=1, le=7, description="priority promotion: 2**bits - 1 buckets besides zero")
-    rate_distortion: ClassVar[float] = 0.0
-
-
-class Largest(_Strict):
-    """Top-n: the largest |x| kept in bf16, all else zero."""
-
-    fit: Literal["largest"] = "largest"
-    fraction: float = Field(0.05, gt=0, le=1, description="fraction of elements kept")
-    rate_distortion: ClassVar[float] = 0.0
-
-
-class Partition(_Strict):
-    """SCAR: one part of every chunk kept in bf16, a different one in every checkpoint of a chain, all else zero."""
-
-    fit: Literal["partition"] = "partition"
-    parts: int = Field(20, ge=1, le=100_000, description="parts, of nearly equal size")
-    rate_distortion: ClassVar[float] = 0.0
-
-
-class Octaves(_Strict):
-    """Second moments by their power of two: one level per octave in use, given the parent's. Needs no refinement."""
-
-    fit: Literal["octaves"] = "octaves"
-    rate_distortion: ClassVar[float] = 0.0
-
-
-class Update(_Strict):
-    """First moments in units of the update: cells of m / sqrt(v), with sqrt(v) of the same element by its octave."""
-
-    fit: Literal["update"] = "update"
-    step: float = Field(1.0, gt=0, le=4, description="cell width; the refinement layer divides cells evenly")
-    error: float = Field(
-        0.25, ge=0, le=1, description="relative error that a restore may give Adam's next update: the refinement takes "
-        "as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
-    )
-
-    rate_distortion: float = Field(
-        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
-    )
-
-    @model_validator(mode="after")
-    def _error_can_be_kept(self) -> Update:
-        if 0 < self.error <= 0.1:  # moments.UNIT_ERROR, which would import torch
-            raise ValueError(
-                f"error is {self.error:g}, and the octaves of second moments alone change the update by 10%: choose "
-                "more, 0 (no bound), or store exp_avg and exp_avg_sq with method exact"
-            )
-        return self
-
-
-AnyCodebook = Annotated[
-    Lattice | KMeans | Uniform | Adaptive | Gobo | Exponent | Largest | Partition | Octaves | Update,
-    Field(discriminator="fit"),
-]
-_FITS = (
-    "lattice", "kmeans", "lloyd", "uniform", "adaptive", "gobo", "exponent", "largest", "partition", "octaves",
-    "update",
-)
 
 
 class TensorConfig(_Strict):
@@ -285,9 +141,9 @@ class QuantizeConfig(_Strict):
         blocks = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq,
                   "momentum": self.momentum, **{f"groups.{name}": group for name, group in self.groups.items()}}
         for name, block in blocks.items():
-            for kind, fit in (("exp_avg", Update), ("exp_avg_sq", Octaves)):
-                if isinstance(block.codebook, fit) and name != kind:
-                    raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
+            kind = ONLY_FOR.get(block.codebook.coordinates, name)
+            if name != kind:
+                raise ValueError(f"{name}: fit '{block.codebook.fit}' is for {kind} alone; choose another codebook")
         return self
 
     @model_validator(mode="after")
@@ -400,10 +256,10 @@ class DSQConfig(_Strict):
         kinds = {"weights": quantize.weights, "exp_avg": quantize.exp_avg, "exp_avg_sq": quantize.exp_avg_sq,
                  "momentum": quantize.momentum, **{f"groups.{name}": group for name, group in quantize.groups.items()}}
         for name, config in kinds.items():
-            if config.method == "quantize" and isinstance(config.codebook, Partition) and not values:
+            if config.method == "quantize" and config.codebook.turns and not values:
                 raise ValueError(
-                    f"quantize.{name} updates one part of a tensor at a time (fit: partition), which only differences "
-                    "can: set delta.against to values"
+                    f"quantize.{name} updates one part of a tensor at a time (fit: {config.codebook.fit}), which only "
+                    "differences can: set delta.against to values"
                 )
         if values and quantize.exp_avg_sq.method == "quantize":
             raise ValueError(
@@ -429,7 +285,7 @@ class DSQConfig(_Strict):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explained("configuration", error, DSQConfig, _FITS)) from None
+            raise ConfigError(explained("configuration", error, DSQConfig, CODEBOOKS)) from None
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:

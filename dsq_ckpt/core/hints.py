@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import isabstract
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -50,22 +51,24 @@ _UNION = ("bool", "constrained-int")
 """Names that pydantic gives to the alternatives of a field."""
 
 
-def explained(where: str, error: ValidationError, root: type[BaseModel], fits: Sequence[str]) -> str:
+def explained(
+    where: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]]
+) -> str:
     """All that is wrong with a configuration, a line for each key.
 
     Args:
         where: name of the configuration.
         error: what pydantic found.
         root: the configuration's model.
-        fits: kinds of codebooks, which pydantic names among the keys.
+        codebooks: by the value of `fit`, which pydantic names among the keys.
     """
     problems: dict[str, list[str]] = {}
     found: dict[str, str] = {}
     for issue in error.errors():
-        key = ".".join(str(part) for part in issue["loc"] if part not in (*fits, *_UNION))
+        key = ".".join(str(part) for part in issue["loc"] if part not in (*codebooks, *_UNION))
         if issue["type"] == "extra_forbidden":
-            fit = next((str(part) for part in issue["loc"] if part in fits), None)
-            problems[key] = [f"unknown key{key_hint(root, key.split('.'), fit)}"]
+            fit = next((str(part) for part in issue["loc"] if part in codebooks), None)
+            problems[key] = [f"unknown key{key_hint(root, key.split('.'), codebooks, fit)}"]
         else:
             text, hint = _problem(issue)
             problems.setdefault(key, []).append(text)
@@ -85,8 +88,10 @@ def _problem(issue: Any) -> tuple[str, str]:
         plain = issue["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
         return _EXPECTED.get(kind, plain), ""
     close = _like(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
-    field = "fit: " if kind == "union_tag_invalid" else ""
-    return f"{field}expected {expected}", f"; did you mean '{close}'?" if close is not None else ""
+    hint = f"; did you mean '{close}'?" if close is not None else ""
+    if kind != "union_tag_invalid":
+        return f"expected {expected}", hint
+    return f"fit: expected {expected}", hint or "; import the module that registers it, if it is a codebook of yours"
 
 
 def _short(value: Any) -> str:
@@ -94,19 +99,22 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def key_hint(root: type[BaseModel], given: Sequence[str], fit: str | None = None) -> str:
+def key_hint(
+    root: type[BaseModel], given: Sequence[str], codebooks: Mapping[str, type[BaseModel]], fit: str | None = None
+) -> str:
     """Where an unknown key belongs, or what it may be a slip of.
 
     Args:
         root: the configuration's model.
         given: path of the unknown key.
+        codebooks: by the value of `fit`.
         fit: kind of the codebook that it was found in, if it was in one.
 
     Returns:
         The end of a message, which begins with a semicolon; empty where nothing comes close.
     """
     parent, leaf = tuple(given[:-1]), given[-1]
-    known = list(_places(root, ()))
+    known = list(_places(root, (), dict.fromkeys(codebooks.values())))
     same = [place for place in known if place.path[-1] == leaf]
     if same:
         best = max(same, key=lambda place: place.near(given))
@@ -192,32 +200,36 @@ def _like(name: str, known: Sequence[str], cutoff: float) -> str | None:
     return next(iter(get_close_matches(name, known, 1, cutoff)), None)
 
 
-def _places(model: type[BaseModel], prefix: tuple[str, ...], fits: tuple[str, ...] = ()) -> Iterator[_Place]:
+def _places(
+    model: type[BaseModel], prefix: tuple[str, ...], codebooks: Iterable[type[BaseModel]], fits: tuple[str, ...] = ()
+) -> Iterator[_Place]:
     """All keys below a model; what codebooks of several kinds have in common is one of them."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield _Place(path, fits)
-        members = list(_models(field.annotation))
+        members = list(_models(field.annotation, codebooks))
         own = _ANY if get_origin(field.annotation) in (dict, tuple) else None
         inner = path if own is None else (*path, own)
         if len(members) == 1:
-            yield from _places(members[0], inner)
+            yield from _places(members[0], inner, codebooks)
             continue
         by_key: dict[tuple[str, ...], list[str]] = {}
         for member in members:
             kinds = get_args(member.model_fields["fit"].annotation)
-            for place in _places(member, inner, kinds):
+            for place in _places(member, inner, codebooks, kinds):
                 by_key.setdefault(place.path, []).extend(place.fits)
         yield from (_Place(key, tuple(kinds)) for key, kinds in by_key.items())
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that a field may hold, directly, in a dict or a tuple, or as a choice."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _models(annotation: Any, codebooks: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
+    """The models that a field may hold, directly, in a dict or a tuple, or as a choice; abstract: any codebook."""
+    if isabstract(annotation):
+        yield from codebooks
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     else:
         for part in get_args(annotation):
-            yield from _models(part)
+            yield from _models(part, codebooks)
 
 
 def _either(names: Sequence[str]) -> str:

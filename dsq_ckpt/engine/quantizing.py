@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.config.schema import DSQConfig, Update
+from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import checksums, named
@@ -191,12 +191,12 @@ def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
     """Name groups of first moments whose bound on the error of the update asks for more bits than are allowed."""
     for group, fitted in analysis.fitted.items():
         codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
-        if not isinstance(codebook, Update) or fitted.update_error is None or not most or not codebook.error:
+        if fitted.update_error is None or not most or not codebook.update_bound:
             continue
-        if fitted.update_error > codebook.error:
+        if fitted.update_error > codebook.update_bound:
             warn(
                 f"a restore from this checkpoint changes Adam's next update in '{group}' by {fitted.update_error:.0%}, "
-                f"more than the {codebook.error:.0%} of quantize.exp_avg.codebook.error: raise "
+                f"more than the {codebook.update_bound:.0%} of quantize.exp_avg.codebook.error: raise "
                 f"quantize.exp_avg.refinement_bits, which is {most}, or store exp_avg with method exact"
             )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dsq_ckpt.config.schema import DSQConfig, Lattice, Octaves, TensorConfig
+from dsq_ckpt.config.schema import DSQConfig, TensorConfig
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
@@ -175,7 +175,7 @@ def lossy_items(items: Sequence[Item]) -> list[Item]:
 
 def measured_items(items: Sequence[Item], layout: Layout) -> list[Item]:
     """Optimizer state that is not quantized itself, but tells the size of gradients."""
-    wanted = any(isinstance(c.codebook, Lattice) and c.codebook.sensitivity > 0 for c in layout.groups.values())
+    wanted = any(c.codebook.gradient_power > 0 for c in layout.groups.values())
     return [item for item in items if wanted and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
 
 
@@ -254,7 +254,7 @@ def _frame(item: Item, tensor: torch.Tensor) -> Frame | None:
     Raises:
         SaveFailed: the chunk of its second moments is of another shape.
     """
-    if item.config is not None and isinstance(item.config.codebook, Octaves):
+    if item.config is not None and item.config.codebook.coordinates == "octaves":
         return OctaveFrame()
     if item.second_moment is None:
         return None

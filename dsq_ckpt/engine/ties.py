@@ -12,7 +12,7 @@ from itertools import chain
 
 import torch
 
-from dsq_ckpt.config.schema import Lattice, TensorConfig
+from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.engine.session import Item
 from dsq_ckpt.quantization.chunk import ChunkKey
 
@@ -138,7 +138,4 @@ def _as_strict(one: TensorConfig | None, other: TensorConfig | None) -> bool:
         return one is None or one == other
     if one.method != other.method or one.method == "bf16":
         return one.method == other.method
-    book, loose = one.codebook, other.codebook
-    if isinstance(book, Lattice) and isinstance(loose, Lattice) and book.step <= loose.step:
-        loose = loose.model_copy(update={"step": book.step})
-    return book == loose and one.refinement_bits >= other.refinement_bits
+    return one.codebook.as_fine_as(other.codebook) and one.refinement_bits >= other.refinement_bits

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt import kernels
+from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
+from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
 from dsq_ckpt.coding import HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.codebook.adaptive import adaptive_range
-from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
 from dsq_ckpt.quantization.codebook.table import rate_distortion_table
 from dsq_ckpt.quantization.moments import OctaveFrame, UpdateFrame, from_units
 

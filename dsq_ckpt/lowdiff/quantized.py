@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from dsq_ckpt import kernels
+from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
+from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
 from dsq_ckpt.lowdiff.contract import Trace
 from dsq_ckpt.lowdiff.feedback import Feedback
 from dsq_ckpt.lowdiff.witness import Places, Seen
-from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
-from dsq_ckpt.quantization.codebook.table import nearest
 from dsq_ckpt.quantization.sketch import Sketch
 
 _OCTAVES = 12

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt import kernels
-from dsq_ckpt.config.schema import AnyCodebook, KMeans, Octaves, Partition, TensorConfig, Update
+from dsq_ckpt.codebooks import CodebookConfig, Weighing
+from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, sum_with_status
@@ -107,13 +108,13 @@ class Layout:
 
     def octaves(self) -> set[str]:
         """Groups that are coded by octave: their chunks have a frame, which octaves are not counted in."""
-        return {group for group, config in self.groups.items() if isinstance(config.codebook, Octaves)}
+        return {group for group, config in self.groups.items() if config.codebook.coordinates == "octaves"}
 
     def weighed(self) -> list[str]:
         """Groups whose elements are pruned and protected by sensitivity too."""
         return [
             group for group, config in self.groups.items() if self.averaged and group.startswith("weights/")
-            and isinstance(config.codebook, KMeans) and config.codebook.domain == "linear"
+            and config.codebook.weighing is not None
         ]
 
 
@@ -128,7 +129,7 @@ class ParentModel:
         """Without the groups that are to change between linear and log: a linear window does not see small values."""
         return replace(self, books={
             group: book for group, book in self.books.items()
-            if group in layout.groups and book.domain == getattr(layout.groups[group].codebook, "domain", "linear")
+            if group in layout.groups and (book.domain == "log") == layout.groups[group].codebook.logarithmic
         })
 
 
@@ -218,9 +219,8 @@ class Sketches:
             config = (configs or {}).get(group, usual)
             counts, aside = self.joint[group], None
             if group in self.importance:
-                assert isinstance(config.codebook, KMeans)
-                by_sensitivity = config.codebook.prune if config.codebook.metric == "sensitivity" else 0.0
-                counts, aside = self.importance[group].aside(counts, by_sensitivity, config.codebook.protect)
+                prune, protect, prunes = config.codebook.weighing or Weighing(0.0, 0.0, False)
+                counts, aside = self.importance[group].aside(counts, prune if prunes else 0.0, protect)
             fitted[group] = fit_group(
                 counts, self.windows[group], config.codebook, self.books.get(group), config.refinement_bits,
                 self.scales.units.get(group, 0.0), aside, self._turn(group, config.codebook),
@@ -244,10 +244,10 @@ class Sketches:
                 found[group] = worst
         return found
 
-    def _turn(self, group: str, codebook: AnyCodebook) -> Turn | None:
-        if not isinstance(codebook, Partition):
+    def _turn(self, group: str, codebook: CodebookConfig) -> Turn | None:
+        if not codebook.turns:
             return None
-        turn = Turn(codebook.parts, self.turn % codebook.parts)
+        turn = Turn(codebook.turns, self.turn % codebook.turns)
         parts = [turn.of(size) for size in self.sizes[group]]
         return replace(turn, elements=sum(part.stop - part.start for part in parts))
 
@@ -279,7 +279,7 @@ def measure(
         outlier_octaves: when a tensor counts as an outlier of its group (0: never).
         comm: of the ranks that save.
         workers: threads.
-        turn: how many deltas came before this one; parts of a `Partition` take turns.
+        turn: how many deltas came before this one; parts of a tensor may take turns.
 
     Raises:
         SaveFailed: on all ranks, when any rank failed.
@@ -367,7 +367,7 @@ def measure(
         _merge(list(again.values()), comm, failure)
     plain = {
         group for group, config in layout.groups.items()
-        if not isinstance(config.codebook, Octaves | Update | Partition) and not layout.residual
+        if config.codebook.coordinates == "values" and not config.codebook.turns and not layout.residual
     }
     return Sketches(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
@@ -378,7 +378,7 @@ def measure(
 
 def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[str, list[int]]:
     """Elements of every chunk of every rank, by group, of groups whose parts take turns: codes follow from them."""
-    groups = [group for group, config in layout.groups.items() if isinstance(config.codebook, Partition)]
+    groups = [group for group, config in layout.groups.items() if config.codebook.turns]
     if not groups:
         return {}
     everywhere = comm.gather([(chunk.group, chunk.key.elements) for chunk in chunks])
@@ -387,11 +387,9 @@ def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[
 
 def _fractions(layout: Layout, group: str) -> Fractions:
     """Those a search will ask for, and the group's own."""
-    codebook = layout.groups[group].codebook
-    assert isinstance(codebook, KMeans)
-    return Fractions(
-        (*layout.fractions.prune, codebook.prune), (*layout.fractions.protect, codebook.protect)
-    )
+    own = layout.groups[group].codebook.weighing
+    assert own is not None
+    return Fractions((*layout.fractions.prune, own.prune), (*layout.fractions.protect, own.protect))
 
 
 def _shape(

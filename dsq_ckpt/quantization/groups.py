@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from dsq_ckpt.config.schema import BY_SIZE, DSQConfig, Octaves, QuantizeConfig, Rule, TensorConfig, Update
+from dsq_ckpt.config.schema import BY_SIZE, DSQConfig, QuantizeConfig, Rule, TensorConfig
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
@@ -113,11 +113,11 @@ def assign(
         return Assignment(EXACT, EXACT, None, settings)
     own = f"/{fqn}" if config.share == "tensor" else ""
     second = None
-    if isinstance(chosen.codebook, Update):
+    if chosen.codebook.coordinates == "update":
         second = _second_moment(fqn, shape, dtype, config, types) if measured else None
         if second is None:
             chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"].codebook})
-    if isinstance(chosen.codebook, Update | Octaves):
+    if chosen.codebook.coordinates != "values":
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
 
@@ -139,7 +139,7 @@ def _second_moment(
     if name is None:
         return None
     kept = assign(name, shape, dtype, config, types).config
-    octaves = kept is None or (kept.method == "quantize" and isinstance(kept.codebook, Octaves))
+    octaves = kept is None or (kept.method == "quantize" and kept.codebook.coordinates == "octaves")
     return name if octaves else None
 
 

@@ -10,7 +10,6 @@ therefore undo the division, and a rank that writes m needs nothing of v but its
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,21 +22,6 @@ from dsq_ckpt.kernels.keys import FIRST_NORMAL, SHIFT, KeyWindow
 
 WINDOW = KeyWindow(FIRST_NORMAL, FIRST_NORMAL + 256)
 """Window of the keys that octaves become: one key for each biased exponent."""
-CENTRE = 2.0**0.5
-"""An octave's values are between 1 and 2 times a power of two, and decode to this many times it."""
-
-
-def _error_of_one(low: float, high: float) -> float:
-    """Return the relative error of 1 in place of x, spread evenly over the logarithm: root mean squares."""
-    span = math.log(high / low)
-    mean, square = (high - low) / span, (high**2 - low**2) / (2 * span)
-    return math.sqrt((square - 2 * mean + 1) / square)
-
-
-ERROR = _error_of_one(2**-0.5, 2**0.5)
-"""Relative error of `CENTRE` times a power of two for the values of its octave."""
-UNIT_ERROR = _error_of_one(2**-0.25, 2**0.25)
-"""Relative error of 1 / sqrt(v) where sqrt(v) is taken to be the unit of its octave."""
 _NOT_FINITE = 255
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _SIGN = -(1 << 31)

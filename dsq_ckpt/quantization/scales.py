@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.config.schema import Lattice, Octaves, TensorConfig, Update
+from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
@@ -84,7 +84,7 @@ def choose_scales(
             moved |= {group} if max(drift, default=0.0) >= _DRIFT else set()
             continue
         distances = _distances(octaves, names)
-        if not outlier_octaves or isinstance(groups[group].codebook, Octaves | Update):  # these have units of their own
+        if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have units of their own
             distances = {}
         outliers = {fqn: d for fqn, d in distances.items() if abs(d) >= outlier_octaves}
         wanted |= {fqn: float(np.clip(round(d), -100, 100)) for fqn, d in outliers.items()}
@@ -129,10 +129,9 @@ def gauges_of(weights: list[str], state: dict[str, str], averaged: bool) -> dict
 def _by_gradient(
     octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge]
 ) -> tuple[set[str], float, dict[str, float]]:
-    """Groups whose lattice is scaled by gradients, the unit of their steps, and the exponents of their tensors."""
+    """Groups whose tensors are scaled by gradients, the unit of their steps, and the exponents of their tensors."""
     strength = {
-        group: config.codebook.sensitivity for group, config in groups.items()
-        if isinstance(config.codebook, Lattice) and config.codebook.sensitivity > 0
+        group: config.codebook.gradient_power for group, config in groups.items() if config.codebook.gradient_power > 0
     }
     names = [fqn for fqn, group in tensors.items() if group in strength]
     energy = {fqn: _mean(_without_few(octaves[fqn]), 2) for fqn in names}

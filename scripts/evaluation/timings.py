@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
-from dsq_ckpt.quantization.codebook.lloyd import lloyd_kmeans, seed_levels
+from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
+from dsq_ckpt.codebooks.algorithms.lloyd import lloyd_kmeans, seed_levels
 from dsq_ckpt.quantization.sketch import Sketch
 from evaluation.report import Row
 

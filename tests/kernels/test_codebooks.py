@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.config.schema import Adaptive, Exponent, Gobo, KMeans, Lattice, Uniform
+from dsq_ckpt.codebooks.adaptive import Adaptive
+from dsq_ckpt.codebooks.exponent import Exponent, exponent_buckets
+from dsq_ckpt.codebooks.gobo import Gobo
+from dsq_ckpt.codebooks.kmeans import KMeans
+from dsq_ckpt.codebooks.lattice import Lattice
+from dsq_ckpt.codebooks.uniform import Uniform, uniform_levels
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook import fit_group
-from dsq_ckpt.quantization.codebook.exponent import exponent_buckets
-from dsq_ckpt.quantization.codebook.uniform import uniform_levels
 
 
 def values():

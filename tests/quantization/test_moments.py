@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dsq_ckpt
+from dsq_ckpt.codebooks import Histogram
+from dsq_ckpt.codebooks.octaves import ERROR, Octaves
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.quantization.codebook.octaves import octave_book
 from dsq_ckpt.quantization.groups import assign
-from dsq_ckpt.quantization.moments import ERROR, UNITS, WINDOW, OctaveFrame, UpdateFrame, from_units
+from dsq_ckpt.quantization.moments import UNITS, WINDOW, OctaveFrame, UpdateFrame, from_units
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -246,12 +247,13 @@ def test_error_of_an_octave_is_the_measured_one() -> None:
     assert pytest.approx((((values - 2**0.5) ** 2).mean() / (values**2).mean()) ** 0.5, rel=0.01) == ERROR
 
 
-def test_octave_book_protects_negative_values_and_has_a_level_for_each_octave_in_use() -> None:
+def test_octaves_protect_negative_values_and_have_a_level_for_each_octave_in_use() -> None:
     held = np.zeros(WINDOW.size, np.int64)
     held[[0, 1 + 100, 1 + 120, WINDOW.n + 1 + 50]] = 5, 3, 2, 1
-    book, codes, _ = octave_book(held)
-    assert book.levels.tolist() == [0.0, 2**0.5 * 2.0**-27, 2**0.5 * 2.0**-7]
-    assert codes[[0, 101, 121, WINDOW.n, WINDOW.n + 51]].tolist() == [0, 1, 2, 0, book.protected]
+    proposal = Octaves().propose(Histogram(held, WINDOW))
+    assert proposal.levels.tolist() == [2**0.5 * 2.0**-27, 2**0.5 * 2.0**-7]
+    assert proposal.codes[[0, 101, 121, WINDOW.n]].tolist() == [0, 1, 2, 0]
+    assert proposal.forced[[0, 101, 121, WINDOW.n, WINDOW.n + 51]].tolist() == [False, False, False, False, True]
 
 
 def test_differences_are_not_taken_to_values_in_units(tmp_path) -> None:

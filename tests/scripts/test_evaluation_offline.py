@@ -298,7 +298,7 @@ def test_timings_compare_the_same_outcomes() -> None:
 
 def test_naive_lloyd_is_lloyd() -> None:
     """On distinct values, each seen once, the one on the sketch and the one on values do the same."""
-    from dsq_ckpt.quantization.codebook.lloyd import lloyd_kmeans
+    from dsq_ckpt.codebooks.algorithms.lloyd import lloyd_kmeans
 
     x = np.sort(np.random.default_rng(1).standard_normal(3000).astype(np.float32))
     expected = lloyd_kmeans(x.astype(np.float64), np.ones(len(x)), timings.LEVELS)

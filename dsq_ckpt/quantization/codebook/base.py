@@ -1,4 +1,4 @@
-"""What a codebook is: the meaning of the codes of one group, independent of how it was fitted."""
+"""Fitted codebooks: the meaning of the codes of one group, independent of how it was fitted. Files hold them."""
 
 from __future__ import annotations
 
@@ -48,27 +48,6 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """What a fit decides about the bins of a sketch; nearest levels and rate-distortion choice follow from it.
-
-    Attributes:
-        levels: float64[k], ascending, without zero; in the domain where distance is measured.
-        forced: bool[bins], kept in bf16 whatever their distance.
-        pruned: bool[bins], stored as zero whatever their distance.
-        step: the lattice's step, 0 for other fits.
-        zero_is_level: whether zero competes for the values near it; it does not where pruning was asked for.
-        codes: uint8[bins], where a fit assigns values otherwise than to the nearest level.
-    """
-
-    levels: Floats
-    forced: npt.NDArray[np.bool_]
-    pruned: npt.NDArray[np.bool_]
-    step: float = 0.0
-    zero_is_level: bool = True
-    codes: npt.NDArray[np.uint8] | None = None
-
-
-@dataclass(frozen=True)
 class Codebook:
     """Levels of a group's codes, in the group's own units (a tensor's scale multiplies them).
 
@@ -78,7 +57,7 @@ class Codebook:
         levels: float64, k + 1 entries; levels[0] = 0.
         window: magnitudes the sketch of this group resolves, also for the next checkpoint of the chain.
         domain: where distance and refinement are measured: "linear" (x) or "log" (the float's bits).
-        step: the lattice's step, 0 for other fits.
+        step: distance of evenly spaced levels, 0 for others.
         cell_low, cell_high: float64, k + 1 entries; the values a code stands for lie between them, in x for
             "linear" and in bits(|x|) / 2^23 for "log" (the interpolated log2). Equal bounds: nothing to refine. The
             refinement layer divides a cell evenly, and values decode to the middle of a part.

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.config.schema import AnyCodebook, KMeans, Octaves, Update
+from dsq_ckpt.codebooks import CodebookConfig, Histogram, Proposal
+from dsq_ckpt.codebooks.histogram import nearest
+from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Aside, Codebook, Floats, Turn
-from dsq_ckpt.quantization.codebook.octaves import octave_book
-from dsq_ckpt.quantization.codebook.propose import propose, propose_weighed
-from dsq_ckpt.quantization.codebook.table import (
-    Codes,
-    Counts,
-    code_counts,
-    entropy_bits,
-    nearest,
-    rate_distortion_table,
-)
-from dsq_ckpt.quantization.moments import ERROR as OCTAVE_ERROR
-from dsq_ckpt.quantization.moments import UNIT_ERROR
+from dsq_ckpt.quantization.codebook.table import Codes, Counts, code_counts, entropy_bits, rate_distortion_table
 
+MOST_LEVELS = 254
+"""With zero and the code of protected elements, all that a byte holds."""
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
 _CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
@@ -75,7 +69,7 @@ class Fitted:
 
 
 def fit_group(
-    joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int = 0,
+    joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
     unit: float = 0.0, aside: Aside | None = None, turn: Turn | None = None,
 ) -> Fitted:
     """Fit one group on its joint sketch.
@@ -86,11 +80,14 @@ def fit_group(
         window: the key window of `joint`.
         config: which codebook.
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
-        refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; an `Update` with a
+        refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; a codebook with a
             bound takes as few as keep it.
         unit: what a lattice's step is measured in; 0: the group's root mean square.
         aside: elements that are not in `joint`, because their sensitivity decides about them.
         turn: elements of `joint` that are protected because of their place; only where all others become zero.
+
+    Raises:
+        ConfigError: the codebook proposes what is no codebook.
     """
     fitted = _fit(joint, window, config, parent, refinement_bits, unit, aside)
     if turn is not None:
@@ -110,11 +107,9 @@ def fit_group(
 
 
 def _fit(
-    joint: Counts, window: KeyWindow, config: AnyCodebook, parent: Codebook | None, refinement_bits: int,
+    joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int,
     unit: float, aside: Aside | None,
 ) -> Fitted:
-    if isinstance(config, Octaves):
-        return _fit_octaves(joint, window)
     total = joint.sum(0)
     if aside is not None:  # fractions are of all elements
         total = total + aside.pruned.sum(0) + aside.protected.sum(0)
@@ -123,13 +118,17 @@ def _fit(
     held = total * finite
     count = max(int(held.sum()), 1)
     mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
-    log = isinstance(config, KMeans) and config.domain == "log"
+    histogram = Histogram(
+        held, window, unit, parent.step if parent is not None else 0.0,
+        None if aside is None else joint.sum(0) * finite,
+    )
+    proposal = config.propose(histogram)
+    _check(config, proposal, window)
+    levels, step, log = proposal.levels, proposal.step, config.logarithmic
     points = window.bit_values() if log else values
-    if aside is not None and isinstance(config, KMeans):
-        proposal = propose_weighed(config, held, joint.sum(0) * finite, window)
-    else:
-        proposal = propose(config, held, window, parent, unit)
-    levels, forced, pruned, step = proposal.levels, proposal.forced, proposal.pruned, proposal.step
+    nowhere = np.zeros(window.size, bool)
+    forced = histogram.beyond | (nowhere if proposal.forced is None else proposal.forced)
+    pruned = nowhere if proposal.pruned is None else proposal.pruned
     positions, codes = _ascending(levels, log)
     if proposal.codes is not None:
         base = proposal.codes.copy()
@@ -145,20 +144,26 @@ def _fit(
     by_code[codes] = positions
     gap = np.where(movable, points - by_code[base], 0.0)
     spread = step * step if step else 12.0 * float((held * gap * gap).sum() / count)
-    table = rate_distortion_table(joint, points, base, movable, positions, codes, config.rate_distortion * spread)
+    table = rate_distortion_table(joint, points, base, movable, positions, codes, config.price * spread)
     counts = code_counts(joint, table, protected + 1)
     if aside is not None:
         counts[:, protected] += aside.protected.sum(1) + aside.pruned[:, forced].sum(1)
         counts[:, 0] += aside.pruned[:, ~forced].sum(1)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
+    if proposal.measured is not None:
+        book = Codebook(real_levels, window, "linear", step, real_levels, real_levels)
+        return Fitted(
+            book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), proposal.measured.mean_square,
+            proposal.measured.error, refinement_bits=0,
+        )
     low, high = _cells(joint, table, window, protected, log)
     if aside is not None and (zeros := np.flatnonzero(aside.pruned[:, ~forced].any(0))).size:
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
     error = _error(joint, table, window, real_levels, protected, aside, ~forced)
-    update_error = None
-    if isinstance(config, Update):
-        refinement_bits, update_error = _update_bits(config, refinement_bits, joint, table, window, error, low, high)
+    refinement_bits, update_error = config.refinement(
+        refinement_bits, _refined_error(joint, table, window, error, low, high)
+    )
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         _centre_zero(low, high, 2.0**refinement_bits)
     book = Codebook(
@@ -170,53 +175,54 @@ def _fit(
     )
 
 
-def _fit_octaves(joint: Counts, window: KeyWindow) -> Fitted:
-    """Fit a group whose codes are octaves: nothing to choose, since all that are in use get a level."""
-    book, base, mean_square = octave_book(joint.sum(0))
-    table = np.broadcast_to(base, (joint.shape[0], len(base))).copy()
-    counts = code_counts(joint, table, book.symbols)
-    return Fitted(
-        book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
-        mean_square * OCTAVE_ERROR**2, refinement_bits=0,
-    )
+def _check(config: CodebookConfig, proposal: Proposal, window: KeyWindow) -> None:
+    """Refuse what would be stored wrongly, or could not be read."""
+    levels = np.asarray(proposal.levels)
+    if levels.dtype != np.float64 or levels.ndim != 1 or not 1 <= len(levels) <= MOST_LEVELS:
+        found = f"{levels.dtype} of shape {levels.shape}, expected float64[1 to {MOST_LEVELS}]"
+    elif not np.isfinite(levels).all() or (np.diff(levels) < 0).any():
+        found = "levels that are not finite or do not ascend"
+    elif config.logarithmic and not (levels > 0).all():
+        found = "levels on the logarithmic axis that are not positive"
+    elif any(part is not None and part.shape != (window.size,) for part in (proposal.forced, proposal.pruned)):
+        found = f"masks that are not bool[{window.size}], one for each bin"
+    elif (codes := proposal.codes) is not None and (
+        codes.shape != (window.size,) or codes.dtype != np.uint8 or int(codes.max()) > len(levels)
+    ):
+        found = f"codes that are not uint8[{window.size}] up to {len(levels)}, the number of levels"
+    else:
+        return
+    raise ConfigError(f"codebook '{config.fit}' ({type(config).__module__}) proposes {found}; correct its `propose`")
 
 
-def _update_bits(
-    config: Update, most: int, joint: Counts, table: Codes, window: KeyWindow, base: float, low: Floats, high: Floats
-) -> tuple[int, float]:
-    """Choose the bits of a refinement by the error of Adam's next update, m / sqrt(v).
+def _refined_error(
+    joint: Counts, table: Codes, window: KeyWindow, base: float, low: Floats, high: Floats
+) -> Callable[[int], float]:
+    """Return the function from bits to the mean squared error that they leave, relative to the mean square.
 
-    The quantized value is m over the unit of v; what is lost besides is the place of v within its octave. Protected
-    values, which no run of Adam has and which would own the energy, count for nothing.
+    Protected values count for nothing: first moments that large, which no run of Adam has, would own the energy.
 
     Args:
-        config: Its bound; without one `most` is taken.
-        most: Bits at most.
         joint, table, window: The sketch, and the codes of its entries.
         base: Mean squared error of the base layer over the elements not protected.
         low, high: Bounds of the cells.
-
-    Returns:
-        The bits, and the relative error of the update with them.
     """
-    rows, bins = np.nonzero(joint)
-    codes = table[rows, bins]
-    kept = codes < len(low)
-    rows, bins, codes = rows[kept], bins[kept], codes[kept]
-    values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
-    energy = float((weight * values**2).sum())
-    square = base
-    for bits in range(0 if config.error else most, most + 1):
-        if bits:
-            below, above = low.copy(), high.copy()
-            _centre_zero(below, above, 2.0**bits)
-            part = (above - below)[codes] / 2.0**bits
-            place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
-            square = float((weight * (values - below[codes] - place * part) ** 2).sum())
-        error = (square / (energy or 1.0) + UNIT_ERROR**2) ** 0.5
-        if error <= config.error:
-            break
-    return bits, error
+    def error(bits: int) -> float:
+        rows, bins = np.nonzero(joint)
+        codes = table[rows, bins]
+        kept = codes < len(low)
+        rows, bins, codes = rows[kept], bins[kept], codes[kept]
+        values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
+        energy = float((weight * values**2).sum())
+        if not bits:
+            return base / (energy or 1.0)
+        below, above = low.copy(), high.copy()
+        _centre_zero(below, above, 2.0**bits)
+        part = (above - below)[codes] / 2.0**bits
+        place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
+        return float((weight * (values - below[codes] - place * part) ** 2).sum()) / (energy or 1.0)
+
+    return error
 
 
 def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:

@@ -14,11 +14,6 @@ Codes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 
 
-def nearest(points: Floats, levels: Floats) -> npt.NDArray[np.int64]:
-    """Index of the nearest of the ascending `levels` for every point; ties go to the lower one."""
-    return np.searchsorted((levels[1:] + levels[:-1]) / 2, points, side="left")
-
-
 def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
     """How often each code follows each previous code: int64[rows, symbols], from joint counts int64[rows, bins]."""
     counts = np.zeros((joint.shape[0], symbols), np.int64)

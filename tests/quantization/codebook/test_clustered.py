@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsq_ckpt.codebooks.exponent import exponent_buckets
+from dsq_ckpt.codebooks.gobo import gobo_outliers, l1_kmeans
 from dsq_ckpt.kernels.keys import ALPHA, FULL
-from dsq_ckpt.quantization.codebook.exponent import exponent_buckets
-from dsq_ckpt.quantization.codebook.gobo import gobo_outliers, l1_kmeans
 from tests.quantization.codebook.histograms import degenerate, histograms, normal, sketched
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsq_ckpt import kernels
-from dsq_ckpt.config.schema import KMeans, Lattice
+from dsq_ckpt.codebooks.kmeans import KMeans
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import ALPHA, FULL
 from dsq_ckpt.quantization.codebook import Codebook, fit_group

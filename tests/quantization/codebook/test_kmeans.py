@@ -6,9 +6,9 @@ import kmeans1d
 import numpy as np
 import pytest
 
+from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
+from dsq_ckpt.codebooks.algorithms.lloyd import lloyd_kmeans, sample_weights, seed_levels
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
-from dsq_ckpt.quantization.codebook.kmeans import exact_kmeans
-from dsq_ckpt.quantization.codebook.lloyd import lloyd_kmeans, sample_weights, seed_levels
 from dsq_ckpt.quantization.sketch import Sketch
 
 DATASETS = {

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dsq_ckpt.quantization.codebook.adaptive import adaptive_range
-from dsq_ckpt.quantization.codebook.exponent import exponent_buckets
-from dsq_ckpt.quantization.codebook.gobo import gobo_outliers, l1_kmeans
-from dsq_ckpt.quantization.codebook.uniform import as_histogram, entropy_bins, uniform_levels
+from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
+from dsq_ckpt.codebooks.exponent import exponent_buckets
+from dsq_ckpt.codebooks.gobo import gobo_outliers, l1_kmeans
+from dsq_ckpt.codebooks.histogram import as_histogram
+from dsq_ckpt.codebooks.uniform import entropy_bins, uniform_levels
 from tests.quantization.codebook.histograms import SCALES, degenerate, histograms, normal, sketched, squared_error
 
 

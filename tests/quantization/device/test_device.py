@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.config.schema import KMeans, Lattice
+from dsq_ckpt.codebooks.kmeans import KMeans
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.remembered import known
 from dsq_ckpt.errors import SaveFailed

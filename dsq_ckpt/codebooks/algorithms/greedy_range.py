@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dsq_ckpt.codebooks.histogram import as_histogram
 from dsq_ckpt.kernels.jit import jit
-from dsq_ckpt.quantization.codebook.uniform import as_histogram
 
 
 @jit

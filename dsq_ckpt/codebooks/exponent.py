@@ -7,13 +7,42 @@ take the histogram of whatever is to be quantized.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from dsq_ckpt.quantization.codebook.uniform import F64, I64, as_histogram
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, as_histogram
+from dsq_ckpt.codebooks.registry import register_codebook
 
 MAX_BITS = 7
 """2**8 - 1 levels, zero and the code of protected elements do not fit one byte."""
+
+
+@register_codebook
+class Exponent(CodebookConfig):
+    """LC-Checkpoint: one level per sign and power of two; the largest powers of two are kept, the rest is zero."""
+
+    fit: Literal["exponent"] = "exponent"
+    bits: int = Field(2, ge=1, le=MAX_BITS, description="priority promotion: 2**bits - 1 buckets besides zero")
+
+    def propose(self, histogram: Histogram) -> Proposal:
+        """Return the levels and codes of `exponent_buckets`."""
+        place = histogram.occupied
+        low, high = (edge[place] for edge in histogram.window.edges())
+        zeros_as_one = histogram.values[place] + 0.0
+        values, first, same = np.unique(zeros_as_one, return_index=True, return_inverse=True)
+        if not len(values):
+            return NOTHING
+        counts = np.bincount(same, weights=histogram.counts[place]).astype(np.int64)
+        levels, codes = exponent_buckets(values, low[first], high[first], counts, self.bits)
+        if not len(levels):
+            return NOTHING
+        full = np.zeros(histogram.window.size, np.uint8)
+        full[place] = codes[same]
+        return Proposal(levels, codes=full)
 
 
 def exponent_buckets(

@@ -4,45 +4,43 @@ Zhang et al., "QD-Compressor: a Quantization-based Delta Compression Framework f
 and its journal version, Jin et al., IEEE TPDS 2023: quantizers follow each layer's own range, and their bit width
 the layer's entropy.  Inshrinkerator (section 8.2, "Uniform"; Table 10) compares with it and gives every layer a
 minimum and a maximum number of bins.  None of these says how entropy becomes a bit width: see ``entropy_bins``.
-
-This module also has what all baselines share, the check of a histogram.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
-from dsq_ckpt.quantization.codebook.table import nearest
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.histogram import F64, Histogram, as_histogram, nearest
+from dsq_ckpt.codebooks.registry import register_codebook
 
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
 
+@register_codebook
+class Uniform(CodebookConfig):
+    """QD-Compressor: equal cells over the range of values, as many as their entropy asks for."""
 
-def as_histogram(values: npt.ArrayLike, counts: npt.ArrayLike) -> tuple[F64, I64]:
-    """The histogram that all quantizers of the compared systems are fitted on, checked.
+    fit: Literal["uniform"] = "uniform"
+    min_bins: int = Field(8, ge=2, le=254, description="levels at least")
+    max_bins: int = Field(254, ge=2, le=254, description="levels at most")
 
-    Args:
-        values: [n], representatives of the occupied bins, signed, ascending; magnitudes up to 2**128, as fp32 has.
-        counts: [n], elements per bin, > 0.
+    @model_validator(mode="after")
+    def _ordered(self) -> Uniform:
+        if self.min_bins > self.max_bins:
+            raise ValueError(f"min_bins is {self.min_bins}, above max_bins, {self.max_bins}")
+        return self
 
-    Returns:
-        ``values`` as float64[n] and ``counts`` as int64[n].
-
-    Raises:
-        ValueError: there is no bin, the lengths differ, a value is not finite, values do not ascend, or a count is
-            not positive.
-    """
-    v, c = np.asarray(values, np.float64), np.asarray(counts, np.int64)
-    if v.ndim != 1 or v.shape != c.shape or not v.size:
-        raise ValueError(f"values and counts must be vectors of one length, at least 1: got {v.shape} and {c.shape}")
-    if not np.isfinite(v).all() or (np.diff(v) <= 0).any():
-        raise ValueError("values must be finite and strictly ascending")
-    if (c <= 0).any():
-        raise ValueError("counts must be positive: leave out bins that hold nothing")
-    return v, c
+    def propose(self, histogram: Histogram) -> Proposal:
+        """Divide the range evenly."""
+        values, counts = histogram.merged()
+        if not len(values):
+            return NOTHING
+        bins = entropy_bins(values, counts, self.min_bins, self.max_bins)
+        return Proposal(uniform_levels(float(values[0]), float(values[-1]), bins), zero_is_level=False)
 
 
 def uniform_levels(low: float, high: float, bins: int) -> F64:

@@ -10,12 +10,39 @@ equal populations, the stop by the L1 norm and the natural logarithm are recolle
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from dsq_ckpt.quantization.codebook.table import nearest
-from dsq_ckpt.quantization.codebook.uniform import F64, I64, as_histogram
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, as_histogram, nearest
+from dsq_ckpt.codebooks.registry import register_codebook
+
+
+@register_codebook
+class Gobo(CodebookConfig):
+    """GOBO: outliers of a normal distribution kept in bf16, the others by k-means that watches the L1 norm."""
+
+    fit: Literal["gobo"] = "gobo"
+    bins: int = Field(16, ge=2, le=254, description="levels")
+    outlier_threshold: float = Field(-4.0, le=0, description="log density below which a value is an outlier")
+    max_iterations: int = Field(1000, ge=1, description="of k-means, which stops early when it gains nothing")
+
+    def propose(self, histogram: Histogram) -> Proposal:
+        """Protect outliers, and cluster the rest."""
+        values, counts = histogram.merged()
+        if not len(values):
+            return NOTHING
+        outliers = gobo_outliers(values, counts, self.outlier_threshold)
+        if outliers.all():
+            outliers[:] = False
+        occupied = histogram.occupied
+        forced = histogram.beyond.copy()
+        forced[occupied] = outliers[np.searchsorted(values, histogram.values[occupied] + 0.0)]
+        levels = l1_kmeans(values[~outliers], counts[~outliers], self.bins, self.max_iterations)
+        return Proposal(levels, forced, zero_is_level=False)
 
 
 def gobo_outliers(

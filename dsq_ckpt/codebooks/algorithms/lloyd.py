@@ -1,7 +1,7 @@
 """The papers' k-means: weighted k-means++ seeding and Lloyd's iterations on a histogram.
 
 Inshrinkerator, section 4.4, Algorithms 2 and 3.  It finds a local optimum that depends on the seed;
-``kmeans`` finds the global one.  This is here for comparison with the papers.
+``exact_kmeans`` finds the global one.  This is here for comparison with the papers.
 """
 
 from __future__ import annotations

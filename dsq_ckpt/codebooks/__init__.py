@@ -1,0 +1,16 @@
+"""Codebooks: one module each, with its settings and the way from a histogram to levels. See `base` to add one."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from dsq_ckpt.codebooks.base import CodebookConfig, Measured, Proposal, Weighing
+from dsq_ckpt.codebooks.histogram import Histogram
+from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook, register_codebook
+
+for _module in iter_modules(__path__):
+    if not _module.ispkg:  # algorithms, which bring Numba
+        import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "CODEBOOKS", "AnyCodebook", "CodebookConfig", "Histogram", "Measured", "Proposal", "Weighing", "register_codebook",
+]

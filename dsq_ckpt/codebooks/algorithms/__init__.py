@@ -1,0 +1,1 @@
+"""Algorithms of codebooks that other packages use too, or that are compiled."""

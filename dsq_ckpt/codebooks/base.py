@@ -1,0 +1,156 @@
+"""The contract of a codebook's configuration: its settings, and how levels follow from a histogram.
+
+A codebook is added by one class:
+
+    @register_codebook
+    class Thirds(CodebookConfig):
+        fit: Literal["thirds"] = "thirds"
+        bins: int = Field(8, ge=2, le=254, description="levels")
+
+        def propose(self, histogram: Histogram) -> Proposal:
+            values, _ = histogram.merged()
+            return Proposal(np.linspace(values[0], values[-1], self.bins), zero_is_level=False)
+
+Its fields are keys of the configuration, `{"fit": "thirds", "bins": 16}`. Everything after the levels (the table of
+codes, rate-distortion choice, cells for the refinement layer, deltas) is the same for all codebooks. Files hold the
+levels, so a checkpoint is loaded where the class is not known.
+
+Reading a configuration imports these modules: they import Numba, torch and what needs them inside functions only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from dsq_ckpt.codebooks.histogram import F64, Histogram, Mask
+
+
+class Measured(NamedTuple):
+    """Errors that a codebook knows itself, since its histogram is not in the units of the values.
+
+    Attributes:
+        mean_square: Of the values.
+        error: Mean squared error of the levels.
+    """
+
+    mean_square: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The decision of a codebook about the bins of a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
+
+    Attributes:
+        levels: float64[k], 1 <= k <= 254, ascending, without zero; on the axis where distance is measured.
+        forced: bool[bins], protected (kept in bf16) whatever their distance. Bins past the window always are.
+        pruned: bool[bins], stored as zero whatever their distance.
+        step: Distance of evenly spaced levels, 0 for others.
+        zero_is_level: Whether zero competes for the values near it. False where `levels` serve all values, or where
+            `pruned` says which become zero.
+        codes: uint8[bins], where values are assigned otherwise than to the nearest level.
+        measured: Given where nothing can be refined, since the levels are all that is to be kept of the values.
+    """
+
+    levels: F64
+    forced: Mask | None = None
+    pruned: Mask | None = None
+    step: float = 0.0
+    zero_is_level: bool = True
+    codes: npt.NDArray[np.uint8] | None = None
+    measured: Measured | None = None
+
+
+NOTHING = Proposal(np.array([1.0]))
+"""For a group without a value: any level does."""
+
+
+class Weighing(NamedTuple):
+    """Fractions of a group that sensitivity, the size of averaged gradients, decides about element by element.
+
+    Attributes:
+        prune: Elements of least sensitivity that are stored as zero.
+        protect: Elements of greatest sensitivity that are kept in bf16.
+        prunes: False if `prune` goes by magnitude; a search may compare both on the same sketches.
+    """
+
+    prune: float
+    protect: float
+    prunes: bool
+
+
+Coordinates = Literal["values", "update", "octaves"]
+ONLY_FOR: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq"}
+"""The kind of tensors that coordinates other than the values themselves exist for."""
+
+
+class CodebookConfig(BaseModel, ABC):
+    """Settings of one kind of codebook; `register_codebook` makes a subclass known to configurations.
+
+    A subclass declares `fit`, a `Literal` of its name, and one field for each setting; values are those that JSON has.
+    It implements `propose`. The properties say what the engine has to provide; their defaults ask for nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    coordinates: ClassVar[Coordinates] = "values"
+    """What is quantized: the values, first moments in units of Adam's update, or the octaves of second moments."""
+
+    fit: str
+
+    @abstractmethod
+    def propose(self, histogram: Histogram) -> Proposal:
+        """Return the levels for a group; the same on every rank, so it may depend on nothing but its arguments."""
+
+    @property
+    def price(self) -> float:
+        """Squared steps (without steps: 12 x mean squared errors) of distortion that one bit is worth; 0: nearest."""
+        return 0.0
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether distance is measured on the logarithmic axis, `Histogram.window.bit_values()`: positive values."""
+        return False
+
+    @property
+    def gradient_power(self) -> float:
+        """Scale tensors by (mean squared gradient)**-power before they are quantized; 0: not by gradients."""
+        return 0.0
+
+    @property
+    def weighing(self) -> Weighing | None:
+        """What is decided element by element, by averaged gradients; None: nothing. See `Histogram.rest`."""
+        return None
+
+    @property
+    def turns(self) -> int:
+        """In how many deltas each element is protected once, by its place; 0: never. Only for differences."""
+        return 0
+
+    @property
+    def update_bound(self) -> float:
+        """Relative error of Adam's next update that the refinement layer is to keep; 0: no bound."""
+        return 0.0
+
+    def refinement(self, most: int, squared_error: Callable[[int], float]) -> tuple[int, float | None]:
+        """Choose how many bits refine a code.
+
+        Args:
+            most: Bits that are configured, at most.
+            squared_error: Mean squared error with so many bits, relative to the mean square of the values.
+
+        Returns:
+            The bits, and the relative error of Adam's next update with them, or None if it is not known.
+        """
+        return most, None
+
+    def as_fine_as(self, other: CodebookConfig) -> bool:
+        """Return whether no value is stored with a larger error than by `other`; tied tensors take the finest."""
+        return self == other

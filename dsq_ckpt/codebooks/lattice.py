@@ -1,0 +1,80 @@
+"""Evenly spaced levels around zero, whose step follows the size of gradients: the default for weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from dsq_ckpt.codebooks.base import CodebookConfig, Proposal
+from dsq_ckpt.codebooks.histogram import F64, I64, Histogram
+from dsq_ckpt.codebooks.registry import register_codebook
+
+_KEEP_STEP = 2**0.25  # a lattice keeps its parent's step while the fresh one is this near; a search moves it by more
+
+
+@register_codebook
+class Lattice(CodebookConfig):
+    """Uniform lattice: code = round(x / step). The zero cell is pruned; beyond the alphabet is protected."""
+
+    fit: Literal["lattice"] = "lattice"
+    step: float = Field(
+        0.5, gt=0, le=16, description="cell width in root mean squares: of all tensors of the kind where their "
+        "gradients are known (then scaled by tensor), else of the group"
+    )
+    bins: int = Field(62, ge=2, le=62, description="levels besides zero, half of them negative (even number)")
+    rate_distortion: float = Field(
+        0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
+    )
+    sensitivity: float = Field(
+        0.25, ge=0, le=1, description="step of a tensor ~ (mean squared gradient)**-sensitivity; 0: not by gradients"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> Lattice:
+        if self.bins % 2:
+            raise ValueError(f"bins of a lattice must be even (half of the levels are negative), not {self.bins}")
+        return self
+
+    def propose(self, histogram: Histogram) -> Proposal:
+        """Return multiples of the step; a step near that of the parent stays that, so that codes mean the same."""
+        fresh = self.step * (histogram.unit or _body(histogram.counts, histogram.values)) or 1.0
+        before = histogram.parent_step
+        kept = before and 1 / _KEEP_STEP < fresh / before < _KEEP_STEP
+        return multiples(before if kept else fresh, self.bins // 2, histogram)
+
+    @property
+    def price(self) -> float:
+        """As configured."""
+        return self.rate_distortion
+
+    @property
+    def gradient_power(self) -> float:
+        """As configured."""
+        return self.sensitivity
+
+    def as_fine_as(self, other: CodebookConfig) -> bool:
+        """Return whether only the step differs, and is no larger."""
+        if isinstance(other, Lattice) and self.step <= other.step:
+            other = other.model_copy(update={"step": self.step})
+        return self == other
+
+
+def multiples(step: float, half: int, histogram: Histogram) -> Proposal:
+    """Return levels at `half` multiples of a step on each side of zero; what is beyond them is protected."""
+    levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
+    return Proposal(levels, forced=np.abs(histogram.values) > (half + 0.5) * step, step=step)
+
+
+def _body(held: I64, values: F64) -> float:
+    """Root mean square without the top 0.5 % of |x|, which a few wild values would own."""
+    order = np.argsort(np.abs(values), kind="stable")
+    cumulative = np.cumsum(held[order])
+    kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]
+    weight = held[kept]
+    body = float((weight * values[kept] ** 2).sum() / max(int(weight.sum()), 1)) ** 0.5
+    if body == 0.0:  # all zeros, or too few distinct values to leave any out
+        finite = np.isfinite(values)
+        body = float((held[finite] * values[finite] ** 2).sum() / max(int(held.sum()), 1)) ** 0.5
+    return body
