@@ -71,11 +71,11 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     if not manifest.groups:
         return
     rows = output.table(
-        "<group", "elements", "levels", "step", "coded", "bits/element", "rel. error", "refined", "update"
+        "<group", "elements", "<codebook", "levels", "step", "coded", "bits/element", "rel. error", "refined", "update"
     )
     for name, group in sorted(manifest.groups.items()):
         rows.add_row(
-            name, output.number(group.elements), str(group.levels),
+            name, output.number(group.elements), _codebook(name, manifest.config), str(group.levels),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "anew",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
             "-" if group.refined_error is None else f"{100 * group.refined_error:.2f} %",
@@ -93,6 +93,16 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         whole = group.relative_error if group.refined_error is None else group.refined_error
         if group.worst_error is not None and group.worst_error > _STANDS_OUT * whole:
             screen.print(f"loses most of {name}: {output.plain(group.worst_tensor or '')}, {group.worst_error:.1%} off")
+
+
+def _codebook(group: str, config: dict[str, Any]) -> str:
+    """The `fit` that a configuration gives to a group; as text, since nobody here need know the codebook."""
+    kind, _, layer = group.partition("/")
+    quantize = config.get("quantize", {})
+    block = quantize.get("groups", {}).get(layer.partition("/")[0]) if kind == "weights" else None
+    fit = (block or quantize.get(kind, {})).get("codebook", {}).get("fit", "-")
+    # A first moment without its second one is stored by its size alone: `groups.assign`.
+    return "kmeans" if fit == "update" and not group.endswith("/update") else str(fit)
 
 
 def _quality(record: dict[str, Any]) -> Any:

@@ -34,13 +34,11 @@ def register_codebook(cls: _C) -> _C:
         raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
     for name in names:
         CODEBOOKS.register(name, cls)
-    _adapter.cache_clear()
     return cls
 
 
 @cache
-def _adapter() -> TypeAdapter[Any]:
-    kinds = tuple(dict.fromkeys(CODEBOOKS[fit] for fit in sorted(CODEBOOKS)))
+def _adapter(kinds: tuple[type[CodebookConfig], ...]) -> TypeAdapter[Any]:
     any_of_them: Any = Union[kinds]  # noqa: UP007
     return TypeAdapter(Annotated[any_of_them, Field(discriminator="fit")])
 
@@ -49,7 +47,8 @@ def _validated(value: Any, usual: Any) -> Any:
     fit = value.get("fit") if isinstance(value, dict) else None
     if isinstance(fit, str) and CODEBOOKS.get(fit) is None:
         CODEBOOKS.load()
-    return _adapter().validate_python(value)
+    kinds = tuple(dict.fromkeys(CODEBOOKS[fit] for fit in sorted(CODEBOOKS)))
+    return _adapter(kinds).validate_python(value)
 
 
 AnyCodebook = Annotated[SerializeAsAny[CodebookConfig], WrapValidator(_validated)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from dsq_ckpt.codebooks.base import ONLY_FOR
 from dsq_ckpt.codebooks.kmeans import KMeans
@@ -19,12 +20,9 @@ from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook
 from dsq_ckpt.codebooks.update import Update
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
-from dsq_ckpt.core.hints import explained, group_hint
+from dsq_ckpt.core.hints import NOT_REGISTERED, explained, group_hint
 from dsq_ckpt.core.trees import merged, named_tree, preset_tree
 from dsq_ckpt.errors import ConfigError
-
-SystemName = Literal["dsq", "inshrinkerator", "uniform", "adaptive", "kmeans", "lc", "topn", "scar", "exact"]
-
 
 LAYERS = ("embedding", "linear", "conv", "other")
 """Groups of weights by layer type."""
@@ -243,7 +241,7 @@ class StorageConfig(_Strict):
 class DSQConfig(_Strict):
     """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`."""
 
-    system: SystemName = Field("dsq", description="whose defaults and search space: ours, or one it is compared with")
+    system: str = Field("dsq", description="whose defaults and search space: ours, or one it is compared with")
     quantize: QuantizeConfig = QuantizeConfig()
     search: SearchConfig = SearchConfig()
     delta: DeltaConfig = DeltaConfig()
@@ -267,6 +265,15 @@ class DSQConfig(_Strict):
                 "quantize.exp_avg_sq.method to exact or bf16"
             )
         return self
+
+    @field_validator("system", mode="before")
+    @classmethod
+    def _is_registered(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in SYSTEMS:
+            return name
+        SYSTEMS.load()
+        *others, last = map(repr, SYSTEMS)
+        raise PydanticCustomError(NOT_REGISTERED, "{expected}", {"expected": f"{', '.join(others)} or {last}"})
 
     @model_validator(mode="before")
     @classmethod

@@ -47,6 +47,8 @@ _EXPECTED = {
     "float_parsing": "expected a number",
 }
 """By pydantic's kinds of errors."""
+NOT_REGISTERED = "not_registered"
+"""Kind of our own: a name that a registry does not know. Its context has the names that are expected."""
 _UNION = ("bool", "constrained-int")
 """Names that pydantic gives to the alternatives of a field."""
 
@@ -82,16 +84,17 @@ def _problem(issue: Any) -> tuple[str, str]:
     kind, context, given = issue["type"], issue.get("ctx", {}), issue.get("input")
     if kind == "union_tag_invalid":
         expected, given = str(context["expected_tags"]), context["tag"]
-    elif kind == "literal_error":
+    elif kind in ("literal_error", NOT_REGISTERED):
         expected = str(context["expected"])
     else:
         plain = issue["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
         return _EXPECTED.get(kind, plain), ""
     close = _like(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
     hint = f"; did you mean '{close}'?" if close is not None else ""
-    if kind != "union_tag_invalid":
-        return f"expected {expected}", hint
-    return f"fit: expected {expected}", hint or "; import the module that registers it, if it is a codebook of yours"
+    if kind in ("union_tag_invalid", NOT_REGISTERED):
+        hint = hint or "; if it is not the package's own, import the module that registers it first"
+    field = "fit: " if kind == "union_tag_invalid" else ""
+    return f"{field}expected {expected}", hint
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.config.systems.base import EXACT_MOMENTS
+from dsq_ckpt.config.systems import EXACT_MOMENTS
 from dsq_ckpt.storage.manifest import Manifest
 from evaluation.online import Report, Results
 from evaluation.recording import _one_thread

@@ -13,7 +13,7 @@ from dsq_ckpt.codebooks.exponent import exponent_buckets
 from dsq_ckpt.codebooks.gobo import gobo_outliers, l1_kmeans
 from dsq_ckpt.codebooks.histogram import as_histogram
 from dsq_ckpt.codebooks.uniform import entropy_bins, uniform_levels
-from tests.quantization.codebook.histograms import SCALES, degenerate, histograms, normal, sketched, squared_error
+from tests.codebooks.histograms import SCALES, degenerate, histograms, normal, sketched, squared_error
 
 
 @pytest.mark.parametrize("values, counts", [

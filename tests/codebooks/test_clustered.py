@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dsq_ckpt.codebooks.exponent import exponent_buckets
 from dsq_ckpt.codebooks.gobo import gobo_outliers, l1_kmeans
 from dsq_ckpt.kernels.keys import ALPHA, FULL
-from tests.quantization.codebook.histograms import degenerate, histograms, normal, sketched
+from tests.codebooks.histograms import degenerate, histograms, normal, sketched
 
 
 def l1_norm(values, counts, levels):

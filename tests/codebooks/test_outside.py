@@ -1,0 +1,202 @@
+"""A codebook, and a system, from outside the package do all that those of the package do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from importlib import reload
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt import ConfigError, DSQConfig
+from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, Proposal, register_codebook
+from dsq_ckpt.config.systems import SYSTEMS, System, register_system
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import processes
+from tests.helpers.commands import document
+from tests.helpers.states import relative_error
+from tests.helpers.training import Net, loss_of, train
+
+POWERS = {"quantize": {"weights": {"codebook": {"fit": "powers", "count": 12}, "refinement_bits": 3}}}
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """The module `outside`, registered for one test."""
+    from tests.codebooks import outside
+
+    reload(outside)
+    yield outside
+    CODEBOOKS.pop("powers", None)
+    SYSTEMS.pop("powers", None)
+
+
+def python(text, **environment):
+    status, output = processes.run(["-c", text], 120, **environment)
+    assert status == 0, output
+    return output
+
+
+def loaded(path, outside, **options):
+    state = {name: torch.zeros_like(value) for name, value in outside.state_at(0).items()}
+    dsq_ckpt.load(state, path, **options)
+    return state
+
+
+def test_a_chain_of_deltas(tmp_path, outside):
+    """Values are within the levels' spacing, the refinement layer makes them finer, and deltas pay."""
+    paths = [tmp_path / str(step) for step in range(3)]
+    for step, path in enumerate(paths):
+        dsq_ckpt.save(outside.state_at(step), path, config=POWERS)
+        base, full = (loaded(path, outside, refinement=refined) for refined in (False, True))
+        for name, value in outside.state_at(step).items():
+            large = value.abs() > value.abs().max() / 8
+            assert float(((base[name] - value).abs() / value.abs())[large].max()) < 0.25, "they are 2**0.5 apart"
+            assert relative_error(value, full[name]) < 0.3 * relative_error(value, base[name])
+    manifests = [Manifest.read(path) for path in paths]
+    assert [manifest.depth for manifest in manifests] == [0, 1, 2]
+    assert manifests[2].bytes_in("own") < manifests[0].bytes_in("own") / 1.5
+    assert DSQConfig.create(manifests[0].config) == DSQConfig.create(POWERS)
+
+
+def test_a_run_goes_on_in_another_process(tmp_path, outside):
+    for step in range(2):
+        dsq_ckpt.save(outside.state_at(step), tmp_path / str(step), config=POWERS)
+    python(
+        f"import dsq_ckpt; from tests.codebooks import outside\n"
+        f"state = outside.state_at(0); dsq_ckpt.load(state, '{tmp_path}/1')\n"
+        f"dsq_ckpt.save(outside.state_at(2), '{tmp_path}/2', config={POWERS})"
+    )
+    assert Manifest.read(tmp_path / "2").depth == 2 and Manifest.read(tmp_path / "2").groups["weights/linear"].delta
+
+
+def test_a_process_that_does_not_know_the_codebook(tmp_path, outside):
+    """It loads, inspects and verifies what was saved; a configuration with the codebook says what to do."""
+    for step in range(2):
+        dsq_ckpt.save(outside.state_at(step), tmp_path / str(step), config=POWERS)
+    torch.save(loaded(tmp_path / "1", outside), tmp_path / "expected.pt")
+    output = python(f"""
+import torch, dsq_ckpt
+from dsq_ckpt.codebooks import CODEBOOKS
+from tests.helpers.commands import document, printed
+assert "powers" not in CODEBOOKS
+expected = torch.load('{tmp_path}/expected.pt')
+state = {{name: torch.zeros_like(value) for name, value in expected.items()}}
+dsq_ckpt.load(state, '{tmp_path}/1')
+assert all(torch.equal(state[name], expected[name]) for name in state)
+assert " powers " in printed("inspect", '{tmp_path}/1', columns=200)
+assert document("inspect", '{tmp_path}/1')["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
+printed("verify", '{tmp_path}/1')
+dsq_ckpt.save(state, '{tmp_path}/2')
+try:
+    dsq_ckpt.save(state, '{tmp_path}/3', config={POWERS})
+except dsq_ckpt.ConfigError as error:
+    print(error)
+""")
+    assert "quantize.weights.codebook: fit: expected 'adaptive', " in output
+    assert "(found {'fit': 'powers', 'count': 12}); if it is not the package's own, import the module that " in output
+    assert Manifest.read(tmp_path / "2").depth == 2, "a run may go on with another codebook"
+    assert not (tmp_path / "3").exists()
+
+
+def test_an_installed_package_needs_no_import(tmp_path, outside):
+    """Entry points name its codebooks and systems; one that is broken says which."""
+    about = tmp_path / "site" / "outside-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[dsq_ckpt.codebooks]\npowers = tests.codebooks.outside:Powers\nbroken = nowhere_at_all:Broken\nother = json\n"
+        "[dsq_ckpt.systems]\npowers = tests.codebooks.outside:SYSTEM\n"
+    )
+    torch.save(outside.state_at(0), tmp_path / "in.pt")
+    site = f"{tmp_path / 'site'}:{processes.ROOT}"
+    text = "from dsq_ckpt.cli import app; app()"
+    arguments = ["compress", str(tmp_path / "in.pt"), str(tmp_path / "out"), "--system", "powers"]
+    status, output = processes.run(["-c", text, *arguments], 120, PYTHONPATH=site)
+    assert status == 0, output
+    assert document("inspect", tmp_path / "out")["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
+    output = python("""
+from dsq_ckpt import ConfigError, DSQConfig
+for fit in ("broken", "other", "power", "powers"):
+    try:
+        print(DSQConfig.create({"quantize": {"weights": {"codebook": {"fit": fit}}}}).quantize.weights.codebook)
+    except ConfigError as error:
+        print(error)
+""", PYTHONPATH=site)
+    assert "codebook 'broken': nowhere_at_all:Broken cannot be imported: ModuleNotFoundError" in output
+    assert "codebook 'other': importing json registers nothing of that name" in output
+    assert "did you mean 'powers'?" in output and "fit='powers' count=16" in output
+
+
+def test_keys_of_its_own(outside):
+    with pytest.raises(ConfigError, match=r"codebook\.count: expected .* 127 \(found 128\)"):
+        DSQConfig.create({"quantize": {"weights": {"codebook": {"fit": "powers", "count": 128}}}})
+    with pytest.raises(ConfigError, match=r"codebook\.counts: unknown key; did you mean 'count'\?"):
+        DSQConfig.create({"quantize": {"weights": {"codebook": {"fit": "powers", "counts": 12}}}})
+    with pytest.raises(ConfigError, match="codebooks have it with fit: powers"):
+        DSQConfig.create({"quantize": {"weights": {"codebook": {"count": 12}}}})
+    config = DSQConfig.create(POWERS)
+    tree = json.loads(config.model_dump_json())
+    assert tree["quantize"]["weights"]["codebook"] == {"fit": "powers", "count": 12, "base": 2**0.5}
+    assert DSQConfig.create(tree) == config == pickle.loads(pickle.dumps(config)), "as ranks send it to each other"
+    assert config.with_values(**{"quantize.weights.codebook.count": 9}).quantize.weights.codebook.count == 9
+
+
+def test_a_search_by_its_system(tmp_path, outside):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, 40)
+    dsq_ckpt.Compressor(model, optimizer, {"system": "powers"}, lambda: loss_of(model)).save(tmp_path / "a")
+    manifest = Manifest.read(tmp_path / "a")
+    assert manifest.config["system"] == "powers" and manifest.quality["satisfied"]
+    assert manifest.quality["chosen"]["base"] in outside.SYSTEM.space.axes[0].values
+
+
+def test_a_system_that_nobody_registered():
+    with pytest.raises(ConfigError, match=r"system: expected 'dsq', .* or 'exact' \(found 'powers'\); .* import the"):
+        DSQConfig(system="powers")
+
+
+@pytest.mark.parametrize(("proposal", "says"), [
+    (Proposal(np.array([2.0, 1.0])), "levels that are not finite or do not ascend"),
+    (Proposal(np.array([np.nan])), "levels that are not finite or do not ascend"),
+    (Proposal(np.arange(1.0, 256.0)), r"float64 of shape \(255,\), expected float64\[1 to 254\]"),
+    (Proposal(np.array([1, 2])), r"int64 of shape \(2,\)"),
+    (Proposal(np.array([1.0]), forced=np.ones(3, bool)), "masks that are not bool"),
+    (Proposal(np.array([1.0]), codes=np.full(32518, 9, np.uint8)), "codes that are not uint8"),
+])
+def test_a_proposal_that_is_no_codebook(tmp_path, monkeypatch, outside, proposal, says):
+    """It would be stored wrongly; nothing is written."""
+    monkeypatch.setattr(outside.Powers, "propose", lambda self, histogram: proposal)
+    with pytest.raises(dsq_ckpt.DSQError, match=f"codebook 'powers' .* proposes .*{says}"):
+        dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_cannot_be_registered(outside):
+    class Nameless(CodebookConfig):
+        def propose(self, histogram):
+            raise NotImplementedError
+
+    class Abstract(CodebookConfig):
+        fit: Literal["abstract"] = "abstract"
+
+    class Lattice(CodebookConfig):
+        fit: Literal["lattice"] = "lattice"
+
+        def propose(self, histogram):
+            raise NotImplementedError
+
+    wrong = ((Nameless, "Literal"), (Abstract, "does not define propose"), (Lattice, "'lattice' is registered"))
+    for cls, says in wrong:
+        with pytest.raises(ConfigError, match=says):
+            register_codebook(cls)
+    with pytest.raises(ConfigError, match="system 'lc' is registered already"):
+        register_system(System("lc", "", "", {}, None))
+    assert register_system(SYSTEMS["lc"]) is SYSTEMS["lc"]
+    assert "tests.codebooks.outside" in sys.modules and outside.Powers is CODEBOOKS["powers"]
