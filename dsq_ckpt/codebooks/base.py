@@ -3,19 +3,22 @@
 A codebook is added by one class:
 
     @register_codebook
-    class Thirds(CodebookConfig):
-        fit: Literal["thirds"] = "thirds"
-        bins: int = Field(8, ge=2, le=254, description="levels")
+    class Quantiles(CodebookConfig):
+        fit: Literal["quantiles"] = "quantiles"
+        bins: int = Field(16, ge=2, le=254, description="levels")
 
         def propose(self, histogram: Histogram) -> Proposal:
-            values, _ = histogram.merged()
-            return Proposal(np.linspace(values[0], values[-1], self.bins), zero_is_level=False)
+            values, counts = histogram.merged()
+            if not len(values):
+                return NOTHING
+            ranks = (np.arange(self.bins) + 0.5) / self.bins * counts.sum()
+            return Proposal(np.unique(values[np.searchsorted(counts.cumsum(), ranks)]), zero_is_level=False)
 
-Its fields are keys of the configuration, `{"fit": "thirds", "bins": 16}`. Everything after the levels (the table of
+Its fields are keys of the configuration, `{"fit": "quantiles", "bins": 32}`. Everything after the levels (the table of
 codes, rate-distortion choice, cells for the refinement layer, deltas) is the same for all codebooks. Files hold the
 levels, so a checkpoint is loaded where the class is not known.
 
-Reading a configuration imports these modules: they import Numba, torch and what needs them inside functions only.
+Reading a configuration imports the codebooks of the package, so these import Numba and torch inside functions only.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Proposal:
     """The decision of a codebook about the bins of a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
 
     Attributes:
-        levels: float64[k], 1 <= k <= 254, ascending, without zero; on the axis where distance is measured.
+        levels: float64[k], 1 <= k <= 254, ascending, on the axis where distance is measured. Zero is among them only
+            if `zero_is_level` is False.
         forced: bool[bins], protected (kept in bf16) whatever their distance. Bins past the window always are.
         pruned: bool[bins], stored as zero whatever their distance.
         step: Distance of evenly spaced levels, 0 for others.

@@ -92,7 +92,7 @@ def _problem(issue: Any) -> tuple[str, str]:
     close = _like(given, re.findall(r"'([^']*)'", expected), 0.6) if isinstance(given, str) else None
     hint = f"; did you mean '{close}'?" if close is not None else ""
     if kind in ("union_tag_invalid", NOT_REGISTERED):
-        hint = hint or "; if it is not the package's own, import the module that registers it first"
+        hint = hint or "; if it is another package's, import the module that registers it, or give it an entry point"
     field = "fit: " if kind == "union_tag_invalid" else ""
     return f"{field}expected {expected}", hint
 

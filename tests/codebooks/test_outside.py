@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import sys
+import textwrap
 from importlib import reload
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 
 import dsq_ckpt
-from dsq_ckpt import ConfigError, DSQConfig
-from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, Proposal, register_codebook
+from dsq_ckpt import ConfigError, DSQConfig, codebooks
+from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, Proposal, base, register_codebook
 from dsq_ckpt.config.systems import SYSTEMS, System, register_system
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
@@ -99,7 +102,7 @@ except dsq_ckpt.ConfigError as error:
     print(error)
 """)
     assert "quantize.weights.codebook: fit: expected 'adaptive', " in output
-    assert "(found {'fit': 'powers', 'count': 12}); if it is not the package's own, import the module that " in output
+    assert "(found {'fit': 'powers', 'count': 12}); if it is another package's, import the module that " in output
     assert Manifest.read(tmp_path / "2").depth == 2, "a run may go on with another codebook"
     assert not (tmp_path / "3").exists()
 
@@ -131,6 +134,21 @@ for fit in ("broken", "other", "power", "powers"):
     assert "codebook 'broken': nowhere_at_all:Broken cannot be imported: ModuleNotFoundError" in output
     assert "codebook 'other': importing json registers nothing of that name" in output
     assert "did you mean 'powers'?" in output and "fit='powers' count=16" in output
+
+
+def test_the_example_of_the_contract(tmp_path, outside):
+    """As `codebooks.base` shows it; as many values are near each level."""
+    names = {**vars(codebooks), "Literal": Literal, "Field": Field, "np": np}
+    code = inspect.cleandoc(str(base.__doc__)).partition("by one class:\n")[2].partition("\nIts fields")[0]
+    try:
+        exec(compile(textwrap.dedent(code), "example", "exec", dont_inherit=True), names)
+        tree = {"quantize": {"weights": {"codebook": {"fit": "quantiles", "bins": 32}, "refinement_bits": 0}}}
+        dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=tree)
+    finally:
+        CODEBOOKS.pop("quantiles", None)
+    values = torch.cat([value.flatten() for value in loaded(tmp_path / "a", outside).values()])
+    counts = values.unique(return_counts=True)[1]
+    assert len(counts) == 32 and float(counts[1:-1].min() / counts[1:-1].max()) > 0.5
 
 
 def test_keys_of_its_own(outside):
