@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo demo-deepspeed test lint campaign bench clean
+.PHONY: venv demo demo-deepspeed test lint docs campaign bench clean
 
 venv: $(STAMP)
 
@@ -29,6 +29,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs docs/_build
+	@echo "open docs/_build/index.html"
+
 campaign: $(STAMP)
 	$(BIN)/python scripts/campaign.py all --json benchmarks/results
 
@@ -37,5 +41,6 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .hypothesis
-	rm -f demo.json demo-deepspeed.json bench.json
+	rm -rf docs/_build
+	rm -f demo.json demo-deepspeed.json bench.json docs/cli_options.md
 	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,6 +36,8 @@ if (ROOT / "configs").is_dir():
 # What torch's own wheels for GPUs ask for too; there is none for other systems.
 triton = 'triton; platform_system == "Linux"'
 
+documentation = ["sphinx", "myst-parser", "furo"]
+
 version = re.search(r'__version__ = "(.+)"', (ROOT / "dsq_ckpt" / "version.py").read_text(encoding="utf-8"))
 assert version, "dsq_ckpt/version.py has no __version__"
 readme = ROOT / "README.md"
@@ -71,6 +73,7 @@ setup(
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "gpu": [triton],  # where torch does not bring it along
+        "docs": documentation,  # for `make docs`
         "dev": [
             "matplotlib",
             "pytest",
@@ -91,6 +94,7 @@ setup(
             "mypy",
             "import-linter",
             "types-PyYAML",
+            *documentation,
         ],
     },
 )

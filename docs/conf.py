@@ -1,0 +1,73 @@
+"""The documentation site: `make docs` builds it from these pages and from docstrings, without a network."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+project = "dsq_ckpt"
+author = "dsq_ckpt authors"
+copyright = author
+version_file = (ROOT / "dsq_ckpt" / "version.py").read_text(encoding="utf-8")
+release = version = re.findall(r'__version__ = "(.+)"', version_file)[0]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"  # its styles and scripts are in its package, and its fonts are the reader's own
+html_title = f"dsq_ckpt {release}"
+html_show_sphinx = False
+html_copy_source = False
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+default_role = "code"  # docstrings are written with single backticks, as Markdown is
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+toc_object_entries_show_parents = "hide"
+
+
+def directories_become_text(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Turn links to directories of the repository into text: the site has pages and files, no listings."""
+    folder = (ROOT / "docs" / docname).parent
+
+    def text(link: re.Match[str]) -> str:
+        return f"`{link[2].removeprefix('../')}`" if (folder / link[2]).is_dir() else link[0]
+
+    source[0] = re.sub(r"\[([^\]]+)\]\((\.[^)#:]+)\)", text, source[0])
+
+
+def indented_is_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Mark indented blocks after a blank line as code: docstrings have them without reStructuredText's two colons."""
+    marked: list[str] = []
+    section = False
+    for line in lines:
+        section = section or bool(re.fullmatch(r"[A-Z]\w+:", line))
+        begins = line.startswith("    ") and len(marked) > 1 and not marked[-1] and not marked[-2].startswith(" ")
+        if begins and not section:
+            marked += ["::", ""]
+        marked.append(line)
+    lines[:] = marked
+
+
+def write_command_line(app: Sphinx) -> None:
+    """Write the page of the command line's options, as typer tells them."""
+    page = Path(app.srcdir, "cli_options.md")
+    arguments = ["dsq_ckpt.cli", "utils", "docs", "--name", "dsq", "--output", str(page)]
+    subprocess.run([sys.executable, "-m", "typer", *arguments], check=True, capture_output=True, cwd=ROOT)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above."""
+    app.connect("builder-inited", write_command_line)
+    app.connect("source-read", directories_become_text)
+    app.connect("autodoc-process-docstring", indented_is_code, priority=100)  # before napoleon

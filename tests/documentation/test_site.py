@@ -1,0 +1,67 @@
+"""`make docs` builds the site without a warning, and what it builds needs no network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dsq_ckpt
+import dsq_ckpt.deepspeed
+import dsq_ckpt.lowdiff
+import dsq_ckpt.mpi
+from tests.helpers.processes import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with the options of `make docs`."""
+    for module in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(module)
+    makefile = (ROOT / "Makefile").read_text()
+    options = re.search(r"-m sphinx (.*) docs docs/_build", makefile)
+    assert options is not None
+    target = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options[1].split(), "--doctree-dir", str(target / "doctrees"), str(DOCS),
+         str(target / "html")],
+        capture_output=True, text=True, cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stderr == ""
+    return target / "html"
+
+
+def test_it_has_every_page_and_public_name(site: Path) -> None:
+    for page in DOCS.glob("*.md"):
+        assert (site / f"{page.stem}.html").exists(), page.name
+    reference = (site / "api.html").read_text()
+    for module in (dsq_ckpt, dsq_ckpt.lowdiff, dsq_ckpt.deepspeed, dsq_ckpt.mpi):
+        for name in set(module.__all__) - {"__version__"}:
+            assert f'id="{module.__name__}.{name}"' in reference, f"docs/api.md lacks {module.__name__}.{name}"
+
+
+def test_it_loads_nothing_from_the_network(site: Path) -> None:
+    for page in site.glob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"https?:[^\"]*", text), page.name
+        assert not re.findall(r"<link[^>]*\shref=\"https?:[^\"]*", text), page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?https?:", sheet.read_text()), sheet.name
+
+
+def test_links_between_files_of_the_repository_lead_somewhere() -> None:
+    """Also of pages that the site does not have, such as README."""
+    for page in [*ROOT.glob("*.md"), *DOCS.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed = re.findall(r"^([a-z_]+)$", (DOCS / "index.md").read_text(), re.M)
+    assert {page.stem for page in DOCS.glob("*.md")} - {"index", "cli_options"} <= set(listed)
