@@ -36,14 +36,21 @@ napoleon_numpy_docstring = False
 toc_object_entries_show_parents = "hide"
 
 
-def directories_become_text(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Turn links to directories of the repository into text: the site has pages and files, no listings."""
+PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changes", "SECURITY": "security"}
+"""Files beside `docs/`, and the pages that the site has of them."""
+
+
+def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Let links to files beside `docs/` lead to their pages; those to directories become text, since none is a page."""
     folder = (ROOT / "docs" / docname).parent
 
-    def text(link: re.Match[str]) -> str:
-        return f"`{link[2].removeprefix('../')}`" if (folder / link[2]).is_dir() else link[0]
+    def link(found: re.Match[str]) -> str:
+        path = Path(found[2])
+        if path.suffix == ".md" and path.stem in PAGES:
+            return f"[{found[1]}]({PAGES[path.stem]}.md)"
+        return f"`{found[2].removeprefix('../')}`" if (folder / path).is_dir() else found[0]
 
-    source[0] = re.sub(r"\[([^\]]+)\]\((\.[^)#:]+)\)", text, source[0])
+    source[0] = re.sub(r"\[([^\]]+)\]\((\.[^)#:]+)\)", link, source[0])
 
 
 def indented_is_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -69,5 +76,5 @@ def write_command_line(app: Sphinx) -> None:
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("builder-inited", write_command_line)
-    app.connect("source-read", directories_become_text)
+    app.connect("source-read", links_of_the_site)
     app.connect("autodoc-process-docstring", indented_is_code, priority=100)  # before napoleon
