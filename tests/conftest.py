@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported; tests are for two cores, two at once
+
+import hypothesis
 import pytest
 import torch
 
 import dsq_ckpt
+from tests.helpers import forks
 from tests.helpers.small_run import small_run
 
 if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)  # a machine may be busy
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert config.cache is not None
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(config.cache.mkdir("torch_extensions")))
+    if forks.VARIABLE not in os.environ:  # not in workers of pytest-xdist
+        stack = contextlib.ExitStack()
+        stack.enter_context(forks.session())
+        config.add_cleanup(stack.close)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -307,7 +307,7 @@ def test_a_rank_is_gone_while_groups_are_made(tmp_path):
     """The group that this makes waits no longer than that of the caller, whose default is half an hour."""
     other = processes.start(["-c", _ONE_IS_GONE, str(tmp_path), "1"])
     try:
-        status, output = processes.run(["-c", _ONE_IS_GONE, str(tmp_path), "0"], 120)
+        status, output = processes.run(["-c", _ONE_IS_GONE, str(tmp_path), "0"])
     finally:
         processes.kill(other)
         assert other.stdout is not None

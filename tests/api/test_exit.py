@@ -29,7 +29,7 @@ atexit.register(at_exit)
 
 def test_it_is_finished_before_the_process_ends(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "1")]
-    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Manifest.read(tmp_path / "1").refinement == "kept"
 
@@ -37,7 +37,7 @@ def test_it_is_finished_before_the_process_ends(tmp_path):
 def test_one_that_begins_at_exit_says_why_it_cannot(tmp_path):
     command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "1")]
     without_kernels = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=without_kernels)
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True, env=without_kernels)
     assert done.stdout.startswith("the interpreter is exiting") and "call dsq_ckpt.save here" in done.stdout, done
     assert done.stdout.count("\n") == 1
     assert Manifest.read(tmp_path / "1").refinement == "kept"

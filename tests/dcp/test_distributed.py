@@ -25,23 +25,23 @@ def test_an_evaluation_before_the_state_is_set(tmp_path):
 
 
 def test_placements_and_groups(tmp_path):
-    assert checks(torchrun("layouts", 3, tmp_path, timeout=200)) == 10
+    assert checks(torchrun("layouts", 3, tmp_path)) == 10
 
 
 def test_async(tmp_path):
-    assert checks(torchrun("background", 2, tmp_path, timeout=200)) == 6
+    assert checks(torchrun("background", 2, tmp_path)) == 6
 
 
 def test_planners(tmp_path):
-    assert checks(torchrun("planners", 2, tmp_path, timeout=300)) == 8
+    assert checks(torchrun("planners", 2, tmp_path)) == 8
 
 
 def test_a_background_process_dies(tmp_path):
-    assert checks(torchrun("revived", 2, tmp_path, timeout=300)) == 3
+    assert checks(torchrun("revived", 2, tmp_path)) == 3
 
 
 def test_faults(tmp_path):
-    assert checks(torchrun("faults", 3, tmp_path, timeout=200)) == 8
+    assert checks(torchrun("faults", 3, tmp_path)) == 8
 
 
 def test_damaged_ancestors(tmp_path):

@@ -10,5 +10,5 @@ pytestmark = pytest.mark.slow
 
 
 def test_replicas(tmp_path):
-    output = torchrun("replicas", 2, tmp_path, timeout=200)
+    output = torchrun("replicas", 2, tmp_path)
     assert sum(line.startswith("ok ") for line in output.splitlines()) == 5, output

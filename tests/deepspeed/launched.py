@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.processes import run, torchrun
+from tests.helpers.processes import ROOT, run, torchrun
 
 WORKERS = Path(__file__).parent / "workers"
-ON_CPU = {"DS_ACCELERATOR": "cpu"}
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CXX": str(Path(__file__).with_name("c++"))}
 
 
-def ranks(worker: str, count: int, *arguments: object, timeout: float = 280) -> str:
+def ranks(worker: str, count: int, *arguments: object) -> str:
     """Run a worker on so many ranks; its output. The first of all builds an extension of DeepSpeed, in a minute."""
-    return torchrun(worker, count, *arguments, timeout=timeout, workers=WORKERS, **ON_CPU)
+    return torchrun(worker, count, *arguments, workers=WORKERS, **ON_CPU)
 
 
-def python(*arguments: object, timeout: float = 120) -> str:
-    """Run a Python program, which must succeed; its output."""
-    status, output = run(list(map(str, arguments)), timeout, **ON_CPU)
+def python(*arguments: object, directory: Path = ROOT) -> str:
+    """Run a Python program in a directory, where it must succeed; its output."""
+    status, output = run(list(map(str, arguments)), forked=True, directory=directory, **ON_CPU)
     assert status == 0, output[-4000:]
     return output
+
+
+def by_torchrun(*arguments: object, count: int = 2) -> str:
+    """Run a script, or `-m module`, on so many ranks; its output."""
+    how = ("--standalone", "--nproc-per-node", count, "--max-restarts", 0)
+    return python("-m", "torch.distributed.run", *how, *arguments)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsq_ckpt import DSQConfig
-from tests.deepspeed.launched import python
+from tests.deepspeed.launched import by_torchrun, python
 from tests.helpers.commands import dsq
 from tests.helpers.processes import ROOT
 
@@ -92,18 +89,16 @@ def test_examples(tmp_path, monkeypatch):
     parts = [PREAMBLE, f"os.chdir({str(tmp_path)!r})", *(f"model = new_model()\n{code}" for code in BLOCKS["python"])]
     script = tmp_path / "examples.py"
     script.write_text("\n".join([*parts, "assert client_state['seen'] == 1000", "sys.stdout.flush()", "os._exit(0)"]))
-    python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", script, timeout=280)
+    by_torchrun(script, count=1)
     assert (tmp_path / "run" / "global_step3" / "manifest.json").exists()
     assert (tmp_path / "searched" / "global_step3" / "manifest.json").exists()
     assert len(list((tmp_path / "logged" / "log").glob("*.closed"))) == 1
 
     monkeypatch.chdir(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     for line in SHELL:
         program, *arguments = shlex.split(line)
         if program == "python":
-            done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, (line, done.stderr[-4000:])
+            python(*arguments, directory=tmp_path)
         elif program == "dsq":
             result = dsq(*arguments)
             assert result.exit_code == 0, (line, result.output)

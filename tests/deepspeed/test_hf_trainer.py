@@ -10,7 +10,7 @@ import pytest
 
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
-from tests.deepspeed.launched import WORKERS, python
+from tests.deepspeed.launched import WORKERS, by_torchrun
 from tests.helpers.processes import ROOT
 
 pytest.importorskip("deepspeed")
@@ -20,10 +20,7 @@ CONFIGS = ROOT / "configs" / "deepspeed"
 
 def launched(worker: str, *arguments: object) -> str:
     """Run a worker on two ranks by the launcher; its output."""
-    return python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0",
-        "-m", "dsq_ckpt.launch", WORKERS / f"{worker}.py", *arguments, timeout=280,
-    )
+    return by_torchrun("-m", "dsq_ckpt.launch", WORKERS / f"{worker}.py", *arguments)
 
 
 def losses(output: str) -> dict[int, float]:

@@ -10,7 +10,7 @@ import pytest
 
 from dsq_ckpt import launch
 from dsq_ckpt.storage.manifest import Manifest
-from tests.deepspeed.launched import python
+from tests.deepspeed.launched import by_torchrun, python
 from tests.helpers.processes import ROOT
 
 SCRIPT = """
@@ -89,11 +89,11 @@ def test_deepspeeds_launcher(tmp_path):
     if not program.exists():
         pytest.skip("DeepSpeed's launcher is not installed beside this Python")
     small = ["--layers", "1", "--width", "96", "--steps", "4", "--save-every", "2", "--validation-batches", "1"]
-    command = [program, "--num_gpus", "2", "--module", "dsq_ckpt.launch", ROOT / "scripts" / "train_deepspeed.py"]
+    command = ["dsq_ckpt.launch", ROOT / "scripts" / "train_deepspeed.py"]
     command += ["--plain-initialize", "--out", tmp_path / "run", *small]
-    python(*command, timeout=280)
+    python(program, "--num_gpus", "2", "--module", *command)
     tags = [tmp_path / "run" / f"global_step{step}" for step in (2, 4)]
     assert [Manifest.read(tag).depth for tag in tags] == [0, 1]
     assert (tmp_path / "run" / "latest").read_text() == "global_step4"
     shutil.rmtree(tags[0])
-    assert f"resumed_from {tags[1]}" in python(*command, "--steps", "5", timeout=280)
+    assert f"resumed_from {tags[1]}" in by_torchrun("-m", *command, "--steps", "5")

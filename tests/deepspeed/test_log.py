@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_killed_and_recovered(tmp_path):
-    output = torchrun("logged", 2, tmp_path, "record", timeout=280, dies=True, workers=WORKERS, **ON_CPU)
+    output = torchrun("logged", 2, tmp_path, "record", dies=True, workers=WORKERS, **ON_CPU)
     assert "now everything is killed" in output, output[-8000:]
     assert output.count("[ok]") == 20
     output = ranks("logged", 2, tmp_path, "recover")

@@ -7,10 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from tests.helpers import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = ROOT / "tests" / "dcp" / "workers"
+PATIENCE = 900.0
+"""Seconds after which a process counts as hanging, also on a busy machine."""
 # Open MPI wants to be asked before it runs as root, or more ranks than there are cores.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -18,18 +23,21 @@ _OPEN_MPI = {
 }
 
 
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
 def start(
-    arguments: list[str], launcher: list[str] | None = None, **environment: str
+    arguments: list[str], launcher: list[str] | None = None, directory: Path = ROOT, **environment: str
 ) -> subprocess.Popen[str]:
     """A Python process in a process group of its own, or what a launcher makes of it."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        [*(launcher or []), sys.executable, *arguments], env=env, cwd=ROOT, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*(launcher or []), sys.executable, *arguments], env=_environment(environment), cwd=directory, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str] | forks.Fork) -> None:
     """Kill the process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -37,14 +45,25 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def run(
-    arguments: list[str], timeout: float, launcher: list[str] | None = None, **environment: str
+    arguments: list[str], timeout: float = PATIENCE, launcher: list[str] | None = None, forked: bool = False,
+    directory: Path = ROOT, **environment: str,
 ) -> tuple[int, str]:
     """Run to the end; returns status and output.
+
+    Args:
+        arguments: of Python.
+        timeout: in seconds.
+        launcher: what starts Python.
+        forked: it is a script or a module that need not import torch itself, see `forks`.
+        directory: where it works.
+        environment: variables to add.
 
     Raises:
         AssertionError: it took longer than `timeout` seconds.
     """
-    process = start(arguments, launcher, **environment)
+    if forked and forks.VARIABLE in os.environ:
+        return _run_forked(arguments, timeout, _environment(environment), directory)
+    process = start(arguments, launcher, directory, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -56,9 +75,25 @@ def run(
     return process.returncode, output
 
 
+def _run_forked(
+    arguments: list[str], timeout: float, environment: dict[str, str], directory: Path
+) -> tuple[int, str]:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = forks.start(arguments, environment, directory, output.fileno())
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            output.seek(0)
+            raise AssertionError(f"{arguments} took longer than {timeout} s:\n{output.read()[-6000:]}") from None
+        finally:
+            kill(process)
+        output.seek(0)
+        assert process.returncode is not None
+        return process.returncode, output.read()
+
+
 def torchrun(
-    worker: str, ranks: int, *arguments: object, timeout: float = 120, dies: bool = False, workers: Path = WORKERS,
-    **environment: str,
+    worker: str, ranks: int, *arguments: object, dies: bool = False, workers: Path = WORKERS, **environment: str
 ) -> str:
     """Run `workers/<worker>.py` on `ranks` ranks; its output, once all of them succeeded, or one was to die."""
     status, output = run(
@@ -66,15 +101,15 @@ def torchrun(
             "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0",
             str(workers / f"{worker}.py"), *map(str, arguments),
         ],
-        timeout, **environment,
+        forked=True, **environment,
     )
     assert (status != 0) == dies, f"{worker} on {ranks} rank(s) ended with {status}:\n{output[-8000:]}"
     return output
 
 
-def mpirun(ranks: int, *arguments: object, timeout: float = 120, fails: bool = False) -> str:
+def mpirun(ranks: int, *arguments: object, fails: bool = False) -> str:
     """Run Python under MPI, with the `mpirun` that was installed beside it; its output, once it ended as expected."""
     launcher = [str(Path(sys.prefix) / "bin" / "mpirun"), "-n", str(ranks)]
-    status, output = run([*map(str, arguments)], timeout, launcher, **_OPEN_MPI)
+    status, output = run([*map(str, arguments)], launcher=launcher, **_OPEN_MPI)
     assert (status != 0) == fails, f"{arguments} on {ranks} rank(s) ended with {status}:\n{output[-8000:]}"
     return output

@@ -35,7 +35,7 @@ assert not any(name.partition(".")[0] == "triton" for name in sys.modules)
 
 
 def test_the_package_works_without_triton(tmp_path):
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON, str(tmp_path / "run" / "step-1")], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON, str(tmp_path / "run" / "step-1")], check=True, timeout=900)
 
 
 def test_devices():

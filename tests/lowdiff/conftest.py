@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from dsq_ckpt.lowdiff import handle, process
+from tests.helpers import forks
 
 
 class _Thread:
@@ -37,6 +38,12 @@ class _Thread:
         if self._status is None:
             raise subprocess.TimeoutExpired("thread", timeout or 0)
         return self._status
+
+
+@pytest.fixture(autouse=True)
+def _forks(monkeypatch):
+    """Checkpointing processes are forks."""
+    monkeypatch.setattr(handle.subprocess, "Popen", forks.popen)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from typing import Any
 
 from dsq_ckpt.lowdiff import handle, process
 
+_exec = subprocess.Popen
+
 
 class Nursery:
     """A fork of a process that has imported everything and started no thread; it forks whenever it is asked to.
@@ -32,8 +34,10 @@ class Nursery:
         theirs.close()
         handle.subprocess.Popen = self.popen  # type: ignore[misc, assignment]
 
-    def popen(self, command: list[str], **options: Any) -> Grown:
+    def popen(self, command: list[str], **options: Any) -> Any:
         """What `subprocess.Popen` is to a training process."""
+        if command[1:3] != ["-m", process.__name__]:
+            return _exec(command, **options)
         reader, writer = os.pipe()
         socket.send_fds(self._ours, [b"x"], [int(command[-1]), writer])
         os.close(writer)

@@ -19,6 +19,6 @@ THREE = ("topk", "topk_of_images", "kmeans", "fp16", "power_sgd", "one_process_d
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "checks"), [(2, TWO), (3, THREE)])
 def test_every_step_and_fault(tmp_path, ranks, checks):
-    output = torchrun("logged", ranks, tmp_path, *checks, workers=WORKERS, timeout=280)
+    output = torchrun("logged", ranks, tmp_path, *checks, workers=WORKERS)
     print(output)
     assert [line.split()[1] for line in output.splitlines() if line.startswith("[ok]")] == list(checks)

@@ -19,8 +19,8 @@ WORKERS = Path(__file__).parent / "workers"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def worker(name: str, *arguments: object, timeout: float) -> str:
-    status, output = processes.run([str(WORKERS / f"{name}.py"), *map(str, arguments)], timeout)
+def worker(name: str, *arguments: object) -> str:
+    status, output = processes.run([str(WORKERS / f"{name}.py"), *map(str, arguments)], forked=True)
     print(output)
     assert status == 0, output[-8000:]
     return output
@@ -28,24 +28,24 @@ def worker(name: str, *arguments: object, timeout: float) -> str:
 
 def test_two_ranks():
     """Whatever DDP does, the replicas of both ranks together are what each of them has; see the worker."""
-    output = worker("replica_ranks", timeout=280)
+    output = worker("replica_ranks")
     assert output.count("[ok]") == 17 and "[failed]" not in output
 
 
 def test_training_processes_die():
     """At random moments, and one of two just before the end of an iteration; twice in a row, and more."""
     seed = random.randrange(1 << 30)
-    worker("replica_lives", "--trials", 3, "--seed", seed, "--kinds", "one", "trainers", timeout=250)
+    worker("replica_lives", "--trials", 3, "--seed", seed, "--kinds", "one", "trainers")
 
 
 def test_everything_dies():
     """Training and checkpointing processes at random moments: ten or so, and never a torn state."""
-    worker("replica_lives", "--trials", 3, "--seed", random.randrange(1 << 30), "--kinds", "everything", timeout=250)
+    worker("replica_lives", "--trials", 3, "--seed", random.randrange(1 << 30), "--kinds", "everything")
 
 
 @pytest.mark.slow
 def test_others_die():
-    worker("replica_lives", "--trials", 12, "--seed", random.randrange(1 << 30), timeout=250)
+    worker("replica_lives", "--trials", 12, "--seed", random.randrange(1 << 30))
 
 
 ENDS = {"raise": 1, "kill": -signal.SIGKILL, "exit": 3}
@@ -62,7 +62,7 @@ def test_however_training_ends(tmp_path, ways):
     for number, way in enumerate(ways):
         steps = 5 + number
         arguments = map(str, [WORKERS / "replica_trains.py", tmp_path / "run", way, steps])
-        status, output = processes.run([*arguments], 120)
+        status, output = processes.run([*arguments], forked=True)
         told = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip()}
         assert status == ENDS[way], output
         if number:
@@ -118,7 +118,7 @@ def test_optimizers_of_scripts(tmp_path):
     (beside / "beside.py").write_text("import torch\n\n\nclass Beside(torch.optim.SGD):\n    pass\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(directory=str(beside), run=str(tmp_path / "run")))
-    status, output = processes.run([str(script)], 120)
+    status, output = processes.run([str(script)])
     assert status == 0, output
     first, *_, last = output.splitlines()
     assert first.startswith("ConfigError a replica of Own cannot be made") and "GradientLog" in first
@@ -152,5 +152,5 @@ again = Loop(case, seed=1)
 assert again.recover(run).step == 5
 check_same(again, loop)
 """
-    status, output = processes.run(["-c", script, str(tmp_path / "run")], 200, OMP_NUM_THREADS="4")
+    status, output = processes.run(["-c", script, str(tmp_path / "run")], OMP_NUM_THREADS="4")
     assert status == 0, output[-4000:]

@@ -245,9 +245,9 @@ def test_rows_of_the_comparison():
 def test_months_of_thousands_of_ranks_take_no_time():
     """16,384 ranks that fail every two years each, about one failure an hour: 2000 of them are 80 days."""
     cases = [Failures(2 * 365 * 86_400.0, ranks=ranks, software=0.5) for ranks in (8, 1024, 16_384)]
-    begin = time.perf_counter()
+    begin = time.process_time()
     rows = simulation.compare(_systems, cases, 2000)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     for name in {row["name"] for row in rows}:
         ratios = [row["ratio"] for row in rows if row["name"] == name]
         assert ratios == sorted(ratios, reverse=True)

@@ -28,7 +28,7 @@ class NoNamespaces(Exception):
 
 
 def _call(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise NoNamespaces(f"{' '.join(command)}: {done.stderr.strip() or f'status {done.returncode}'}")
 

@@ -18,7 +18,7 @@ def test_a_trial_run_says_that_it_is_none(tmp_path):
     small += ["--width", "64"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--device", "cpu", *small, "--json", str(path)], capture_output=True, text=True,
-        timeout=300, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        timeout=900, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     made = json.loads(path.read_text())

@@ -109,7 +109,9 @@ def test_calls_of_the_planner(tmp_path):
     assert [name for name, *_ in each["turned"]] == ["resolve_tensor", "commit_tensor"]
 
 
-@pytest.mark.parametrize("options", [{}, {"no_dist": True}, {"planner": DefaultLoadPlanner()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"no_dist": True}, {"planner": DefaultLoadPlanner()}], ids=["usual", "no_dist", "planner"]
+)
 def test_calls_of_the_storage(tmp_path, options):
     def case(side: Side) -> Any:
         saved(side, "b")

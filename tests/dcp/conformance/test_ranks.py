@@ -9,5 +9,5 @@ from tests.helpers.processes import torchrun
 
 @pytest.mark.slow
 def test_ranks(tmp_path):
-    output = torchrun("conformance", 2, tmp_path, timeout=300)
+    output = torchrun("conformance", 2, tmp_path)
     assert sum(line.startswith("ok ") for line in output.splitlines()) == 4, output

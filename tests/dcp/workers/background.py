@@ -101,7 +101,7 @@ def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool) 
         futures.append(dsq_ckpt.async_save(state, root / str(step), config=FINE, processes=processes, pinned=True))
         train_on(state)
     for step, future in enumerate(futures):
-        future.result(timeout=60)
+        future.result(timeout=240)
         assert depth(root / str(step)) == step, [depth(root / str(n)) for n in range(step + 1)]
         dist.barrier()
         same(read(root / str(step), size), values[step])
@@ -131,18 +131,18 @@ def failing(root: Path, rank: int, size: int) -> None:
     """A failure is reported by the future, or by the call where all ranks know already; then saving goes on."""
     fresh()
     dsq_ckpt.save(state_at(0, size), root / "0")
-    fails_everywhere(lambda: dsq_ckpt.async_save(state_at(1, size), root / "0").result(timeout=60), "overwrite=True")
+    fails_everywhere(lambda: dsq_ckpt.async_save(state_at(1, size), root / "0").result(timeout=240), "overwrite=True")
 
     state = state_at(1, size)
     if rank == 1:
         state["settings"]["broken"] = Unpicklable()
-    fails_everywhere(lambda: dsq_ckpt.async_save(state, root / "1").result(timeout=60), "cannot be copied")
+    fails_everywhere(lambda: dsq_ckpt.async_save(state, root / "1").result(timeout=240), "cannot be copied")
     bad = state_at(1, size)
     bad["plain.weight"][3, 3] = float("nan")
     config = {"quantize": {"nonfinite": "error"}}
-    fails_everywhere(lambda: dsq_ckpt.async_save(bad, root / "2", config=config).result(timeout=60), "plain.weight")
+    fails_everywhere(lambda: dsq_ckpt.async_save(bad, root / "2", config=config).result(timeout=240), "plain.weight")
     assert not list(root.glob("[12]/manifest.json"))
-    dsq_ckpt.async_save(state_at(1, size), root / "3").result(timeout=60)
+    dsq_ckpt.async_save(state_at(1, size), root / "3").result(timeout=240)
     assert Manifest.read(root / "3").parent_name == "0"
     done("failures")
 
@@ -165,7 +165,7 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
             one.path = root / "0"
         future: Any = dcp.async_save(state, storage_writer=one, process_group=background)
         train_on(state)
-        future.result(timeout=60)
+        future.result(timeout=240)
         dist.barrier()
     same(read(root / "1", size), values[1])
     state = state_at(2, size)
@@ -173,7 +173,7 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
         state, storage_writer=DSQStorageWriter(root / "2", FINE), async_checkpointer_type=AsyncCheckpointerType.PROCESS
     )
     train_on(state)
-    future.result(timeout=60)
+    future.result(timeout=240)
     dist.barrier()
     same(read(root / "2", size), values[2])
     assert [depth(root / str(n)) for n in range(3)] == [0, 1, 2]

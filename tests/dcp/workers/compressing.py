@@ -56,7 +56,7 @@ def fails(work: Callable[[], Any], target: Path, says: str) -> None:
     except dsq_ckpt.DSQError as error:
         text = str(error)
     texts = comm.gather(text)
-    assert all(texts) and says in texts[0] and time.monotonic() - start < 20, (says, texts)
+    assert all(texts) and says in texts[0] and time.monotonic() - start < 120, (says, texts)
     assert not is_complete(target)
 
 

@@ -190,13 +190,13 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
             path = root / f"staging-{culprit}-{name}"
 
             def save() -> Any:
-                return dsq_ckpt.async_save(state_at(2, rank, size), path).result(timeout=60)  # noqa: B023
+                return dsq_ckpt.async_save(state_at(2, rank, size), path).result(timeout=240)  # noqa: B023
 
             with broken(rank == culprit, target, name, fault()):
                 fails_everywhere(save, "Input/output")
             dist.barrier()
             assert not path.exists(), "nothing is left"
-    dsq_ckpt.async_save(state_at(2, rank, size), root / "staged").result(timeout=60)
+    dsq_ckpt.async_save(state_at(2, rank, size), root / "staged").result(timeout=240)
     assert Manifest.read(root / "staged").parent_name == "1"
     earlier.check()
     done("asynchronous saves")

@@ -30,5 +30,5 @@ for name, work in {
         assert isinstance(error, SaveFailed) and isinstance(error, LoadFailed)
         assert str(error).startswith("rank 0: ") and "its host is gone" in str(error), error
         print("ok", name, flush=True)
-assert time.perf_counter() - begun < 20
+assert time.perf_counter() - begun < 200  # each has 4 s; torch's own limit is half an hour
 os._exit(1)

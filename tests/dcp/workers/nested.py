@@ -22,7 +22,7 @@ def keys(root: Path, rank: int, size: int) -> None:
     for step, background in enumerate((False, True)):
         path = root / str(step)
         if background:
-            dsq_ckpt.async_save(state(step), path).result(timeout=60)
+            dsq_ckpt.async_save(state(step), path).result(timeout=240)
         else:
             dsq_ckpt.save(state(step), path)
         if rank == 0:

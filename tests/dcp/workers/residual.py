@@ -63,7 +63,7 @@ def chain(run: Path, size: int, mode: str) -> None:
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.fill_(1e9)  # training goes on
-            future.result(timeout=60)
+            future.result(timeout=240)
         dist.barrier()
     check(run, size)
     done(f"chain, {mode}")

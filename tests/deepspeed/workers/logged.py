@@ -24,6 +24,7 @@ import dsq_ckpt.deepspeed
 from dsq_ckpt.deepspeed.partition import masters
 from dsq_ckpt.lowdiff import compressor, segments
 from dsq_ckpt.lowdiff.buckets import Hooked
+from tests.lowdiff.nursery import Nursery
 
 STEPS, EARLIER = 7, 5
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}}}
@@ -299,6 +300,7 @@ def refuse(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    Nursery()
     warnings.simplefilter("error", UserWarning)
     warnings.filterwarnings("ignore", message=".*[Ss]etuptools.*")  # what DeepSpeed imports before it
     {"record": record, "recover": recover, "refuse": refuse}[sys.argv[2]](begin())
