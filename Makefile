@@ -22,7 +22,7 @@ demo-deepspeed: $(STAMP)
 	$(BIN)/python scripts/demo_deepspeed.py --json demo-deepspeed.json
 
 test: lint
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov --cov-report=term-missing:skip-covered
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

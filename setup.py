@@ -79,6 +79,7 @@ setup(
             "pytest",
             "pytest-cov",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ddsketch",
             "kmeans1d",
