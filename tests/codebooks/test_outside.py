@@ -186,6 +186,7 @@ def test_a_system_that_nobody_registered():
     (Proposal(np.arange(1.0, 256.0)), r"float64 of shape \(255,\), expected float64\[1 to 254\]"),
     (Proposal(np.array([1, 2])), r"int64 of shape \(2,\)"),
     (Proposal(np.array([1.0]), forced=np.ones(3, bool)), "masks that are not bool"),
+    (Proposal(np.array([1.0]), pruned=np.ones(32518)), "masks that are not bool"),
     (Proposal(np.array([1.0]), codes=np.full(32518, 9, np.uint8)), "codes that are not uint8"),
 ])
 def test_a_proposal_that_is_no_codebook(tmp_path, monkeypatch, outside, proposal, says):
@@ -194,6 +195,12 @@ def test_a_proposal_that_is_no_codebook(tmp_path, monkeypatch, outside, proposal
     with pytest.raises(dsq_ckpt.DSQError, match=f"codebook 'powers' .* proposes .*{says}"):
         dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
     assert not (tmp_path / "a").exists()
+
+
+def test_more_refinement_than_is_configured(tmp_path, monkeypatch, outside):
+    monkeypatch.setattr(outside.Powers, "refinement", lambda self, most, squared_error: (most + 1, None))
+    with pytest.raises(dsq_ckpt.DSQError, match="codebook 'powers' asks for 4 refinement bits, of 3 at most"):
+        dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
 
 
 def test_what_cannot_be_registered(outside):

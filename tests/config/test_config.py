@@ -2,6 +2,8 @@
 
 import json
 import re
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from dsq_ckpt.codebooks import CODEBOOKS
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.octaves import UNIT_ERROR
 from dsq_ckpt.config.schema import BY_SIZE
+from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.trees import preset_tree
 from dsq_ckpt.storage.manifest import Manifest
 from tests.quantization.test_moments import error, moments, update
@@ -173,6 +176,20 @@ def test_with_values():
     assert config.quantize.weights.codebook.bins == 5
     with pytest.raises(ConfigError, match="no 'nothing'"):
         DSQConfig().with_values(**{"nothing.at.all": 1})
+
+
+@pytest.mark.parametrize("name", [*SYSTEMS])
+def test_every_row_of_the_table_of_systems(name):
+    """Its defaults are a configuration, and so is the whole search space over them."""
+    row = SYSTEMS[name]
+    config = DSQConfig(system=name)
+    assert row.name == name and row.method and row.source and config == DSQConfig.create(config.model_dump())
+    for variant in row.space.variants if row.space else ():
+        for axis in row.space.axes:
+            for value in axis.values:
+                tried = config.with_values(**variant.values, **dict.fromkeys(axis.path, value))
+                found = [reduce(getitem, path.split("."), tried.model_dump()) for path in axis.path]
+                assert found == [value] * len(axis.path) and tried.system == name
 
 
 def rule(**keys):

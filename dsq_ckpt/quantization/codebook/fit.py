@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -161,9 +162,10 @@ def _fit(
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
     error = _error(joint, table, window, real_levels, protected, aside, ~forced)
-    refinement_bits, update_error = config.refinement(
-        refinement_bits, _refined_error(joint, table, window, error, low, high)
-    )
+    most = refinement_bits
+    refinement_bits, update_error = config.refinement(most, _refined_error(joint, table, window, error, low, high))
+    if not 0 <= refinement_bits <= most:
+        raise ConfigError(f"codebook '{config.fit}' asks for {refinement_bits} refinement bits, of {most} at most")
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         _centre_zero(low, high, 2.0**refinement_bits)
     book = Codebook(
@@ -178,13 +180,14 @@ def _fit(
 def _check(config: CodebookConfig, proposal: Proposal, window: KeyWindow) -> None:
     """Refuse what would be stored wrongly, or could not be read."""
     levels = np.asarray(proposal.levels)
+    masks = [mask for mask in (proposal.forced, proposal.pruned) if mask is not None]
     if levels.dtype != np.float64 or levels.ndim != 1 or not 1 <= len(levels) <= MOST_LEVELS:
         found = f"{levels.dtype} of shape {levels.shape}, expected float64[1 to {MOST_LEVELS}]"
     elif not np.isfinite(levels).all() or (np.diff(levels) < 0).any():
         found = "levels that are not finite or do not ascend"
     elif config.logarithmic and not (levels > 0).all():
         found = "levels on the logarithmic axis that are not positive"
-    elif any(part is not None and part.shape != (window.size,) for part in (proposal.forced, proposal.pruned)):
+    elif any(mask.shape != (window.size,) or mask.dtype.kind != "b" for mask in masks):
         found = f"masks that are not bool[{window.size}], one for each bin"
     elif (codes := proposal.codes) is not None and (
         codes.shape != (window.size,) or codes.dtype != np.uint8 or int(codes.max()) > len(levels)
@@ -207,20 +210,24 @@ def _refined_error(
         base: Mean squared error of the base layer over the elements not protected.
         low, high: Bounds of the cells.
     """
-    def error(bits: int) -> float:
+    @cache
+    def held() -> tuple[Codes, Floats, Floats, float]:
         rows, bins = np.nonzero(joint)
         codes = table[rows, bins]
         kept = codes < len(low)
         rows, bins, codes = rows[kept], bins[kept], codes[kept]
         values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
-        energy = float((weight * values**2).sum())
+        return codes, values, weight, float((weight * values**2).sum()) or 1.0
+
+    def error(bits: int) -> float:
+        codes, values, weight, energy = held()
         if not bits:
-            return base / (energy or 1.0)
+            return base / energy
         below, above = low.copy(), high.copy()
         _centre_zero(below, above, 2.0**bits)
         part = (above - below)[codes] / 2.0**bits
         place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
-        return float((weight * (values - below[codes] - place * part) ** 2).sum()) / (energy or 1.0)
+        return float((weight * (values - below[codes] - place * part) ** 2).sum()) / energy
 
     return error
 
