@@ -1,5 +1,6 @@
 """The documentation site: `make docs` builds it from these pages and from docstrings, without a network."""
 
+import os
 import re
 import subprocess
 import sys
@@ -36,21 +37,27 @@ napoleon_numpy_docstring = False
 toc_object_entries_show_parents = "hide"
 
 
-PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changes", "SECURITY": "security"}
+PAGES = {"CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changes", "SECURITY.md": "security", "README.md": "index"}
 """Files beside `docs/`, and the pages that the site has of them."""
 
 
 def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Let links to files beside `docs/` lead to their pages; those to directories become text, since none is a page."""
-    folder = (ROOT / "docs" / docname).parent
+    """Fill pages of files beside `docs/`, and let all links lead to pages or files; to directories there is none."""
+    folder = docs = ROOT / "docs"
+    for name, page in PAGES.items():
+        if page == docname != "index":
+            app.env.note_dependency(str(ROOT / name))
+            source[0], folder = (ROOT / name).read_text(encoding="utf-8"), ROOT
 
     def link(found: re.Match[str]) -> str:
-        path = Path(found[2])
-        if path.suffix == ".md" and path.stem in PAGES:
-            return f"[{found[1]}]({PAGES[path.stem]}.md)"
-        return f"`{found[2].removeprefix('../')}`" if (folder / path).is_dir() else found[0]
+        path = (folder / found[2]).resolve()
+        if path.is_dir():
+            return f"`{path.relative_to(ROOT)}/`"
+        if path.parent == ROOT and path.name in PAGES:
+            path = docs / f"{PAGES[path.name]}.md"
+        return f"[{found[1]}]({os.path.relpath(path, docs)}{found[3] or ''})"
 
-    source[0] = re.sub(r"\[([^\]]+)\]\((\.[^)#:]+)\)", link, source[0])
+    source[0] = re.sub(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)", link, source[0])
 
 
 def indented_is_code(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
