@@ -241,7 +241,7 @@ def test_another_session_is_left_alone(tmp_path):
 def test_however_training_ends(tmp_path):
     """All steps that were done are there, though 1000 were to be written at once and nothing closed the log."""
     ways = {"exits": 3, "raises": 1, "SIGINT": -2, "SIGTERM": -15, "dies": 4}
-    status, output = processes.run([str(WORKERS / "ends.py"), str(tmp_path), *ways])
+    status, output = processes.run([str(WORKERS / "ends.py"), str(tmp_path), *ways], forked=True)
     assert status == 0, output
     found = dict(line.split() for line in output.splitlines() if line.split()[0] in ways)
     assert {way: int(code) for way, code in found.items()} == ways

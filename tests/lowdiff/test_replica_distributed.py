@@ -118,7 +118,7 @@ def test_optimizers_of_scripts(tmp_path):
     (beside / "beside.py").write_text("import torch\n\n\nclass Beside(torch.optim.SGD):\n    pass\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(directory=str(beside), run=str(tmp_path / "run")))
-    status, output = processes.run([str(script)])
+    status, output = processes.run([str(script)], forked=True)
     assert status == 0, output
     first, *_, last = output.splitlines()
     assert first.startswith("ConfigError a replica of Own cannot be made") and "GradientLog" in first
