@@ -115,13 +115,13 @@ def _connect(environment: dict[str, str]) -> socket.socket:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it listens
         if not path.exists():
             with path.with_suffix(".log").open("w") as log:
-                _exec(
+                server = _exec(
                     [sys.executable, "-m", "tests.helpers.forks", str(path)], env=base, start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 )
             deadline = time.monotonic() + _SECONDS
             while not path.exists():
-                assert time.monotonic() < deadline, path.with_suffix(".log").read_text()
+                assert server.poll() is None and time.monotonic() < deadline, path.with_suffix(".log").read_text()
                 time.sleep(0.02)
     connection.connect(str(path))
     return connection
