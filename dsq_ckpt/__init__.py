@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from dsq_ckpt.config.schema import DSQConfig
     from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
     from dsq_ckpt.engine.chain import latest
+    from dsq_ckpt.engine.history import SaveHistory
+    from dsq_ckpt.engine.history import forget as forget
     from dsq_ckpt.engine.merging import merge
-    from dsq_ckpt.engine.remembered import forget
     from dsq_ckpt.engine.result import SaveResult
     from dsq_ckpt.errors import (
         CheckpointExists,
@@ -53,7 +54,7 @@ _MODULES = {
     ),
     "engine.merging": ("merge",),
     "api.oneshot": ("compress",),
-    "engine.remembered": ("forget",),
+    "engine.history": ("SaveHistory", "forget"),
     "engine.result": ("SaveResult",),
     "storage.stored": ("decode",),
 }
@@ -92,6 +93,7 @@ __all__ = [
     "LossyTensor",
     "NonFiniteTensor",
     "SaveFailed",
+    "SaveHistory",
     "SaveResult",
     "UnsupportedFormat",
     "__version__",
@@ -99,7 +101,6 @@ __all__ = [
     "compress",
     "decode",
     "describe",
-    "forget",
     "latest",
     "load",
     "merge",

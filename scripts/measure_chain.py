@@ -28,7 +28,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.ancestry import CHECKED_EVERY, damaged, due
-from dsq_ckpt.engine.remembered import ParentRef
+from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest

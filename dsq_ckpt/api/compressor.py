@@ -34,6 +34,7 @@ from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator
 from dsq_ckpt.engine import warmup
+from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import SaveResult
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
@@ -72,6 +73,7 @@ class Compressor:
         hooks: "step": the optimizer's step tells when gradients are there; "backward": for optimizers that run inside
             backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
         process_group: ranks that save; None: all.
+        history: checkpoints that saves may come after; None: those of the process.
 
     Raises:
         ConfigError: the configuration is wrong, or the optimizer's parameters are not the model's.
@@ -88,6 +90,7 @@ class Compressor:
         every: int | None = None,
         hooks: Literal["step", "backward", "manual"] = "step",
         process_group: dist.ProcessGroup | None = None,
+        history: SaveHistory | None = None,
     ) -> None:
         expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
         expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
@@ -102,6 +105,7 @@ class Compressor:
         self.quality: dict[str, Any] | None = None
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
+        self._history = history
         self._hooks = hooks
         self._functions = evaluate, check
         if optimizer is not None:
@@ -181,8 +185,8 @@ class Compressor:
             expect_extra(extra)
             return DSQStorageWriter(
                 path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
-                chooser=as_configured if manager is None else manager, gradients=self._gradients(),
-                fractions=fractions_of(self.config),
+                policy=as_configured if manager is None else manager, gradients=self._gradients(),
+                fractions=fractions_of(self.config), history=self._history,
             )
 
         writer = agree(*self._functions, communicator(self._group), made)
@@ -222,7 +226,7 @@ class Compressor:
             DSQError: what else failed, on every rank.
         """
         state = self.state(extra)
-        load(state, path, refinement=refinement, process_group=self._group)
+        load(state, path, refinement=refinement, process_group=self._group, history=self._history)
         directory = existing_path(path)
         if self.optimizer is None:
             set_model_state_dict(self.model, state["model"])

@@ -28,10 +28,11 @@ from dsq_ckpt.core.subclasses import by_parts
 from dsq_ckpt.core.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together, told_together
-from dsq_ckpt.engine.direct import Contribution, save_parts
-from dsq_ckpt.engine.parts import Part
-from dsq_ckpt.engine.remembered import apart
-from dsq_ckpt.engine.terms import Terms, refuse_different
+from dsq_ckpt.engine.collective import save_collectively
+from dsq_ckpt.engine.consistency import RankSettings, refuse_different
+from dsq_ckpt.engine.history import SaveHistory
+from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.analysis import Sketches
 from dsq_ckpt.quantization.choice import Choice, as_configured
@@ -117,15 +118,16 @@ def compress(
     target, chosen, opened = together(comm, prepare)
     judged = source if isinstance(source, nn.Module) else model
     background.wait()  # what it commits is for its run to remember
-    with closing(opened), apart():
-        _same(comm, Terms.of(target, chosen), {"overwrite": overwrite, "source": [
+    with closing(opened):
+        _same(comm, RankSettings.of(target, chosen), {"overwrite": overwrite, "source": [
             (name, stored._replace(memory=None)) for name, stored in opened.tensors.items()
         ]})
-        save_parts(
-            target, lambda: _share(opened, comm), chosen, comm, parent=None, overwrite=overwrite,
-            types=None if judged is None else layer_types(judged),
-            chooser=as_configured if judged is None or evaluate is None else _search(judged, evaluate, check),
+        options = SaveOptions(
+            chosen, parent=None, overwrite=overwrite, layer_types=None if judged is None else layer_types(judged),
+            policy=as_configured if judged is None or evaluate is None else _search(judged, evaluate, check),
+            history=SaveHistory(),
         )
+        save_collectively(target, lambda: _share(opened, comm), options, comm)
 
     def about() -> dict[str, Any] | None:
         return {**describe(target), "quality": Manifest.read(target).quality} if comm.rank == 0 else None
@@ -184,30 +186,31 @@ def _whole(state: State) -> InMemory:
     return opened
 
 
-def _same(comm: Communicator, terms: Terms, arguments: Mapping[str, Any]) -> None:
+def _same(comm: Communicator, settings: RankSettings, arguments: Mapping[str, Any]) -> None:
     """Make sure that all ranks are about to do the same; collective.
 
     Raises:
         ConfigError: they are not; on all ranks.
     """
     # Hashes, since there may be many tensors.
-    told = comm.gather((terms, {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}))
+    hashes = {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}
+    told = comm.gather((settings, hashes))
     refuse_different([given for given, _ in told])
     for rank, (_, hashes) in enumerate(told):
         if differing := [name for name in hashes if hashes[name] != told[0][1][name]]:
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
 
 
-def _share(opened: Opened, comm: Communicator) -> Contribution:
+def _share(opened: Opened, comm: Communicator) -> LocalState:
     """What this rank is to read and write; rank 0 has what is no tensor too."""
     values = opened.read(deal(opened, comm.size)[comm.rank])
     parts = [
-        Part(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
+        LocalShard(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
         for key in values
     ]
     if comm.rank:
-        return Contribution(parts)
-    return Contribution(
+        return LocalState(parts)
+    return LocalState(
         parts, objects={name: _dumped(value) for name, value in opened.objects().items()}, nesting=opened.nesting
     )
 
@@ -220,7 +223,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., Choice]:
-    """A chooser that searches, and fails where `evaluate` or `check` does: nothing is gained by a snapshot of unknown
+    """A policy that searches, and fails where `evaluate` or `check` does: nothing is gained by a snapshot of unknown
     quality.
     """
     failures: list[tuple[str, Exception]] = []

@@ -30,7 +30,7 @@ from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import Elsewhere, SingleProcess, communicator, together
-from dsq_ckpt.engine.remembered import remember_committed
+from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import SaveResult
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -145,6 +145,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     pinned: bool = False,
     no_dist: bool = False,
+    history: SaveHistory | None = None,
 ) -> SaveResult:
     """Save a nested state dict, compressed; collective over `process_group`.
 
@@ -162,7 +163,10 @@ def save(
         DSQError: what else failed, naming the rank, on every rank; earlier checkpoints are untouched.
     """
     return save_with(
-        _begun(state_dict, path, config, parent, overwrite, model, process_group, pinned, no_dist),
+        _begun(
+            state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
+            pinned=pinned, no_dist=no_dist, history=history,
+        ),
         process_group=process_group, no_dist=no_dist,
     )
 
@@ -172,17 +176,13 @@ Begin = Callable[[], tuple[DSQStorageWriter, dict[str, Any]]]
 
 
 def _begun(
-    given: dict[str, Any] | nn.Module, path: str | os.PathLike[str], config: ConfigLike,
-    parent: str | os.PathLike[str] | None, overwrite: bool, model: nn.Module | None,
-    process_group: dist.ProcessGroup | None, pinned: bool, no_dist: bool,
+    given: dict[str, Any] | nn.Module, path: str | os.PathLike[str], model: nn.Module | None, **options: Any
 ) -> Begin:
+    """Return what makes a writer with these options, and the state dict."""
     def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
         expect_path("path", path)
         state = _state_of(given, _SAVE)
-        writer = DSQStorageWriter(
-            path, config, parent=parent, overwrite=overwrite, process_group=process_group, pinned=pinned,
-            no_dist=no_dist, model=given if isinstance(given, nn.Module) else model,
-        )
+        writer = DSQStorageWriter(path, model=given if isinstance(given, nn.Module) else model, **options)
         return writer, state
 
     return begin
@@ -211,7 +211,7 @@ def save_with(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
     result = together(comm, lambda: _committed(path))
-    remember_committed(path, result.save_id)
+    writer.history.add_committed(path, result.save_id)
     return _logged(result, comm.rank)
 
 
@@ -246,6 +246,7 @@ def async_save(
     pinned: bool = False,
     no_dist: bool = False,
     processes: bool = False,
+    history: SaveHistory | None = None,
 ) -> Future[SaveResult]:
     """Save in the background; training goes on as soon as the codes are there.
 
@@ -262,7 +263,10 @@ def async_save(
             overwritten.
     """
     return save_async_with(
-        _begun(state_dict, path, config, parent, overwrite, model, process_group, pinned, no_dist),
+        _begun(
+            state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
+            pinned=pinned, no_dist=no_dist, history=history,
+        ),
         process_group=process_group, no_dist=no_dist, processes=processes,
     )
 
@@ -334,6 +338,7 @@ def load(
     allow_cast: bool = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    history: SaveHistory | None = None,
 ) -> None:
     """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
 
@@ -353,13 +358,15 @@ def load(
         own = _state_of(state_dict, _LOAD)
         load(
             own, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist, history=history,
         )
         state_dict.load_state_dict(own)
         return
     _state_of(state_dict, _LOAD)
     background.wait()
-    reader = DSQStorageReader(path, refinement=refinement, exact=exact, allow_cast=allow_cast)
+    reader = DSQStorageReader(
+        path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history
+    )
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
 

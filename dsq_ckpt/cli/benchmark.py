@@ -28,7 +28,7 @@ from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.coding import RansCoder
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.engine import remembered
+from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook import fit_group
 from dsq_ckpt.storage.description import describe
@@ -150,18 +150,18 @@ def _checkpoints(
         for number in range(repeats + 1):  # the first round warms caches and compiles kernels
             # Nothing is deleted in between: a training run, too, writes to blocks of the disk that are not in use yet.
             plain, run = root / f"dcp-{number}", root / f"dsq-{number}"
-            remembered.forget()
+            history = SaveHistory()
             dcp_load = partial(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
             timed: dict[str, Callable[[], object]] = {
                 "dcp.save": partial(
                     dcp.save, state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True
                 ),
-                "save keyframe": partial(api.save, state, run / "key", config=config, no_dist=True),
+                "save keyframe": partial(api.save, state, run / "key", config=config, no_dist=True, history=history),
                 "dcp.load": dcp_load,
-                "load keyframe": partial(api.load, into, run / "key", no_dist=True),
-                "save delta": partial(api.save, drifted, run / "delta", config=config, no_dist=True),
+                "load keyframe": partial(api.load, into, run / "key", no_dist=True, history=history),
+                "save delta": partial(api.save, drifted, run / "delta", config=config, no_dist=True, history=history),
                 "dcp.load, cold": dcp_load,
-                "load keyframe, cold": partial(api.load, into, run / "key", no_dist=True),
+                "load keyframe, cold": partial(api.load, into, run / "key", no_dist=True, history=history),
             }
             for name, work in timed.items():
                 os.sync()
@@ -175,7 +175,6 @@ def _checkpoints(
             if number == 0:
                 rows["ratio of a keyframe" + suffix] = _summary([_ratio(run / "key")])
                 rows["ratio of a delta" + suffix] = _summary([_ratio(run / "delta")])
-    remembered.forget()
     for name, peer in (
         ("save keyframe", "dcp.save"), ("save delta", "dcp.save"), ("load keyframe", "dcp.load"),
         ("load keyframe, cold", "dcp.load, cold"),

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dsq_ckpt.core.subclasses import object_named
-from dsq_ckpt.engine.parts import Part
-from dsq_ckpt.engine.session import RankResult
+from dsq_ckpt.engine.commit import SaveContents
+from dsq_ckpt.engine.local import LocalShard
+from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
 
@@ -32,10 +33,13 @@ def name_of(item: WriteItem) -> ChunkKey | str:
     return item.index.fqn if item.tensor_data is None else key_of(item)
 
 
-def parts_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = None) -> list[Part]:
-    """The tensors among DCP's items; with a planner, `load` gives the local tensor, or what was staged in its place."""
+def shards_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = None) -> list[LocalShard]:
+    """Return the tensor chunks among DCP's items.
+
+    With a planner, `load` returns the local tensor, or what was staged in its place.
+    """
     return [
-        Part(
+        LocalShard(
             key_of(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
             partial(_resolved, planner, item), partial(_beside, planner, item),
         )
@@ -44,7 +48,7 @@ def parts_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = Non
 
 
 def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
-    assert planner is not None and item.tensor_data is not None, "parts that are only planned hold no data"
+    assert planner is not None and item.tensor_data is not None, "shards that are only planned hold no data"
     try:
         found = planner.resolve_data(item)
     except Exception as error:
@@ -64,7 +68,7 @@ def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
 
 def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
     """The same chunk of another tensor: planners deal the replicas of two tensors to ranks as they like."""
-    assert planner is not None, "parts that are only planned hold no data"
+    assert planner is not None, "shards that are only planned hold no data"
     try:
         return planner.resolve_data(replace(item, index=replace(item.index, fqn=fqn)))
     except Exception as error:
@@ -98,8 +102,8 @@ def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResul
     return results
 
 
-def inventory(metadata: Metadata) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Tensors with their chunks, and names of objects, of a whole save."""
+def contents_of(metadata: Metadata, nesting: dict[str, Any]) -> SaveContents:
+    """Return what a whole save is to hold."""
     tensors, objects = {}, []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -109,20 +113,19 @@ def inventory(metadata: Metadata) -> tuple[dict[str, dict[str, Any]], list[str]]
             }
         else:
             objects.append(fqn)
-    return tensors, objects
+    return SaveContents(tensors, objects, nesting)
 
 
-def check_promised(
-    tensors: dict[str, dict[str, Any]], objects: list[str], results: list[RankResult], planner: str
-) -> None:
-    """Refuse a save of which something was written that its metadata does not tell of.
+def check_promised(contents: SaveContents, results: list[RankResult], planner: str) -> None:
+    """Refuse a save of which something was written that its metadata does not name.
 
-    That all it tells of was written, and fills its tensors, is for `commit`, which serves other integrations too.
+    Whether all that it names was written is for `commit`, which serves other integrations too.
 
     Raises:
         SaveFailed: there is such a chunk or object.
     """
-    promised: set[ChunkKey | str] = {*objects, *(chunk for tensor in tensors.values() for chunk in tensor["chunks"])}
+    promised: set[ChunkKey | str] = set(contents.objects)
+    promised.update(chunk for tensor in contents.tensors.values() for chunk in tensor["chunks"])
     for result in results:
         for name in result.written.keys() - promised:
             raise SaveFailed(

@@ -32,7 +32,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
-from dsq_ckpt.engine.remembered import Memory, doubt, remember_loaded
+from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
@@ -52,6 +52,7 @@ class DSQStorageReader(StorageReader):
         exact: patterns (or one) of names that must have been stored bit for bit; each must match a stored tensor.
         allow_cast: load into tensors of another dtype than was saved.
         threads: worker threads; 0 as in `StorageConfig`.
+        history: takes note of the checkpoint; None: that of the process.
 
     Raises:
         LossyTensor: an `exact` name was stored lossy, or a dtype differs without `allow_cast`.
@@ -66,6 +67,7 @@ class DSQStorageReader(StorageReader):
         exact: Sequence[str] = (),
         allow_cast: bool = False,
         threads: int = 0,
+        history: SaveHistory | None = None,
     ) -> None:
         self.path = None if path is None else local_path(path)
         if refinement not in (True, False, "auto"):
@@ -74,6 +76,7 @@ class DSQStorageReader(StorageReader):
         self._exact = (exact,) if isinstance(exact, str) else tuple(exact)
         self._allow_cast = allow_cast
         self._storage = StorageConfig(threads=threads)
+        self._history = history or default_history()
         self._save_id: str | None = None
         self.unreadable: DSQError | None = None
         """Why the last load could not begin; DCP itself passes on the text alone."""
@@ -102,7 +105,7 @@ class DSQStorageReader(StorageReader):
         except DSQError as error:
             self.unreadable = error
             if isinstance(error, CorruptCheckpoint):
-                doubt()
+                self._history.doubt()
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -130,12 +133,12 @@ class DSQStorageReader(StorageReader):
         try:
             return self._read(plan, planner)
         except CorruptCheckpoint:
-            doubt()
+            self._history.doubt()
             raise
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
-        memory = Memory()
+        cache = ChunkCache()
         with self._open() as checkpoint, Workers(
             self._storage.thread_count(), self._storage.block_elements
         ) as workers:
@@ -151,15 +154,15 @@ class DSQStorageReader(StorageReader):
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
             for index, items in wanted.items():
                 let_signals_through()
-                self._read_chunk(checkpoint, index, items, planner, refined, workers, memory)
-            remember_loaded(checkpoint.directory, checkpoint.manifest.save_id, memory)
+                self._read_chunk(checkpoint, index, items, planner, refined, workers, cache)
+            self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _read_chunk(
         self, checkpoint: Checkpoint, index: MetadataIndex, items: list[ReadItem], planner: LoadPlanner,
-        refined: bool, workers: Workers, memory: Memory,
+        refined: bool, workers: Workers, cache: ChunkCache,
     ) -> None:
         assert index.offset is not None
         ref = checkpoint.find(index.fqn, tuple(index.offset))
@@ -175,7 +178,7 @@ class DSQStorageReader(StorageReader):
             codes = checkpoint.codes(ref, workers)
             key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
             if _whole(items, key) and "residual" not in record:
-                memory.codes[key] = codes
+                cache.codes[key] = codes
         targets = [planner.resolve_tensor(item).detach() for item in items]
         # One target that is the whole chunk is decoded in place; anything else is sliced from a copy.
         chunk = checkpoint.tensor(ref, refined, workers, codes, into=targets[0] if len(targets) == 1 else None)

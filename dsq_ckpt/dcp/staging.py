@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,9 +20,12 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.subclasses import object_named
 from dsq_ckpt.dcp.items import key_of, name_of
-from dsq_ckpt.engine.remembered import Outline, adopt
-from dsq_ckpt.engine.session import Agreement, Coded, Item
-from dsq_ckpt.engine.terms import Terms
+from dsq_ckpt.engine.chunks import QuantizedChunk
+from dsq_ckpt.engine.consistency import RankSettings
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.history import Outline, SaveHistory
+from dsq_ckpt.engine.local import SaveItem
+from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import Layout
 from dsq_ckpt.quantization.choice import Choice
@@ -37,51 +40,53 @@ class ExactCopy:
     config: TensorConfig | None
 
 
-Payload = Coded | ExactCopy
+Payload = QuantizedChunk | ExactCopy
 
 
 class Offer(NamedTuple):
     """What a rank tells the coordinator with its plan.
 
     Attributes:
-        terms: what it was given.
-        content: how its tensors are to be stored, or what was staged of them.
+        settings: path and configuration that it was given.
+        content: layout of its tensors, or chunks and names of objects that were staged.
     """
 
-    terms: Terms
+    settings: RankSettings
     content: Layout | frozenset[ChunkKey | str]
 
 
 @dataclass(frozen=True)
 class StagedCodes:
-    """What `stage` left of a save whose chunks it quantized on the training thread.
+    """A save whose chunks were quantized on the training thread.
 
     Attributes:
-        agreement: of all ranks.
-        choice: how it is stored.
+        context: what all ranks agreed on.
+        plan: how the state is stored.
         staged: chunks and names of objects of this rank.
     """
 
-    agreement: Agreement
-    choice: Choice
+    context: SaveContext
+    plan: Choice
     staged: frozenset[ChunkKey | str]
 
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """What the background save must be told when `stage` copied the state dict and no more.
+    """A save whose state dict was copied, and no more; the rest is done in the background.
 
     Attributes:
         save_id: of the checkpoint, if this rank coordinates.
         group: that DCP saves on; None: the default one, or that of the writer.
-        runs: what the training process knows of its runs, for another process.
+        history: checkpoints that the save may come after.
+        known: these checkpoints, for another process.
         failure: why the state dict was not copied; raised where DCP tells the other ranks.
         process: id of the training process.
     """
 
     save_id: str
     group: dist.ProcessGroup | None
-    runs: Outline
+    history: SaveHistory
+    known: Outline
     failure: str | None
     process: int = field(default_factory=os.getpid)
 
@@ -97,7 +102,7 @@ class StagedCopy:
         if self.failure is not None:
             raise SaveFailed(f"the state dict cannot be copied for a save in the background: {self.failure}")
         if self.process != os.getpid():
-            adopt(self.runs)
+            self.history.adopt(self.known)
 
 
 def copied(state_dict: dict[str, Any], shared: bool) -> dict[str, Any]:
@@ -177,14 +182,14 @@ def staged_state_dict(
     return Nesting.of(state_dict, mappings).nested(staged)
 
 
-def staged_payloads(items: list[Item]) -> tuple[Iterator[Coded], list[Item], dict[ChunkKey, ChunkKey]]:
-    """What `stage` left of the items: coded, plain, and those that are tied to another.
+def staged_payloads(items: list[SaveItem], plan: Choice) -> QuantizedState:
+    """Return the items as they were staged.
 
     Raises:
         SaveFailed: an item is not as it was staged.
     """
-    coded: list[Coded] = []
-    plain: list[Item] = []
+    chunks: list[QuantizedChunk] = []
+    exact: list[SaveItem] = []
     tied: dict[ChunkKey, ChunkKey] = {}
     seen: dict[int, ChunkKey] = {}
     alive: list[Any] = []
@@ -193,17 +198,16 @@ def staged_payloads(items: list[Item]) -> tuple[Iterator[Coded], list[Item], dic
         alive.append(payload)  # else its identity may be given to the next
         if (first := seen.setdefault(id(payload), item.key)) != item.key:
             tied[item.key] = first
-        elif isinstance(payload, Coded):
-            coded.append(payload)
+        elif isinstance(payload, QuantizedChunk):
+            chunks.append(payload)
         elif isinstance(payload, ExactCopy):
-            load = partial(_tensor, payload)
-            plain.append(replace(item, load=load, config=payload.config))
+            exact.append(replace(item, load=partial(_tensor, payload), config=payload.config))
         else:
             raise SaveFailed(
                 f"'{item.key.fqn}' is not what this writer staged for an asynchronous save, but "
                 f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
             )
-    return iter(coded), plain, tied
+    return QuantizedState(iter(chunks), exact, plan, {item.key: item for item in items}, tied, staged=True)
 
 
 def _tensor(payload: ExactCopy) -> torch.Tensor:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -25,25 +23,27 @@ from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.calls import AsyncCall
-from dsq_ckpt.dcp.early import stage_codes
-from dsq_ckpt.dcp.items import check_promised, inventory, write_results
+from dsq_ckpt.dcp.items import check_promised, contents_of, objects_of, write_results
 from dsq_ckpt.dcp.planner_data import planner_json
-from dsq_ckpt.dcp.recipe import Recipe
+from dsq_ckpt.dcp.plans import items_beside, items_of_plan, layout_of_plan
+from dsq_ckpt.dcp.quantized_staging import stage_codes
 from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, told_together
 from dsq_ckpt.engine import warmup
-from dsq_ckpt.engine.commit import commit, retire
-from dsq_ckpt.engine.remembered import Memory, outline, remember_committed, remember_pending
-from dsq_ckpt.engine.session import Agreement, agree, exact_values, write_rank
-from dsq_ckpt.engine.terms import Terms, refuse_different
+from dsq_ckpt.engine.consistency import RankSettings, refuse_different
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
+from dsq_ckpt.engine.local import LocalItems
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.pipeline import SavePipeline
+from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.ties import Ties
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import Fractions, Layout
-from dsq_ckpt.quantization.choice import Choice, Chooser, as_configured
+from dsq_ckpt.quantization.choice import Chooser, as_configured
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.storage.container import make_directory
 from dsq_ckpt.storage.manifest import local_path
-from dsq_ckpt.storage.targets import Landing, refuse_checkpoint
 
 
 class DSQStorageWriter(StorageWriter):
@@ -59,9 +59,10 @@ class DSQStorageWriter(StorageWriter):
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
         no_dist: this rank saves alone, as DCP was told by its own `no_dist`; other ranks are left alone too.
-        chooser: chooses the configuration when the sketches are known (see `Compressor`).
+        policy: chooses the configuration when the global sketch is known (see `Compressor`).
         gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
-        fractions: what the chooser may prune and protect by sensitivity.
+        fractions: fractions that the policy may prune and protect by sensitivity.
+        history: checkpoints that the save may come after; None: those of the process.
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
@@ -78,41 +79,38 @@ class DSQStorageWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
         no_dist: bool = False,
-        chooser: Chooser = as_configured,
+        policy: Chooser = as_configured,
         gradients: Mapping[str, torch.Tensor] | None = None,
         fractions: Fractions | None = None,
+        history: SaveHistory | None = None,
     ) -> None:
         self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree tells layer types")
         if is_lossy(self.config):
             warmup.start()
-        self._parent = parent
-        self._overwrite = overwrite
-        self._recipe = Recipe(
-            self.config, layer_types(model) if model is not None else None, chooser, dict(gradients or {}),
-            fractions or Fractions(),
+        self._options = SaveOptions(
+            self.config, parent, overwrite, pinned, layer_types(model) if model is not None else None, policy,
+            fractions or Fractions(), history or default_history(),
         )
+        self._gradients = dict(gradients or {})
         self._group = process_group
-        self._pinned = pinned
         self.no_dist = no_dist
         self.told: AsyncCall | None = None
         """The call of `dcp.async_save` that is to come, from who makes it; None: its stack tells."""
+        self._save: SavePipeline | None = None
         self._staged: StagedCodes | StagedCopy | None = None
         self._rank = 0
-        self._started = 0.0
-        self._planned: Agreement | None = None
-        self._landing: Landing | None = None  # on the coordinator
         self._used: str | None = None
         self._names: set[str] = set()
         self._planner = ""
-        self._choice: Choice | None = None
         self._line = calling_line()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Groups do not cross processes; a save that was quantized has chosen.
-        recipe = self._recipe.without_training() if isinstance(self._staged, StagedCodes) else self._recipe
-        return {**self.__dict__, "_group": None, "told": None, "_recipe": recipe}
+        # Groups do not cross processes, nor does a policy, which looks at the model in training.
+        gradients = {} if isinstance(self._staged, StagedCodes) else self._gradients
+        options = replace(self._options, policy=as_configured)
+        return {**self.__dict__, "_group": None, "told": None, "_options": options, "_gradients": gradients}
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -133,11 +131,15 @@ class DSQStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @property
+    def history(self) -> SaveHistory:
+        """Checkpoints that the save may come after."""
+        return self._options.history
+
+    @property
     def quality(self) -> dict[str, Any] | None:
-        """What the chooser measured about the last save."""
-        staged = self._staged  # read once: a background save takes it away
-        choice = staged.choice if isinstance(staged, StagedCodes) else self._choice
-        return None if choice is None else choice.quality
+        """What the policy measured about the last save."""
+        plan = None if self._save is None else self._save.plan
+        return None if plan is None else plan.quality
 
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -147,17 +149,15 @@ class DSQStorageWriter(StorageWriter):
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
         if self._staged is None:  # else `stage` began the save
-            self._started, self._landing = time.time(), None
-        self._planned = None
-        self._choice = None
+            self._save = self._begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
             raise SaveFailed(_PLAN_CACHING)
         self._names = {item.index.fqn for item in plan.items}
         staged = self._staged
-        content = staged.staged if isinstance(staged, StagedCodes) else self._recipe.layout(plan.items)
-        return replace(plan, storage_data=Offer(Terms.of(self._target(), self.config), content))
+        content = staged.staged if isinstance(staged, StagedCodes) else self._layout(plan.items)
+        return replace(plan, storage_data=Offer(self._pipeline.settings, content))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
@@ -165,82 +165,68 @@ class DSQStorageWriter(StorageWriter):
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
         if len(offers) != len(plans):
             raise SaveFailed(_PLAN_CACHING)
-        refuse_different([offer.terms for offer in offers])
-        refuse_checkpoint(self._target(), self._overwrite)
-        self._landing = Landing(self._target())
+        refuse_different([offer.settings for offer in offers])
         if isinstance(self._staged, StagedCodes):
-            agreement = self._staged.agreement
-            if agreement.ranks != len(plans):
+            context = self._staged.context
+            if context.ranks != len(plans):
                 raise SaveFailed(
-                    f"staged by {agreement.ranks} rank(s), but DCP saves with {len(plans)}: give DSQStorageWriter the "
+                    f"staged by {context.ranks} rank(s), but DCP saves with {len(plans)}: give DSQStorageWriter the "
                     "process_group of the save, and no_dist if that is given to DCP"
                 )
             arriving = [offer.content for offer in offers if isinstance(offer.content, frozenset)]
             _refuse_mixed(len(arriving), len(plans))
             check_arrival(arriving, plans)
+            context = self._pipeline.resume(context)
         else:
             layouts = [offer.content for offer in offers if isinstance(offer.content, Layout)]
             _refuse_mixed(len(layouts), len(plans))
             # A planner may give other names in its global plan, and other ranks may have other tensors.
             named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
             others = [item for name, item in named.items() if name not in self._names]
-            layouts.append(self._recipe.layout(others, [item for plan in plans for item in plan.items]))
-            agreement = agree(self._target(), self._parent, self.config, len(plans), layouts)
-            if self._staged is not None:
-                agreement = replace(agreement, save_id=self._staged.save_id)
-        self._planned = agreement
-        self._landing.claim(agreement.save_id, agreement.parent and agreement.parent.path)
-        return [replace(plan, storage_data=agreement) for plan in plans]
+            layouts.append(self._layout(others, [item for plan in plans for item in plan.items]))
+            save_id = None if self._staged is None else self._staged.save_id
+            context = self._pipeline.agree(len(plans), layouts, save_id=save_id)
+        return [replace(plan, storage_data=context) for plan in plans]
 
     @held_signals()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        agreement = plan.storage_data
+        context = plan.storage_data
         try:
-            return self._write(agreement, plan, planner)
+            return self._write(context, plan, planner)
         except BaseException:
-            if isinstance(agreement, Agreement) and agreement.ranks == 1:  # else DCP waits for what others write
+            if isinstance(context, SaveContext) and context.ranks == 1:  # else DCP waits for what others write
                 self.discard()
             raise
 
-    def _write(self, agreement: Any, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not isinstance(agreement, Agreement) or agreement.save_id == self._used:
+    def _write(self, context: Any, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not isinstance(context, SaveContext) or context.save_id == self._used:
             raise SaveFailed(_PLAN_CACHING)
-        self._used = agreement.save_id
+        self._used = context.save_id
         self._planner = type(planner).__name__
-        path = self._target()
-        storage = self.config.storage
-        with Workers(storage.thread_count(), storage.block_elements) as workers:
-            items, objects = self._recipe.items(plan.items, planner, agreement.layout)
-            staged = self._staged
-            if isinstance(staged, StagedCodes):
-                self._choice, self._staged = staged.choice, None  # in this order: `quality` looks at both
-                if staged.agreement.save_id != agreement.save_id:
-                    raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
-                choice = staged.choice
-                coded, plain, tied = staged_payloads(items)
-            else:
-                self._staged = None
-                group = self._group if staged is None or staged.group is None else staged.group
-                ties = Ties.of(items, self._recipe.beside(plan.items, planner, agreement))
-                items, tied = ties.kept(items), ties.first
-                comm = SingleProcess() if self.no_dist else communicator(group, agreement.ranks)
-                quantized = self._recipe.quantized(items, [], agreement, comm, workers)
-                coded, plain, choice = quantized.coded, quantized.plain, quantized.choice
-            if agreement.exact:
-                plain = [replace(item, config=None) for item in plain]  # not as bf16 either
-            self._choice = choice
-            make_directory(path, storage.fsync)
+        pipeline = self._pipeline
+        with pipeline.workers() as workers:
+            state = self._quantized(context, plan, planner, workers)
             if not plan.items:  # no manifest would ever name this rank's file
+                make_directory(pipeline.path, self.config.storage.fsync)
                 return _done([])
-            result, memory = write_rank(
-                path, agreement, self._rank, choice.config, choice.analysis.fitted, coded, plain, objects,
-                {item.key: item.dtype for item in items}, {item.key: item.kind for item in items}, workers,
-                tied,
-            )
-            if not isinstance(staged, StagedCodes):
-                memory.values |= exact_values(plain, agreement.layout)
-                remember_pending(path, agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
+            result = pipeline.write(context, self._rank, state, objects_of(plan.items, planner), workers)
         return _done(write_results(plan.items, result))
+
+    def _quantized(
+        self, context: SaveContext, plan: SavePlan, planner: SavePlanner, workers: Workers
+    ) -> QuantizedState:
+        """Return the items of this rank's plan, quantized; collective unless they were staged so."""
+        staged, self._staged = self._staged, None
+        items = items_of_plan(plan.items, planner, self._options, context.layout)
+        if isinstance(staged, StagedCodes):
+            if staged.context.save_id != context.save_id:
+                raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
+            return staged_payloads(items, staged.plan)
+        group = self._group if staged is None or staged.group is None else staged.group
+        ties = Ties.of(items, items_beside(plan.items, planner, self._options, context))
+        comm = SingleProcess() if self.no_dist else communicator(group, context.ranks)
+        local = LocalItems(ties.kept(items), tied=ties.first, gradients=self._gradients)
+        return self._pipeline.quantize(context, local, comm, workers)
 
     @held_signals()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -252,21 +238,17 @@ class DSQStorageWriter(StorageWriter):
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         let_signals_through()  # not later: the checkpoint is complete then
-        agreement, path = self._planned, self._target()
-        if agreement is None or self._choice is None:
+        pipeline = self._pipeline
+        context = pipeline.context
+        if context is None or pipeline.plan is None:
             raise SaveFailed(_PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
-        tensors, objects = inventory(metadata)
-        check_promised(tensors, objects, ranks, self._planner)
-        planner, lost = planner_json(metadata.planner_data, metadata.state_dict_metadata.keys())
-        committed = commit(
-            path, agreement, ranks, tensors, objects, planner, self._choice,
-            overwrite=self._overwrite, pinned=self._pinned, started=self._started,
-        )
-        self._landing = None  # there is nothing to discard any more
-        remember_committed(path, agreement.save_id)
+        nesting, lost = planner_json(metadata.planner_data, metadata.state_dict_metadata.keys())
+        contents = contents_of(metadata, nesting)
+        check_promised(contents, ranks, self._planner)
+        committed = pipeline.commit(context, ranks, contents)
         if committed.flushed:
-            retire(path, self.config)
+            pipeline.retire()
         if lost is not None:
             warn_safely(
                 f"planner data of {self._planner} is not in the checkpoint, since it is no plain data ({lost}); "
@@ -274,10 +256,9 @@ class DSQStorageWriter(StorageWriter):
             )
 
     def discard(self) -> None:
-        """Remove what a save that failed left; once no rank writes any more. It is done on the coordinator."""
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            landing.discard()
+        """Remove what a failed save left, once no rank writes any more; on the coordinator."""
+        if self._save is not None:
+            self._save.discard()
 
     # AsyncStager: what runs on the training thread of an asynchronous save.
 
@@ -310,7 +291,6 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed(
                 "this writer's last asynchronous save is not written, or failed; use a new DSQStorageWriter for each"
             )
-        self._started = time.time()
         self._line = calling_line()
         call = self.told or AsyncCall.of_stack()
         if call is not None:
@@ -323,21 +303,20 @@ class DSQStorageWriter(StorageWriter):
             comm = communicator(self._group)
         save_id = uuid.uuid4().hex[:16]
 
-        def given() -> tuple[Terms, bool, str]:
+        def given() -> tuple[RankSettings, bool, str]:
             if call is not None and call.checkpoint_id is not None:
                 self.path = local_path(call.checkpoint_id)
-            return Terms.of(self._target(), self.config), call is not None and call.default_planner, save_id
+            self._save = self._begin()
+            return self._save.settings, call is not None and call.default_planner, save_id
 
         found = told_together(comm or SingleProcess(), given)
-        refuse_different([terms for terms, *_ in found])
+        refuse_different([settings for settings, *_ in found])
         if comm is not None:
             if all(default for _, default, _ in found):  # ranks with different planners must not part here
-                staged, self._staged, memory = stage_codes(state_dict, self._recipe, comm, self._agreed)
-                agreement = self._staged.agreement
-                remember_pending(self._target(), agreement.save_id, memory, agreement.layout.shapes, agreement.previous)
+                staged, self._staged = stage_codes(state_dict, self._pipeline, self._gradients, comm)
                 return staged
             save_id = found[0][2]
-        if self._recipe.chooser is not as_configured:
+        if self._options.policy is not as_configured:
             raise SaveFailed(
                 "a search evaluates the model on the training thread, before DCP plans, which is possible only with "
                 "DCP's default planner and where writer and save have the same ranks: leave out planner= of "
@@ -350,13 +329,14 @@ class DSQStorageWriter(StorageWriter):
         copy: dict[str, Any] = {}
         try:
             copy = copied(state_dict, call is not None and call.processes)
-            self._recipe = self._recipe.with_own_gradients()
+            self._gradients = {name: average.clone() for name, average in self._gradients.items()}
         except Exception as error:  # raised where DCP tells the other ranks, which are on their way there
             failure = f"{type(error).__name__}: {error}"
         group = None if call is None else call.process_group
-        self._staged = StagedCopy(save_id, group, outline(), failure)
+        history = self.history
+        self._staged = StagedCopy(save_id, group, history, history.outline(), failure)
         if call is None or call.processes:  # nobody else tells this process what was saved
-            remember_pending(self._target(), save_id, Memory())
+            history.add_pending(self._pipeline.path, save_id, ChunkCache())
         return copy
 
     def _check(self, call: AsyncCall) -> None:
@@ -369,16 +349,18 @@ class DSQStorageWriter(StorageWriter):
                 "no_dist=True, but DCP's background process is started by all ranks together; save in a thread"
             )
 
-    def _agreed(self, layouts: list[Layout]) -> Agreement:
-        path = self._target()
-        refuse_checkpoint(path, self._overwrite)  # before a search, which may take long
-        self._landing = Landing(path)
-        return agree(path, self._parent, self.config, len(layouts), layouts)
-
-    def _target(self) -> Path:
+    def _begin(self) -> SavePipeline:
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
-        return self.path
+        return SavePipeline(self.path, self._options)
+
+    @property
+    def _pipeline(self) -> SavePipeline:
+        assert self._save is not None, "DCP calls set_up_storage_writer or stage first"
+        return self._save
+
+    def _layout(self, items: list[WriteItem], others: Iterable[WriteItem] = ()) -> Layout:
+        return layout_of_plan(items, self._options, bool(self._gradients), others)
 
 
 _NO_COLLECTIVES = (

@@ -122,7 +122,7 @@ def attach(
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
     engine.checkpoint_engine = DSQCheckpointEngine(
-        engine, inner, chosen, group, _chooser(engine, evaluate, check), gradients
+        engine, inner, chosen, group, _policy(engine, evaluate, check), gradients
     )
     _check_and_remember_loads(engine)
 
@@ -220,7 +220,7 @@ def _check_and_remember_loads(engine: Any) -> None:
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
 
 
-def _chooser(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> Chooser:
+def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> Chooser:
     if evaluate is None:
         return as_configured
     from dsq_ckpt.deepspeed.masters import refresh_of

@@ -20,14 +20,17 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
-from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, parts_of
+from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
 from dsq_ckpt.distributed.comm import TorchCommunicator, together, told_together
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
-from dsq_ckpt.engine.direct import Attachment, Contribution, save_parts
-from dsq_ckpt.engine.remembered import Memory, doubt, forget, remember_loaded
+from dsq_ckpt.engine.collective import save_collectively
+from dsq_ckpt.engine.history import ChunkCache, default_history
+from dsq_ckpt.engine.local import Attachment, LocalState
+from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
+from dsq_ckpt.quantization.analysis import Fractions
 from dsq_ckpt.quantization.choice import Chooser, as_configured
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.storage import stored
@@ -49,12 +52,12 @@ class DSQCheckpointEngine(CheckpointEngine):
         inner: the checkpoint engine it had.
         config: what is lossy, and how.
         group: of gloo, over all ranks.
-        chooser: chooses the configuration of each save.
+        policy: chooses the configuration of each save.
         gradients: averages that weigh elements, where the configuration wants them.
     """
 
     def __init__(
-        self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup, chooser: Chooser = as_configured,
+        self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup, policy: Chooser = as_configured,
         gradients: FlatGradients | None = None,
     ) -> None:
         super().__init__()
@@ -68,7 +71,8 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._engine = engine
         self.group = group
         self._comm = TorchCommunicator(group)
-        self._chooser = chooser
+        self._policy = policy
+        self._history = default_history()
         self._gradients = gradients
         self._queue: dict[Path, Any] = {}
         self._tag: str | None = None  # of the save that is under way
@@ -171,13 +175,13 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         found = [problem for several in told_together(self._comm, checked, LoadFailed) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
-            doubt()
+            self._history.doubt()
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
             warn(what_the_base_costs(directory, manifest), rank=self._comm.rank)
         buffers = inventory(self._engine).buffers  # without moments, where there was no step yet
         own = {
-            (parameter_in(part.key.fqn), *part.key[1:]) for part in parts_of(buffers, self._comm.rank, self._comm.size)
+            (parameter_in(part.key.fqn), *part.key[1:]) for part in shards_of(buffers, self._comm.rank, self._comm.size)
         }
         with stored.keeping_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
             try:
@@ -194,7 +198,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 self._looked_at = None
                 stored.close()
         if manifest is not None:
-            remember_loaded(directory, manifest.save_id, Memory(codes=codes))
+            self._history.add_loaded(directory, manifest.save_id, ChunkCache(codes=codes))
             self._last = directory
             self._resume(manifest)
 
@@ -222,29 +226,29 @@ class DSQCheckpointEngine(CheckpointEngine):
 
         unlike = set().union(*told_together(self._comm, surveyed))
 
-        def contribution() -> Contribution:
+        def state() -> LocalState:
             writes = bool(getattr(self._engine, "save_zero_checkpoint", True))
             buffers = [buffer for buffer in found.buffers if buffer.replicated or writes]
-            return Contribution(
-                parts=list(parts_of(buffers, self._comm.rank, self._comm.size)),
-                replicas=list(parts_of(buffers, self._comm.rank, self._comm.size, written=False)),
+            return LocalState(
+                shards=list(shards_of(buffers, self._comm.rank, self._comm.size)),
+                replicas=list(shards_of(buffers, self._comm.rank, self._comm.size, written=False)),
                 nesting=nesting_of(buffers),
                 attachments={name: self._writer(found, unlike, state) for name, state in files.items()},
                 gradients={} if self._gradients is None else self._gradients.by_chunk(buffers),
             )
 
+        options = SaveOptions(
+            self.config, parent, overwrite=True, layer_types=layer_types(self._engine.module), policy=self._policy,
+            fractions=Fractions() if self._gradients is None else self._gradients.fractions, history=self._history,
+        )
         try:
-            choice = save_parts(
-                directory, contribution, self.config, self._comm, types=layer_types(self._engine.module),
-                parent=parent, overwrite=True, chooser=self._chooser,
-                fractions=None if self._gradients is None else self._gradients.fractions,
-            )
+            plan = save_collectively(directory, state, options, self._comm)
         finally:
             if self._gradients is not None:
                 self._gradients.reset()
         if parent != "auto":
-            forget(self._last)  # of every directory that a run uses, its codes would stay in memory
-        self.quality, self._last = choice.quality, directory
+            self._history.clear(self._last)  # of every directory that a run uses, its codes would stay in memory
+        self.quality, self._last = plan.quality, directory
 
     def _parent_of(self, directory: Path) -> str:
         """Return the parent of a tag: each checkpoint of Hugging Face's trainer has a run directory of its own."""
@@ -273,7 +277,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         return problems, checkpoint.manifest
 
     def _resume(self, manifest: Manifest) -> None:
-        resume = getattr(self._chooser, "resume", None)
+        resume = getattr(self._policy, "resume", None)
         if resume is not None:
             resume(manifest.config, manifest.quality)
 

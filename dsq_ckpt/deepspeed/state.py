@@ -13,12 +13,12 @@ import torch
 
 from dsq_ckpt.core.flat import boxes
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, Segment
-from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.stored import Piece, StoredTensor
 
 
-def parts_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool = True) -> Iterator[Part]:
+def shards_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool = True) -> Iterator[LocalShard]:
     """What of the buffers this rank writes: its partitions, and its share of what all ranks have.
 
     Args:
@@ -30,7 +30,7 @@ def parts_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool 
     for buffer, segment in (pair for pair, own in _dealt(buffers, rank, ranks) if own == written):
         flat = buffer.tensor.detach().view(-1)
         for key, at in _chunks(buffer, segment):
-            yield Part(key, segment.shape, flat.dtype, partial(_view, flat, at, key.shape))
+            yield LocalShard(key, segment.shape, flat.dtype, partial(_view, flat, at, key.shape))
 
 
 def by_chunk(

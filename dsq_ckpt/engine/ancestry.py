@@ -21,8 +21,8 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, told_together
-from dsq_ckpt.engine.remembered import ParentRef, find
-from dsq_ckpt.engine.session import Agreement
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
 from dsq_ckpt.storage.container import file_checksum, sync_directory
 from dsq_ckpt.storage.links import copy_file, replace_by_link
@@ -46,9 +46,9 @@ class _Check:
         saves: ids of the delta and of its parent, one of which the next save of the chain comes after.
     """
 
-    def __init__(self, agreement: Agreement, parent: ParentRef, rank: int) -> None:
-        self.saves = {agreement.save_id, parent.save_id}
-        self._parent, self._share = parent, slice(rank, None, agreement.ranks)
+    def __init__(self, context: SaveContext, parent: ParentRef, rank: int) -> None:
+        self.saves = {context.save_id, parent.save_id}
+        self._parent, self._share = parent, slice(rank, None, context.ranks)
         self._found: Findings = {}
         self._thread = threading.Thread(target=self._run, name="dsq-ancestry", daemon=True)
         try:
@@ -77,8 +77,10 @@ class _Check:
         self._found = _in(directory, there)
 
 
-def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers) -> Agreement:
-    """Return what was agreed on, without its parent if a file of that was found to be damaged; collective.
+def with_sound_parent(
+    context: SaveContext, comm: Communicator, workers: Workers, history: SaveHistory
+) -> SaveContext:
+    """Return the context of a save, without its parent if a file of that was found to be damaged; collective.
 
     The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
     What is found here was looked for since the save before, and is told of whatever this save builds upon; if that is a
@@ -87,16 +89,16 @@ def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers
     Raises:
         DSQError: on all ranks, when any failed; what was found is kept for the next save.
     """
-    before = agreement.parent or agreement.previous
+    before = context.parent or context.previous
     if before is None:
-        return agreement
-    parent = agreement.parent if agreement.layout.tensors else None  # else nothing is coded against it
-    known = find(before.save_id)
+        return context
+    parent = context.parent if context.layout.tensors else None  # else nothing is coded against it
+    known = history.find(before.save_id)
     checks = [check for check in _under_way if before.save_id in check.saves]
 
     def looked_for() -> tuple[bool, bool, Findings]:
         found = _joined([check.result() for check in checks])
-        return known is None or known.suspect, known is not None and bool(known.memory), found
+        return known is None or known.suspect, known is not None and bool(known.cache), found
 
     told = told_together(comm, looked_for)
     found = _joined([found for *_, found in told])
@@ -114,11 +116,11 @@ def with_sound_parent(agreement: Agreement, comm: Communicator, workers: Workers
         builds_on_damage = told_together(comm, lambda: comm.rank == 0 and _reported(found, parent, workers))[0]
     _under_way[:] = [check for check in _under_way if check not in checks]
     if builds_on_damage:
-        return replace(agreement, parent=None, model=None)
+        return replace(context, parent=None, model=None)
     if parent is not None:
-        _under_way.append(_Check(agreement, parent, comm.rank))
+        _under_way.append(_Check(context, parent, comm.rank))
         del _under_way[:-_MOST]
-    return agreement
+    return context
 
 
 def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bool:

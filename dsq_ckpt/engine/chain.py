@@ -12,7 +12,16 @@ import torch
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.remembered import Memory, ParentRef, Shapes, continues, find, has_shapes, known, shapes_of, shared
+from dsq_ckpt.engine.history import (
+    ChunkCache,
+    ParentRef,
+    SaveHistory,
+    Shapes,
+    continues,
+    has_shapes,
+    shapes_of,
+    shared,
+)
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import ParentModel
 from dsq_ckpt.quantization.chunk import ChunkKey, Codes, Floats32
@@ -27,8 +36,8 @@ from dsq_ckpt.storage.shard import RecordRef
 _told: set[Path] = set()  # run directories that were said to hold several states
 
 
-class Descent(NamedTuple):
-    """Where a state that is to be saved comes from.
+class Lineage(NamedTuple):
+    """The checkpoints that a state which is to be saved comes from.
 
     Attributes:
         previous: the checkpoint that it comes after in its run, whether it is coded against it or not.
@@ -41,35 +50,38 @@ class Descent(NamedTuple):
     lossy_resumes: int = 0
 
 
-def descent(path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes) -> Descent:
-    """Return what a save to `path` comes after.
+def lineage(
+    path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes, history: SaveHistory
+) -> Lineage:
+    """Return the checkpoints that a save to `path` comes after.
 
     Args:
         path: the new checkpoint.
         parent: "auto" or None: the last checkpoint of this state that this process committed or loaded in the same run;
             else the path of a complete checkpoint.
-        shapes: of all tensors of the state, by name.
+        shapes: shapes of all tensors of the state, by name.
+        history: checkpoints that this process committed or loaded.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
     """
     run = run_of(path)
     if parent is None or parent == "auto":
-        last = _last(run, shapes, told=parent is not None)
-        return Descent(last, last, _resumes(run) if last is None else last.lossy_resumes)
+        last = _last(run, shapes, history, told=parent is not None)
+        return Lineage(last, last, _resumes(run, history) if last is None else last.lossy_resumes)
     named = local_path(parent)
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
     # Whatever it is coded against, the state comes from what this process saved or loaded last.
-    origin = _last(run, shapes) or _last(run_of(named), shapes)
+    origin = _last(run, shapes, history) or _last(run_of(named), shapes, history)
     resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
     base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
-    return Descent(base if continues(shapes, older) else None, base, resumes)
+    return Lineage(base if continues(shapes, older) else None, base, resumes)
 
 
-def _last(run: Path, shapes: Shapes, told: bool = False) -> ParentRef | None:
+def _last(run: Path, shapes: Shapes, history: SaveHistory, told: bool = False) -> ParentRef | None:
     """Return the last checkpoint of a state in a run directory; having loaded it is a resume, if it is lossy."""
-    candidates = [(one, one.shapes) for one in known(run) if has_shapes(one) and one.shapes is not None]
+    candidates = [(one, one.shapes) for one in history.checkpoints(run) if has_shapes(one) and one.shapes is not None]
     older = [(shared(shapes, other), one) for one, other in candidates if continues(shapes, other)]
     # A part of the state may have been saved by itself since: of both, the whole is what is continued.
     for _, one in sorted(older, key=lambda pair: -pair[0]):
@@ -93,10 +105,10 @@ def _last(run: Path, shapes: Shapes, told: bool = False) -> ParentRef | None:
     return None
 
 
-def _resumes(run: Path) -> int:
+def _resumes(run: Path, history: SaveHistory) -> int:
     """Return how often any state was restored in a run: one whose tensors have new names may come from any."""
     counts = [0]
-    for one in known(run):
+    for one in history.checkpoints(run):
         with suppress(DSQError):
             if one.loaded and (manifest := Manifest.read(one.path)).save_id == one.save_id:
                 counts.append(manifest.lossy_resumes + manifest.lossy)
@@ -120,7 +132,7 @@ def choose_parent(
     """Return `base`, if a delta against it is wanted and possible; only the coordinator decides.
 
     Args:
-        base: see `descent`.
+        base: see `lineage`.
         parent: None asks for a keyframe.
         config: chain length and whether deltas are made at all.
     """
@@ -145,8 +157,8 @@ def choose_parent(
     return base
 
 
-class Base(NamedTuple):
-    """What a chunk is coded against.
+class BaseRecord(NamedTuple):
+    """The record of the parent that a chunk is coded against.
 
     Attributes:
         ref: a record of the parent.
@@ -162,7 +174,7 @@ class Base(NamedTuple):
 class Parent:
     """The parent checkpoint as seen by one rank: from memory where what is needed is still there, else from disk."""
 
-    def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers) -> None:
+    def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers, history: SaveHistory) -> None:
         self.ref = ref
         self.model = model
         self._workers = workers
@@ -173,16 +185,16 @@ class Parent:
                 f"the parent '{ref.path}' was replaced while this save was planned: it is "
                 f"{self.checkpoint.manifest.save_id}, expected {ref.save_id}; save again"
             )
-        found = find(ref.save_id)
+        found = history.find(ref.save_id)
         if found is not None:
             found.complete = True
-        self._memory = Memory() if found is None else found.memory
+        self._cache = ChunkCache() if found is None else found.cache
 
     def close(self) -> None:
         self.checkpoint.close()
 
-    def codes(self, key: ChunkKey, group: str) -> tuple[Base, Codes] | None:
-        """Previous codes of a chunk, or None where it must start anew (other sharding, group or alphabet)."""
+    def codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
+        """Return the previous codes of a chunk, None if there are none to use (other sharding, group or alphabet)."""
         book = self.model.books.get(group)
         try:
             ref = self.checkpoint.find(key.fqn, key.offsets)
@@ -197,17 +209,17 @@ class Parent:
             return None
         if record.get("exponent", 0) != self.model.exponents.get(key.fqn, 0):
             return None
-        codes = self._memory.codes.get(key)
+        codes = self._cache.codes.get(key)
         if codes is None:
             codes = self.checkpoint.codes(ref, self._workers)
-        return Base(ref, self.checkpoint.requires(ref.file)), codes
+        return BaseRecord(ref, self.checkpoint.requires(ref.file)), codes
 
-    def resident(self, key: ChunkKey) -> torch.Tensor | None:
-        """The codes that `codes` tells of in device memory; they are then no longer held here, so that they can go."""
-        return self._memory.resident.pop(key, None)
+    def device_codes(self, key: ChunkKey) -> torch.Tensor | None:
+        """Remove and return the previous codes of a chunk in device memory, None if they are not there."""
+        return self._cache.device_codes.pop(key, None)
 
-    def values(self, key: ChunkKey) -> tuple[Base, Floats32] | None:
-        """What a chunk decodes to, flat, or None where it must start anew (other sharding, or no numbers)."""
+    def values(self, key: ChunkKey) -> tuple[BaseRecord, Floats32] | None:
+        """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers)."""
         try:
             ref = self.checkpoint.find(key.fqn, key.offsets)
         except CheckpointNotFound:
@@ -217,10 +229,10 @@ class Parent:
             return None
         if "unit" in record:  # its codes stand for values in units that change
             return None
-        values = self._memory.values.get(key)
+        values = self._cache.values.get(key)
         if values is None:
             values = self.checkpoint.values(ref, self._workers)
-        return Base(ref, self.checkpoint.requires(ref.file), residual=True), values
+        return BaseRecord(ref, self.checkpoint.requires(ref.file), residual=True), values
 
 
 def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:

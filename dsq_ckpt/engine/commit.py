@@ -1,10 +1,11 @@
-"""The coordinator's part of a save: check that all is there, write index and manifest."""
+"""The last step of a save, on the coordinator: check that everything is there, write index and manifest."""
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.engine import chain
-from dsq_ckpt.engine.remembered import ParentRef
-from dsq_ckpt.engine.session import Agreement, RankResult
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.history import ParentRef
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.quantization.choice import Choice
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -40,87 +43,161 @@ class Committed(NamedTuple):
     flushed: bool
 
 
+@dataclass
+class SaveContents:
+    """What a checkpoint is to hold, from all ranks.
+
+    Attributes:
+        tensors: {name: {"dtype", "shape", "chunks": [ChunkKey, ...]}} of all tensors.
+        objects: names of all objects.
+        nesting: keys of the index that tell how the state dict was nested.
+        attachments: files of other formats that lie beside the data files and belong to the checkpoint.
+    """
+
+    tensors: dict[str, dict[str, Any]]
+    objects: Sequence[str]
+    nesting: Mapping[str, Any]
+    attachments: Sequence[FileInfo] = ()
+
+
 def commit(
-    directory: Path, agreement: Agreement, results: Sequence[RankResult], tensors: dict[str, dict[str, Any]],
-    objects: Sequence[str], planner: dict[str, Any], choice: Choice, attachments: Sequence[FileInfo] = (), *,
-    overwrite: bool, pinned: bool, started: float,
+    path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], contents: SaveContents,
+    plan: Choice,
 ) -> Committed:
-    """The coordinator's part: check that all is there, write index and manifest.
+    """Check that everything is there, write index and manifest; on the coordinator.
 
     Args:
+        path: directory of the checkpoint.
+        options: of the save.
+        context: of all ranks.
         results: of all ranks.
-        tensors: {fqn: {"dtype", "shape", "chunks": [ChunkKey, ...]}} that were planned.
-        objects: names of the objects that were planned.
-        planner: keys of the index that tell how the state dict was nested.
-        choice: how it was stored.
-        attachments: files of other formats that lie beside ours and belong to the checkpoint.
-        overwrite: replace a complete checkpoint.
-        pinned: its refinement is not to be dropped.
-        started: when the save began, seconds since the epoch.
+        contents: what it is to hold.
+        plan: how it was stored.
 
     Raises:
-        SaveFailed: something planned was not written, or is not all of a tensor; the checkpoint stays invisible.
+        SaveFailed: a planned item was not written, or chunks do not make a whole tensor; it stays invisible.
         CheckpointExists: another save completed a checkpoint here meanwhile.
     """
-    analysis, config = choice.analysis, choice.config
-    written: dict[ChunkKey | str, Written] = {}
-    for result in results:
-        written.update(result.written)
-    planned = [key for tensor in tensors.values() for key in tensor["chunks"]] + list(objects)
-    if not planned and not attachments:
-        warn_safely(f"the state dict is empty: the checkpoint '{directory}' holds nothing")
+    config = plan.config
+    _check_complete(path, results, contents)
+    files = _data_files(context, results, contents)
+    absent = [file for file in files if _size(path / file.name) != file.size]
+    if absent:
+        raise SaveFailed(_incomplete(path, absent, results))
+    index = _index(context, results, contents, plan)
+    files.append(ManifestFile.of(write_index(path, context.save_id, index, config.storage.fsync), "index"))
+    manifest = _manifest(path, options, context, results, plan, files)
+    flushed = _publish(path, manifest, options.overwrite, config)
+    _warn_of_idle(path, config, contents.tensors, context.layout.settings)
+    return Committed(manifest, flushed)
+
+
+def _check_complete(path: Path, results: Sequence[RankResult], contents: SaveContents) -> None:
+    """Compare what is planned with what was written.
+
+    Raises:
+        SaveFailed: a chunk or an object is missing.
+    """
+    written = _written(results)
+    planned = [key for tensor in contents.tensors.values() for key in tensor["chunks"]] + list(contents.objects)
+    if not planned and not contents.attachments:
+        warn_safely(f"the state dict is empty: the checkpoint '{path}' holds nothing")
     lost = [key for key in planned if key not in written]
     if lost:
         raise SaveFailed(
             f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
             "the checkpoint was not committed"
         )
-    for fqn, tensor in tensors.items():
+    for fqn, tensor in contents.tensors.items():
         if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
-    if not {*tensors, *objects} <= set(planner["planner"] or ()):
-        planner = {**planner, "planner": None}  # paths to a part of it would lose the rest
     apart = sorted({key for result in results for key in result.units} - set(written))
     if apart:
         raise SaveFailed(
             f"'{apart[0].fqn}' has no chunk at {apart[0].offsets} of shape {apart[0].shape}, which measures a first "
             "moment that was saved; save both in the same layout, or store quantize.exp_avg exactly"
         )
-    own = [file for result in results for file in result.files]
-    files = [ManifestFile.of(file, "own") for file in own]
+
+
+def _written(results: Sequence[RankResult]) -> dict[ChunkKey | str, Written]:
+    return {name: record for result in results for name, record in result.written.items()}
+
+
+def _data_files(
+    context: SaveContext, results: Sequence[RankResult], contents: SaveContents
+) -> list[ManifestFile]:
+    """Return all files of the checkpoint but the index."""
+    files = [ManifestFile.of(file, "own") for result in results for file in result.files]
     files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
-    files += [ManifestFile.of(file, "attachment") for file in attachments]
-    required = sorted({name for result in results for name in result.requires})
-    depth = 0
-    if required:
-        assert agreement.parent is not None
-        depth = agreement.parent.depth + 1
-        known = {file.name: file for file in Manifest.read(Path(agreement.parent.path)).files}
-        files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
-    absent = [file for file in files if _size(directory / file.name) != file.size]
-    if absent:
-        raise SaveFailed(_incomplete(directory, absent, results))
-    names = [file.name for file in own]
+    files += [ManifestFile.of(file, "attachment") for file in contents.attachments]
+    required = _required(results)
+    if not required:
+        return files
+    assert context.parent is not None
+    known = {file.name: file for file in Manifest.read(Path(context.parent.path)).files}
+    files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
+    return files
+
+
+def _required(results: Sequence[RankResult]) -> list[str]:
+    return sorted({name for result in results for name in result.requires})
+
+
+def _index(
+    context: SaveContext, results: Sequence[RankResult], contents: SaveContents, plan: Choice
+) -> dict[str, Any]:
+    written, analysis = _written(results), plan.analysis
+    names = [file.name for result in results for file in result.files]
     place = {name: number for number, name in enumerate(names)}
-    index = {
+    nesting = contents.nesting
+    if not {*contents.tensors, *contents.objects} <= set(nesting["planner"] or ()):
+        nesting = {**nesting, "planner": None}  # paths to a part of it would lose the rest
+    return {
         "files": names,
         "tensors": {
             fqn: {"dtype": tensor["dtype"], "shape": tensor["shape"], "chunks": [
                 [list(key.offsets), list(key.shape), place[written[key].ref.file], written[key].ref.record]
                 for key in tensor["chunks"]
-            ]} for fqn, tensor in tensors.items()
+            ]} for fqn, tensor in contents.tensors.items()
         },
-        "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in objects},
+        "objects": {fqn: [place[written[fqn].ref.file], written[fqn].ref.record] for fqn in contents.objects},
         "codebooks": {
             # A group of zeros teaches nothing to the next checkpoint.
             name: fitted.codebook.to_json() for name, fitted in analysis.fitted.items()
-            if fitted.mean_square > 0 and not agreement.layout.residual
+            if fitted.mean_square > 0 and not context.layout.residual
         },
-        "exponents": {} if agreement.layout.residual else analysis.exponents,
+        "exponents": {} if context.layout.residual else analysis.exponents,
         "tied": _tied(results),
-        "planner_data": None, **planner,
+        "planner_data": None, **nesting,
     }
-    files.append(ManifestFile.of(write_index(directory, agreement.save_id, index, config.storage.fsync), "index"))
+
+
+def _manifest(
+    path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], plan: Choice,
+    files: list[ManifestFile],
+) -> Manifest:
+    analysis, config = plan.analysis, plan.config
+    parent = context.parent if _required(results) else None
+    previous, previous_name = _previous(path, context.previous)
+    return Manifest(
+        save_id=context.save_id, created=time.time(), ranks=context.ranks,
+        parent=parent.save_id if parent else None, parent_name=_name_of(Path(parent.path)) if parent else None,
+        previous=previous, previous_name=previous_name, depth=parent.depth + 1 if parent else 0,
+        refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
+        files=files, kinds=_kinds(results),
+        groups={
+            name: _report(fitted, context.layout.residual, analysis.worst.get(name))
+            for name, fitted in analysis.fitted.items()
+            if fitted.counts.any()
+        },
+        nonfinite=sorted(analysis.nonfinite), quality=plan.quality,
+        lossy_resumes=context.lossy_resumes,
+        seconds=time.time() - context.started, config=config.model_dump(mode="json"),
+        writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _kinds(results: Sequence[RankResult]) -> dict[str, Sizes]:
     kinds: dict[str, Sizes] = {}
     for result in results:
         for kind, sizes in result.kinds.items():
@@ -128,48 +205,37 @@ def commit(
             total.logical += sizes.logical
             total.base += sizes.base
             total.refinement += sizes.refinement
-    refined = any(result.refinement for result in results)
-    previous, previous_name = _previous(directory, agreement.previous)
-    manifest = Manifest(
-        save_id=agreement.save_id, created=time.time(), ranks=agreement.ranks,
-        parent=agreement.parent.save_id if required and agreement.parent else None,
-        parent_name=_name_of(Path(agreement.parent.path)) if required and agreement.parent else None,
-        previous=previous, previous_name=previous_name,
-        depth=depth, refinement="kept" if refined else "none", pinned=pinned, files=files, kinds=kinds,
-        groups={
-            name: _report(fitted, agreement.layout.residual, analysis.worst.get(name))
-            for name, fitted in analysis.fitted.items()
-            if fitted.counts.any()
-        },
-        nonfinite=sorted(analysis.nonfinite), quality=choice.quality,
-        lossy_resumes=agreement.lossy_resumes,
-        seconds=time.time() - started, config=config.model_dump(mode="json"),
-        writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    )
-    replaced = _replaced(directory, files) if overwrite else []
+    return kinds
+
+
+def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig) -> bool:
+    """Make the checkpoint visible; return whether its name is on the device.
+
+    Raises:
+        CheckpointExists: another save completed a checkpoint here meanwhile.
+    """
+    replaced = _replaced(path, manifest.files) if overwrite else []
     if config.storage.fsync:
-        sync_directory(directory)
-    flushed = True
+        sync_directory(path)
     try:
-        manifest.write(directory, exclusive=not overwrite, fsync=config.storage.fsync)
+        manifest.write(path, exclusive=not overwrite, fsync=config.storage.fsync)
     except FileExistsError as error:
         raise CheckpointExists(
-            f"another save completed a checkpoint in '{directory}' while this one was written; choose another path, or "
+            f"another save completed a checkpoint in '{path}' while this one was written; choose another path, or "
             "overwrite it (overwrite=True)"
         ) from error
     except Unflushed as error:  # visible to everybody; taking it back could fail as well
-        flushed = False
         warn_safely(
-            f"'{directory}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
+            f"'{path}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
             "may take it back: what it replaces and older refinement layers are kept; look at the device, save again"
         )
-    for path in replaced if flushed else ():
+        return False
+    for old in replaced:
         try:
-            path.unlink(missing_ok=True)
+            old.unlink(missing_ok=True)
         except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
-            warn_safely(f"'{path}' of the checkpoint that was replaced was not deleted: {error}")
-    _warn_of_idle(directory, config, tensors, agreement.layout.settings)
-    return Committed(manifest, flushed)
+            warn_safely(f"'{old}' of the checkpoint that was replaced was not deleted: {error}")
+    return True
 
 
 def retire(directory: Path, config: DSQConfig) -> None:

@@ -1,10 +1,10 @@
-"""From the items of a rank to codes: sketches merged with the other ranks, the choice how to store, quantization."""
+"""The collective step of a save: sketch, sum over ranks, choose the configuration, quantize."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,136 +19,191 @@ from dsq_ckpt.distributed.comm import Communicator, together, told_together
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
 from dsq_ckpt.engine.chain import Parent
-from dsq_ckpt.engine.remembered import ParentRef, find, release_resident
-from dsq_ckpt.engine.session import (
-    Agreement,
-    Coded,
-    Item,
-    load_chunk,
-    lossy_items,
-    measured_items,
-    quantize,
-    sketch,
-)
+from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, quantized
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.local import LocalItems, SaveItem
+from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
-from dsq_ckpt.quantization.analysis import Analysis, Layout, Sketches
-from dsq_ckpt.quantization.choice import Choice, Chooser, all_exact, as_configured
+from dsq_ckpt.quantization.analysis import MEASURED, Analysis, Layout, Sketches, measure
+from dsq_ckpt.quantization.choice import Choice, all_exact, as_configured
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import TablesOf
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 
 
 @dataclass
-class Quantized:
+class QuantizedState:
     """What a rank writes.
 
     Attributes:
-        coded: chunks that are quantized as they are asked for, one by one.
-        plain: items that are stored as they are.
-        choice: how all ranks store theirs.
+        chunks: chunks that are quantized as they are asked for, one by one, so that only their codes stay in memory.
+        unquantized: items that are stored exactly, or rounded to bf16.
+        plan: how all ranks store theirs.
+        items: all items that are stored themselves, by chunk.
+        tied: chunks that are stored as another one, and which that is.
+        staged: whether the next save was given what it needs of the chunks when they were staged.
     """
 
-    coded: Iterator[Coded]
-    plain: list[Item]
-    choice: Choice
+    chunks: Iterator[QuantizedChunk]
+    unquantized: list[SaveItem]
+    plan: Choice
+    items: Mapping[ChunkKey, SaveItem]
+    tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
+    staged: bool = False
 
 
-def quantize_items(
-    items: list[Item], replicas: list[Item], agreement: Agreement, config: DSQConfig, chooser: Chooser,
-    gradients: Mapping[Any, torch.Tensor], comm: Communicator, workers: Workers,
-) -> Quantized:
-    """Merge sketches with the other ranks, choose, then quantize lazily, chunk by chunk; collective.
+def quantize(
+    options: SaveOptions, context: SaveContext, local: LocalItems, comm: Communicator, workers: Workers
+) -> QuantizedState:
+    """Sum the sketches of all ranks, choose, then quantize lazily, chunk by chunk; collective.
 
     Args:
-        items: of this rank.
-        replicas: items that lie here but are written by another rank; a search evaluates them too.
-        agreement: of all ranks.
-        config: of the save.
-        chooser: not asked where the agreement says that all is exact.
-        gradients: averaged, of local shards, by chunk or by name of the parameter.
-        comm: of the ranks that save.
+        options: of the save; the policy is not asked if the context says that everything is exact.
+        context: of all ranks.
+        local: chunks of this rank.
+        comm: communicator of the ranks that save.
         workers: threads.
 
     Raises:
-        SaveFailed: on all ranks, when any rank failed, or what is saved changed while the chooser looked at it.
+        SaveFailed: on all ranks, when any rank failed, or the state changed while the policy evaluated it.
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
-    agreement = with_sound_parent(agreement, comm, workers)
-    opened: list[Parent] = []
-    chooser = all_exact if agreement.exact else chooser
-    if agreement.parent is None and agreement.previous is not None:
-        release_resident(Path(agreement.previous.path))
-
-    def parent() -> Parent | None:
-        if lossy_items(items):
-            warmup.wait("save")
-        if agreement.parent is not None and agreement.model is not None:
-            opened.append(Parent(ParentRef(*agreement.parent), agreement.model, workers))
-            return opened[0]
-        return None
-
-    averaged = {
-        item.key: found for item in (*items, *replicas)
-        if item.kind == "weights" and (found := _gradient(item.key, gradients)) is not None
+    context = with_sound_parent(context, comm, workers, options.history)
+    policy = all_exact if context.exact else options.policy
+    if context.parent is None and context.previous is not None:
+        options.history.release_device_codes(Path(context.previous.path))
+    gradients = {
+        item.key: found for item in (*local.items, *local.replicas)
+        if item.kind == "weights" and (found := _gradient(item.key, local.gradients)) is not None
     }
+    sketching = _Sketching(options, context, local, gradients, workers)
+    replicas: list[Chunk] = []
+    before: dict[ChunkKey, Hashable] = {}
+    searches = policy not in (as_configured, all_exact)
     try:
-        sketches, bases = sketch(
-            lossy_items(items), measured_items(items, agreement.layout), agreement, config, comm, workers, parent,
-            averaged,
-        )
-        others: list[Chunk] = []
-        before: dict[ChunkKey, Hashable] = {}
-        searches = chooser not in (as_configured, all_exact)
-        if searches:  # a failure must reach the ranks that go on to evaluate
-            view, residual = opened[0] if opened else None, agreement.layout.residual
-            others = together(comm, lambda: _weights(replicas, sketches, view, averaged, residual))
-            before = together(comm, lambda: _state(items, replicas, workers))
+        with sketching:
+            sketches = measure(
+                sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
+                0 if context.parent is None else context.parent.depth,
+            )
+            if searches:  # a failure must reach the ranks that go on to evaluate
+                replicas = together(comm, lambda: sketching.replicas(sketches))
+                before = together(comm, lambda: _state(local, workers))
     except DSQError:
-        if agreement.parent is not None and (known := find(agreement.parent.save_id)) is not None:
+        if context.parent is not None and (known := options.history.find(context.parent.save_id)) is not None:
             known.suspect = True
         raise
-    finally:
-        for view in opened:
-            view.close()
-    mine = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
-    choice = chooser(sketches, [*mine, *others], config, comm, workers)
-    choice = replace(choice, analysis=replace(choice.analysis, worst=sketches.worst(choice.analysis)))
+    weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
+    plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
+    plan = replace(plan, analysis=replace(plan.analysis, worst=sketches.worst(plan.analysis)))
     if searches:
-        together(comm, lambda: _check_unchanged(before, _state(items, replicas, workers)))
+        together(comm, lambda: _check_unchanged(before, _state(local, workers)))
+    _report(local, sketches, plan, options.config, comm)
+    written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
+    exact = [item for item in local.items if item.key not in written]
+    if context.exact:
+        exact = [replace(item, config=None) for item in exact]  # not as bf16 either
+    return QuantizedState(
+        _lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items}, local.tied
+    )
+
+
+class _Sketching:
+    """The local part of the sketch, with the parent checkpoint open; use as a context manager."""
+
+    def __init__(
+        self, options: SaveOptions, context: SaveContext, local: LocalItems,
+        gradients: Mapping[ChunkKey, torch.Tensor], workers: Workers,
+    ) -> None:
+        self._options, self._context, self._local, self._workers = options, context, local, workers
+        self._gradients = gradients
+        self._parent: Parent | None = None
+        self.loader = self._loader()
+
+    def __enter__(self) -> _Sketching:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._parent is not None:
+            self._parent.close()
+
+    def load(self) -> list[Chunk]:
+        """Return the lossy chunks of this rank, and those that are only measured; called inside the collective."""
+        context, items = self._context, self._local.items
+        lossy = [item for item in items if item.quantized]
+        if lossy:
+            warmup.wait("save")
+        if context.parent is not None and context.model is not None:
+            self._parent = Parent(context.parent, context.model, self._workers, self._options.history)
+            self.loader = self._loader()
+        chunks = [chunk for item in lossy if (chunk := self.loader.load(item)) is not None]
+        return chunks + [
+            Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device)
+            for item in _measured(items, context.layout)
+        ]
+
+    def replicas(self, sketches: Sketches) -> list[Chunk]:
+        """Return the chunks of weights that another rank writes, scaled as that rank scales them."""
+        scales, loader = sketches.scales, self._loader()
+        return [
+            replace(
+                chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
+                parent=None if chunk.group in scales.anew else chunk.parent,
+            )
+            for item in self._local.replicas
+            if item.quantized and item.kind == "weights" and item.key.fqn not in sketches.nonfinite
+            for chunk in [loader.load(item)]
+            if chunk is not None
+        ]
+
+    def _loader(self) -> ChunkLoader:
+        return ChunkLoader(self._parent, self._gradients, self._context.layout.residual)
+
+
+def _lazily(sketches: Sketches, loader: ChunkLoader, plan: Choice) -> Iterator[QuantizedChunk]:
+    """Quantize chunk by chunk; none is held longer than that takes, and with it go the previous codes on a device."""
+    fitted = plan.analysis.fitted
+    chunks = deque(
+        replace(chunk, refinement_bits=fitted[chunk.group].refinement_bits)
+        for chunk in sketches.chunks if chunk.group in fitted
+    )
+    bases, tables = loader.bases, TablesOf()
+
+    def generate() -> Iterator[QuantizedChunk]:
+        while chunks:
+            let_signals_through()
+            yield quantized(chunks.popleft(), bases, plan.analysis, tables)
+
+    return generate()
+
+
+def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
+    """Return optimizer state that is not quantized itself, but tells the size of gradients."""
+    wanted = any(config.codebook.gradient_power > 0 for config in layout.groups.values())
+    return [item for item in items if wanted and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
+
+
+def _report(
+    local: LocalItems, sketches: Sketches, plan: Choice, config: DSQConfig, comm: Communicator
+) -> None:
+    """Warn of what is stored otherwise than asked for; collective."""
     if sketches.nonfinite:
-        told = told_together(comm, lambda: _not_finite(items, sketches.nonfinite))
+        told = told_together(comm, lambda: _not_finite(local.items, sketches.nonfinite))
         beyond = sketches.nonfinite.difference(*told)
         for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, config)):
             if warning and comm.rank == 0:
                 warn(warning)
     if comm.rank == 0:
-        _warn_of_updates(choice.analysis, agreement.layout)
-    chunks = deque(
-        replace(chunk, refinement_bits=choice.analysis.fitted[chunk.group].refinement_bits)
-        for chunk in sketches.chunks if chunk.group in choice.analysis.fitted
-    )
-    written = {chunk.key for chunk in chunks}
-    tables = TablesOf()
-
-    def coded() -> Iterator[Coded]:
-        """No chunk is held longer than it takes to quantize it: with it go the previous codes in device memory."""
-        while chunks:
-            let_signals_through()
-            yield quantize(chunks.popleft(), bases, choice.analysis, tables)
-
-    return Quantized(
-        coded(),
-        [item for item in items if item.key not in written], choice,
-    )
+        _warn_of_updates(plan.analysis, sketches.layout)
 
 
-def _not_finite(items: list[Item], suspected: frozenset[str]) -> set[str]:
+def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
     """Return the suspected tensors that hold NaN, Inf or negative second moments themselves, by name."""
-    def has(item: Item) -> bool:
+    def has(item: SaveItem) -> bool:
         values = item.load()
         return not bool(values.isfinite().all()) or (item.kind == "exp_avg_sq" and bool((values < 0).any()))
 
-    return {item.key.fqn for item in lossy_items(items) if item.key.fqn in suspected and has(item)}
+    return {item.key.fqn for item in items if item.quantized and item.key.fqn in suspected and has(item)}
 
 
 def _check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
@@ -183,8 +238,8 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _state(items: list[Item], replicas: list[Item], workers: Workers) -> dict[ChunkKey, Hashable]:
-    return checksums({item.key: item.load for item in (*items, *replicas)}, workers)
+def _state(local: LocalItems, workers: Workers) -> dict[ChunkKey, Hashable]:
+    return checksums({item.key: item.load for item in (*local.items, *local.replicas)}, workers)
 
 
 def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
@@ -210,24 +265,6 @@ def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKe
             "checkpoint was not written, and what changed was not put back: load an earlier checkpoint before training "
             "goes on"
         )
-
-
-def _weights(
-    replicas: list[Item], sketches: Sketches, view: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor],
-    residual: bool,
-) -> list[Chunk]:
-    """Chunks of weights that another rank writes, scaled as that rank scales them."""
-    scales = sketches.scales
-    return [
-        replace(
-            chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
-            parent=None if chunk.group in scales.anew else chunk.parent,
-        )
-        for item in lossy_items(replicas)
-        if item.kind == "weights" and item.key.fqn not in sketches.nonfinite
-        for chunk in [load_chunk(item, view, {}, gradients, residual)]
-        if chunk is not None
-    ]
 
 
 def _gradient(key: ChunkKey, gradients: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from dsq_ckpt.config.schema import TensorConfig
-from dsq_ckpt.engine.session import Item
+from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.quantization.chunk import ChunkKey
 
 
@@ -31,7 +31,7 @@ class Ties:
     exact: frozenset[ChunkKey]
 
     @classmethod
-    def of(cls, items: Sequence[Item], beside: Iterable[Item] = ()) -> Ties:
+    def of(cls, items: Sequence[SaveItem], beside: Iterable[SaveItem] = ()) -> Ties:
         """Find the ties among the items that this rank writes.
 
         Args:
@@ -40,7 +40,7 @@ class Ties:
         """
         alive: list[torch.Tensor] = []  # what is made for the asking must not give its memory to the next
         own = {item.key for item in items}
-        same: dict[Hashable, list[tuple[Item, Hashable]]] = {}
+        same: dict[Hashable, list[tuple[SaveItem, Hashable]]] = {}
         ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
         for item in chain(items, (other for other in beside if other.key not in own)):
             try:
@@ -74,7 +74,7 @@ class Ties:
             first.update({key: kept for key in mine if kept is not None and key != kept})
         return cls(first, frozenset(exact))
 
-    def kept(self, items: Iterable[Item]) -> list[Item]:
+    def kept(self, items: Iterable[SaveItem]) -> list[SaveItem]:
         """Return the items that are stored themselves, as they are to be stored."""
         return [
             replace(item, config=None, second_moment=None) if item.key in self.exact else item
@@ -97,7 +97,7 @@ def _span(tensor: torch.Tensor) -> int:
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
-def _unit(item: Item, alive: list[torch.Tensor]) -> Hashable:
+def _unit(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
     """Return the memory of what an item is measured by."""
     if item.second_moment is None:
         return None
@@ -121,7 +121,7 @@ def _overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hasha
     return [group for group in groups if len(group) > 1]
 
 
-def _strictest(group: Sequence[tuple[Item, Hashable]]) -> Item | None:
+def _strictest(group: Sequence[tuple[SaveItem, Hashable]]) -> SaveItem | None:
     """Return the item whose settings are as strict as those of all others, or None for all to be exact."""
     for item, unit in group:
         if all(unit == other and _as_strict(item.config, one.config) for one, other in group):
@@ -129,7 +129,7 @@ def _strictest(group: Sequence[tuple[Item, Hashable]]) -> Item | None:
     return None
 
 
-def _alike(group: Sequence[tuple[Item, Hashable]]) -> bool:
+def _alike(group: Sequence[tuple[SaveItem, Hashable]]) -> bool:
     return all(item.config == group[0][0].config and unit == group[0][1] for item, unit in group)
 
 

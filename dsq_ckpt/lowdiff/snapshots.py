@@ -15,8 +15,9 @@ import torch
 from dsq_ckpt.config.schema import DSQConfig, StorageConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
-from dsq_ckpt.engine.direct import Contribution, save_parts
-from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.collective import save_collectively
+from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -97,16 +98,15 @@ def save(
         text = json.dumps({"version": _VERSION, **meta}, separators=(",", ":")).encode()
         own.append(Piece(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
     path = directory_of(run, step)
-    save_parts(
-        path, lambda: Contribution([_part(piece) for piece in own], nesting={piece.name: piece.path for piece in own}),
-        config, comm, parent="auto" if is_lossy(config) else None, overwrite=True,
-    )
+    state = LocalState([_shard(piece) for piece in own], nesting={piece.name: piece.path for piece in own})
+    options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True)
+    save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
 
 
-def _part(piece: Piece) -> Part:
+def _shard(piece: Piece) -> LocalShard:
     shape = tuple(piece.tensor.shape)
-    return Part(ChunkKey(piece.name, (0,) * len(shape), shape), shape, piece.tensor.dtype, lambda: piece.tensor)
+    return LocalShard(ChunkKey(piece.name, (0,) * len(shape), shape), shape, piece.tensor.dtype, lambda: piece.tensor)
 
 
 class Snapshot:

@@ -1,4 +1,4 @@
-"""How a save is to be stored: decided by a chooser, once the sketches of all ranks are merged."""
+"""How a save is to be stored: decided by a policy, once the sketches of all ranks are merged."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Chooser(Protocol):
 def as_configured(
     sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> Choice:
-    """The chooser that takes the configuration as it is."""
+    """The policy that takes the configuration as it is."""
     return Choice(sketches.fit(), config)
 
 
 def all_exact(
     sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> Choice:
-    """The chooser of a save that has to be exact."""
+    """The policy of a save that has to be exact."""
     return Choice(Analysis({}, {}, sketches.nonfinite), config)

@@ -58,7 +58,7 @@ class _Known:
 
 
 class ConfigManager:
-    """A chooser for `DSQStorageWriter` that searches.
+    """A policy for `DSQStorageWriter` that searches.
 
     Args:
         model: the model that `evaluate` looks at.

@@ -216,7 +216,7 @@ def save_recorded(
     started = time.perf_counter()
     # Pinned: the second pass evaluates every refinement layer, which the next save would drop.
     writer = DSQStorageWriter(
-        path, config, model=run.model, chooser=chooser, gradients=checkpoint["gradient"], fractions=fractions,
+        path, config, model=run.model, policy=chooser, gradients=checkpoint["gradient"], fractions=fractions,
         pinned=True,
     )
     save_with(lambda: (writer, state), staged=True)

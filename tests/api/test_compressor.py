@@ -275,7 +275,7 @@ def test_a_restore_that_improves_the_metric_is_no_better_than_one_that_harms_it(
 
 def test_quality_is_there_while_the_background_writes(tmp_path, monkeypatch):
     writer = dsq_ckpt.DSQStorageWriter(
-        tmp_path / "a", chooser=lambda *args: replace(as_configured(*args), quality={"metric": 1.0})
+        tmp_path / "a", policy=lambda *args: replace(as_configured(*args), quality={"metric": 1.0})
     )
     seen = []
 

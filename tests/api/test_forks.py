@@ -17,7 +17,9 @@ import os, sys, threading
 import torch
 import torch.distributed as dist
 import dsq_ckpt
-from dsq_ckpt.engine import ancestry, remembered; from dsq_ckpt.core import regular; from dsq_ckpt.storage import stored
+from dsq_ckpt.engine import ancestry
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.core import regular; from dsq_ckpt.storage import stored
 
 if "group" in sys.argv:
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store"), rank=0, world_size=1)
@@ -37,7 +39,7 @@ class Slow:
 
 
 def hold():
-    with remembered._lock, regular._lock, stored._lock:
+    with default_history()._lock, regular._lock, stored._lock:
         held.set()
         done.wait()
 

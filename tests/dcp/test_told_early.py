@@ -71,7 +71,7 @@ def test_a_checkpoint_that_appears_meanwhile_fails_in_the_background(tmp_path, m
     def late(*_, **__):
         raise CheckpointExists("another save was faster")
 
-    monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", late)
+    monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", late)
     future = dsq_ckpt.async_save({"w": torch.randn(80, 80)}, tmp_path / "a")
     with pytest.raises(CheckpointExists, match="another save was faster"):
         future.result()

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine import ancestry, remembered
+from dsq_ckpt.engine import ancestry
 from dsq_ckpt.engine.ancestry import CHECKED_EVERY, _is_due, _settled
-from dsq_ckpt.engine.direct import Contribution, save_parts
-from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.saving import save_parts
 from tests.helpers.states import differences, loaded
 
 
@@ -45,8 +46,8 @@ def in_background(state, path, **options):
 def directly(state, path, config=None, parent="auto"):
     tensor = state["weight"]
     key = ChunkKey("weight", (0, 0), tuple(tensor.shape))
-    part = Part(key, tuple(tensor.shape), tensor.dtype, partial(lambda kept: kept, tensor))
-    contribution = Contribution([part], nesting={"weight": ("weight",)})
+    part = LocalShard(key, tuple(tensor.shape), tensor.dtype, partial(lambda kept: kept, tensor))
+    contribution = LocalState([part], nesting={"weight": ("weight",)})
     save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
 
 
@@ -387,7 +388,7 @@ def test_wrong_numbers_of_copies(wrong):
 def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
     saves(tmp_path, 2)
     flip(data_file(tmp_path / "00"))
-    [one] = remembered.known()
+    [one] = default_history().checkpoints()
     one.suspect = True
     assert len(saves(tmp_path, 1, first=2)) == 1
     flip(data_file(tmp_path / "01"))  # it is no longer needed

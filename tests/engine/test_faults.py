@@ -127,7 +127,9 @@ def saved_in_background(state, path, config=None):
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, saved_by_dcp, saved_in_background])
-@pytest.mark.parametrize("fails", ["dcp.writer.write_rank", "storage.shard.ShardWriter.finish", "dcp.writer.commit"])
+@pytest.mark.parametrize("fails", [
+    "engine.pipeline.write_rank", "storage.shard.ShardWriter.finish", "engine.pipeline.commit",
+])
 def test_a_save_that_fails_leaves_no_directory(tmp_path, monkeypatch, save, fails):
     """But what was there before; a directory without anything in it, too."""
     def full(*args, **kwargs):
@@ -159,7 +161,7 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path, monkeypatch):
     dsq_ckpt.save(state, tmp_path / "0")
     (tmp_path / "0" / "notes.txt").write_text("the best so far")
     kept, before = Kept(state, tmp_path / "0"), sorted((tmp_path / "0").iterdir())
-    monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", full)
+    monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", full)
     with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
         dsq_ckpt.save(moved(state, 1), tmp_path / "0", overwrite=True)
     assert sorted((tmp_path / "0").iterdir()) == before

@@ -130,7 +130,7 @@ def test_a_failed_save_changes_nothing(tmp_path, state, monkeypatch):
     dsq_ckpt.save(state, tmp_path / "0")
     dsq_ckpt.load(state, tmp_path / "0")
     with monkeypatch.context() as patch:
-        patch.setattr("dsq_ckpt.dcp.writer.commit", lambda *args, **options: 1 / 0)
+        patch.setattr("dsq_ckpt.engine.pipeline.commit", lambda *args, **options: 1 / 0)
         with pytest.raises(dsq_ckpt.SaveFailed):
             dsq_ckpt.save(state, tmp_path / "1")
     dsq_ckpt.save(state, tmp_path / "2")

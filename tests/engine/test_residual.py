@@ -14,7 +14,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.remembered import known
+from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import alter, document, owned, printed
@@ -152,7 +152,7 @@ def test_memory_and_disk_give_the_same_chain(run, tmp_path):
 def test_nothing_is_decoded_while_the_values_are_in_memory(tmp_path, monkeypatch):
     states = [state_of(state) for state in walk(70, 80, steps=4)]
     chain_of(tmp_path / "known", states[:1])
-    (memory,) = [found.memory for found in known()]
+    (memory,) = [found.cache for found in default_history().checkpoints()]
     assert {key.fqn for key in memory.values} == {"layer0.weight"} and not memory.codes
     states[0]["layer0.weight"].fill_(7)  # training goes on; what was remembered is a copy
     states[0]["layer0.weight"].copy_(walk(70, 80, steps=1)[0])

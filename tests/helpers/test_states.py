@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.engine import remembered
-from dsq_ckpt.engine.remembered import continues
+from dsq_ckpt.engine.history import continues, default_history
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import KEEP_ONE, differences, loaded
 
@@ -105,7 +104,7 @@ def test_a_failed_save_leaves_the_one_before_as_the_parent(tmp_path, monkeypatch
 
 def held() -> int:
     """Bytes of codes and values that this process remembers."""
-    memories = [one.memory for one in remembered.known()]
+    memories = [one.cache for one in default_history().checkpoints()]
     return sum(
         array.nbytes for memory in memories for kept in (memory.codes, memory.values) for array in kept.values()
     )
@@ -127,8 +126,8 @@ def test_runs_side_by_side_keep_their_codes(tmp_path):
     for number in range(3):
         for run in "ab":
             dsq_ckpt.save(state_of("model", number), tmp_path / run / str(number))
-    newest = [one for one in remembered.known() if one.path.name == "2"]
-    assert len(newest) == 2 and all(one.memory for one in newest)
+    newest = [one for one in default_history().checkpoints() if one.path.name == "2"]
+    assert len(newest) == 2 and all(one.cache for one in newest)
     assert lineage(tmp_path / "a", "2") == [("1", 2, "kept")]
     back = [loaded(tmp_path / run / "2", state_of("model", 2)) for run in "ab"]
     assert differences(*back) == []

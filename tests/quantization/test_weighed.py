@@ -36,7 +36,7 @@ def saved(path, step, metric, seen=None):
         return choice
 
     fractions = Fractions((0.0, 0.1, PRUNE, 0.5), (0.0005, PROTECT))
-    writer = DSQStorageWriter(path, config, gradients=gradients, chooser=chooser, fractions=fractions)
+    writer = DSQStorageWriter(path, config, gradients=gradients, policy=chooser, fractions=fractions)
     save_with(lambda: (writer, state))
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
         (_, ref), = checkpoint.chunks()

@@ -16,8 +16,7 @@ import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.direct import Contribution, save_parts
-from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage import attachments
 from dsq_ckpt.storage.attachments import plain_aside
@@ -26,6 +25,7 @@ from dsq_ckpt.storage.container import FileInfo, file_checksum
 from dsq_ckpt.storage.copying import copy
 from dsq_ckpt.storage.gc import collect
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES
 from tests.storage.test_gc import SAVE, listing, plant, tag_without_manifest
 
@@ -43,8 +43,8 @@ def plain_tag(tmp_path):
         stream.write(save_id.encode() * 10)
 
     weights = torch.randn(64, 96)
-    part = Part(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: weights)
-    contribution = Contribution([part], attachments={STATES: write, "more_states.pt": write})
+    part = LocalShard(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: weights)
+    contribution = LocalState([part], attachments={STATES: write, "more_states.pt": write})
     return path, lambda: save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
 
 
@@ -52,11 +52,13 @@ def no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("fails", ["commit", "write_rank", "attachments.publish", "attachments.write"])
+@pytest.mark.parametrize("fails", [
+    "pipeline.commit", "pipeline.write_rank", "collective.attachments.publish", "collective.attachments.write",
+])
 def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fails):
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
-        patched.setattr(f"dsq_ckpt.engine.direct.{fails}", no_space)
+        patched.setattr(f"dsq_ckpt.engine.{fails}", no_space)
         save()
     assert {name: (path / name).read_bytes() for name in listing(path)} == {STATES: b"all there is of step 5"}
     save()
@@ -65,13 +67,13 @@ def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fail
 
 
 @pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
-@pytest.mark.parametrize("at", ["dsq_ckpt.engine.direct.commit", "dsq_ckpt.engine.direct.attachments.journal"])
+@pytest.mark.parametrize("at", ["dsq_ckpt.engine.pipeline.commit", "dsq_ckpt.engine.collective.attachments.journal"])
 def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_path, at, how):
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr(at, no_space)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.direct.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
         save()
     assert [name for name in listing(path) if name.endswith(".dsq")]
     if how == "load":
@@ -82,7 +84,7 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
         return
     elif how == "save":
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
-            patched.setattr("dsq_ckpt.engine.direct.commit", no_space)
+            patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
             save()
         assert listing(path) == [STATES]
     else:
@@ -108,9 +110,9 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
     if not linked:
         monkeypatch.setattr("dsq_ckpt.storage.links.os.link", no_links)
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
-        patched.setattr("dsq_ckpt.engine.direct.commit", no_space)
+        patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.direct.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
         save()
     (path / STATES).write_bytes(b"step 9, newer than what stepped aside")
     if how == "load":
@@ -122,7 +124,7 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
         path = tmp_path / "copied"
     elif how == "save":
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed), pytest.warns(UserWarning):
-            patched.setattr("dsq_ckpt.engine.direct.commit", no_space)
+            patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
             save()
         assert listing(path) == [STATES]
     else:
@@ -142,14 +144,14 @@ def test_what_deepspeed_wrote_over_a_checkpoint_outlives_a_failed_save_over_it(p
     save()
     if killed:
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
-            patched.setattr("dsq_ckpt.engine.direct.commit", no_space)
+            patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
             patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-            patched.setattr("dsq_ckpt.engine.direct.attachments.restore", lambda *_: None)
+            patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
             save()
     (path / STATES).write_bytes(b"step 9, of DeepSpeed")
     (path / other).write_bytes(b"step 9, of DeepSpeed")
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
-        patched.setattr("dsq_ckpt.engine.direct.commit", no_space)
+        patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         save()
     assert {(path / name).read_bytes() for name in (STATES, other)} == {b"step 9, of DeepSpeed"}
 
@@ -172,9 +174,9 @@ def test_an_unchanged_plain_tag_is_told_from_a_newer_one_without_links(plain_tag
 def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, monkeypatch):
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
-        patched.setattr("dsq_ckpt.engine.direct.commit", no_space)
+        patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.direct.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
         save()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
         patched.setattr("dsq_ckpt.storage.attachments.file_checksum", no_space)
@@ -187,7 +189,7 @@ def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, 
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     with monkeypatch.context() as patched:
-        patched.setattr("dsq_ckpt.engine.direct.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
         tag_without_manifest(path, monkeypatch)
     (path / STATES).write_bytes(b"newer, of DeepSpeed")
     attachments.restore(path)
@@ -210,15 +212,15 @@ def test_a_save_that_fails_leaves_the_files_of_another_one_under_way(run, monkey
         no_space()
 
     state = torch.load(io.BytesIO(exported(run)))
-    part = Part(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: torch.randn(64, 96))
+    part = LocalShard(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: torch.randn(64, 96))
     plant(path, f"{SAVE[::-1]}-00000.dsq")  # of one that was killed before
     with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
         if way == "save":
-            monkeypatch.setattr("dsq_ckpt.dcp.writer.commit", fails)
+            monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", fails)
             dsq_ckpt.save(state, path, parent=run / NAMES[-1])
         else:
-            monkeypatch.setattr("dsq_ckpt.engine.direct.commit", fails)
-            save_parts(path, lambda: Contribution([part], attachments={STATES: written_id}), DSQConfig(),
+            monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", fails)
+            save_parts(path, lambda: LocalState([part], attachments={STATES: written_id}), DSQConfig(),
                        SingleProcess())
     assert inherited or way == "save_parts"
     assert (listing(path) if path.exists() else []) == sorted(
@@ -268,11 +270,11 @@ def test_a_plain_tag_that_could_not_step_aside_is_left_as_it_was(plain_tag, monk
 
 def test_a_save_of_part_of_a_tensor_replaces_no_attachment(plain_tag, monkeypatch):
     path, _ = plain_tag
-    part = Part(ChunkKey("w", (0, 0), (32, 96)), (64, 96), torch.float32, lambda: torch.randn(32, 96))
+    part = LocalShard(ChunkKey("w", (0, 0), (32, 96)), (64, 96), torch.float32, lambda: torch.randn(32, 96))
     published = []
-    monkeypatch.setattr("dsq_ckpt.engine.direct.attachments.publish", lambda *args: published.append(args))
+    monkeypatch.setattr("dsq_ckpt.engine.collective.attachments.publish", lambda *args: published.append(args))
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* was brought so that"):
-        save_parts(path, lambda: Contribution([part], attachments={STATES: written_id}), DSQConfig(), SingleProcess(),
+        save_parts(path, lambda: LocalState([part], attachments={STATES: written_id}), DSQConfig(), SingleProcess(),
                    overwrite=True)
     assert published == [] and listing(path) == [STATES]
 

@@ -14,8 +14,7 @@ import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.export import export_dcp, export_torch
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.direct import Contribution, save_parts
-from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage import attachments
@@ -24,6 +23,7 @@ from dsq_ckpt.storage.copying import copy
 from dsq_ckpt.storage.gc import collect, garbage, is_ours, left
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.targets import temporary
+from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES, small_run
 from tests.helpers.states import differences, loaded
 
@@ -189,10 +189,10 @@ def tag_without_manifest(path, monkeypatch):
         stream.write(save_id.encode() * 10)
 
     weights = torch.randn(64, 96)
-    part = Part(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: weights)
-    contribution = Contribution([part], attachments={"mp_rank_00_model_states.pt": write})
+    part = LocalShard(ChunkKey("w", (0, 0), (64, 96)), (64, 96), torch.float32, lambda: weights)
+    contribution = LocalState([part], attachments={"mp_rank_00_model_states.pt": write})
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("dsq_ckpt.engine.direct.commit", killed)
+        patched.setattr("dsq_ckpt.engine.pipeline.commit", killed)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
         save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     return contribution
@@ -223,7 +223,7 @@ def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     assert not [name for name in listing(path) if name.endswith((".old", ".attachments"))]
-    monkeypatch.setattr("dsq_ckpt.engine.direct.attachments.restore", lambda *_: None)  # as if it were killed
+    monkeypatch.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)  # as if it were killed
     tag_without_manifest(path, monkeypatch)
     monkeypatch.undo()
     now = time.time()

@@ -256,8 +256,7 @@ def test_the_loser_of_a_race_is_told_that_the_checkpoint_exists(tmp_path, monkey
 
     def late(directory, *args):
         monkeypatch.setattr(committing, "write_index", original)
-        with dsq_ckpt.engine.remembered.apart():
-            dsq_ckpt.save(state(1), directory, config=CONFIG)
+        dsq_ckpt.save(state(1), directory, config=CONFIG, history=dsq_ckpt.SaveHistory())
         return original(directory, *args)
 
     monkeypatch.setattr(committing, "write_index", late)

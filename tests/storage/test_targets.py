@@ -15,10 +15,11 @@ import torch.distributed.checkpoint as dcp
 import dsq_ckpt
 from dsq_ckpt.convert import export
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.direct import Contribution, save_parts
+from dsq_ckpt.engine.local import LocalState
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, SaveFailed
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.commands import error, printed
+from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES
 
 STATE = {"weight": torch.randn(80, 80), "step": 3}
@@ -105,7 +106,7 @@ def test_files_of_deepspeed_lie_beside_ours(tmp_path):
     attached = {names[0]: lambda stream, save_id: stream.write(b"new") and None}
     tag = tmp_path / "global_step5"
     save_parts(
-        tag, lambda: Contribution([], attachments=attached), dsq_ckpt.DSQConfig(), SingleProcess(), overwrite=True
+        tag, lambda: LocalState([], attachments=attached), dsq_ckpt.DSQConfig(), SingleProcess(), overwrite=True
     )
     assert (tag / names[0]).read_bytes() == b"new"
     with pytest.raises(SaveFailed, match="holds other files"):

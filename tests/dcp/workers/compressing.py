@@ -21,7 +21,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.convert import dealing, sources
 from dsq_ckpt.distributed.mpi import MPICommunicator
-from dsq_ckpt.engine import direct
+from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.manifest import is_complete
 
 given, made = Path(sys.argv[1]), Path(sys.argv[2])
@@ -94,7 +94,7 @@ def full(*_: Any, **__: Any) -> None:
 for moment in ("write_rank", "commit"):
     culprit = 0 if moment == "commit" else 2
     if comm.rank == culprit:
-        with mock.patch.object(direct, moment, full):
+        with mock.patch.object(pipeline, moment, full):
             fails(compress, out, "No space left on device")
     else:
         fails(compress, out, "No space left on device")

@@ -24,9 +24,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.dcp import early
-from dsq_ckpt.dcp import writer as writer_module
-from dsq_ckpt.engine import chain, commit, inheritance, quantizing
+from dsq_ckpt.dcp import quantized_staging
+from dsq_ckpt.engine import chain, commit, inheritance, pipeline, quantizing
 from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -185,7 +184,7 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     for culprit in range(size):
         for target, name in (
             (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"),
-            (early, "staged_state_dict"), (writer_module, "write_rank"), (ContainerWriter, "finish"),
+            (quantized_staging, "staged_state_dict"), (pipeline, "write_rank"), (ContainerWriter, "finish"),
         ):
             path = root / f"staging-{culprit}-{name}"
 

@@ -164,7 +164,7 @@ def failures(root: Path, background: Any, rank: int) -> None:
         broken["broken"] = Uncopyable()
     fails_everywhere(lambda: thread(Balancing(), broken), "cannot be copied")
     fails_everywhere(lambda: thread(Balancing() if rank else None, broken), "cannot be copied")  # parted ranks
-    fails_everywhere(lambda: thread(Balancing(), chooser=lambda *arguments: None), "leave out planner=")
+    fails_everywhere(lambda: thread(Balancing(), policy=lambda *arguments: None), "leave out planner=")
     assert not (root / "a" / "manifest.json").exists()
     thread(Balancing() if rank else None)
     assert sorted(content(root / "a")) == ["k", "w.weight", "x", "y", "z"]

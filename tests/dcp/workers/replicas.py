@@ -49,7 +49,7 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
         state["model"] = get_model_state_dict(wrapped)
         path = run / str(number)
         if searched:
-            writer = DSQStorageWriter(path, model=model, pinned=True, chooser=manager)
+            writer = DSQStorageWriter(path, model=model, pinned=True, policy=manager)
             save_with(lambda writer=writer, state=state: (writer, state), staged=True)
         else:
             dsq_ckpt.save(state, path, model=model, pinned=True)
@@ -75,7 +75,7 @@ def tied(run: Path, rank: int) -> None:
     state = {"model": get_model_state_dict(wrapped)}
     dsq_ckpt.async_save(state, run / "0", model=model).result()
     manager = ConfigManager(model, lambda: float(model.hidden.weight.square().mean() + model.embed.weight.abs().mean()))
-    save_with(lambda: (DSQStorageWriter(run / "1", model=model, chooser=manager), state), staged=True)
+    save_with(lambda: (DSQStorageWriter(run / "1", model=model, policy=manager), state), staged=True)
     for name in "01":
         assert Manifest.read(run / name).kinds["weights"].logical == 4 * (128 * 96 + 96 * 96)
         got = {"model": Tied(1, tied=False).state_dict()}

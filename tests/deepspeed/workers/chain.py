@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common import LOSSY, begin, check, end, engine_of, error_of, everywhere, settings, train
 
 import dsq_ckpt
-from dsq_ckpt.engine import direct
+from dsq_ckpt.engine import pipeline
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.storage import attachments
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -130,20 +130,20 @@ def overwriting(run: Path, stage: int) -> None:
     engine.save_checkpoint(str(run), tag="best")
     before = masters(engine)
     train(engine, 2, 4)
-    original = direct.commit
+    original = pipeline.commit
     if dist.get_rank() == 0:
-        direct.commit = no_space
+        pipeline.commit = no_space
     error = error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
     check("No space left" in str(error), f"the commit fails: {error}")
-    direct.commit = original
+    pipeline.commit = original
     reload(run, stage, before, "a failed save over a tag leaves it")
 
     restored = attachments.restore
     attachments.restore = lambda *_: None  # it is as if the job had been killed here
     if dist.get_rank() == 0:
-        direct.commit = no_space
+        pipeline.commit = no_space
     error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
-    direct.commit, attachments.restore = original, restored
+    pipeline.commit, attachments.restore = original, restored
     reload(run, stage, before, "a save over a tag that is killed leaves it")
     engine.save_checkpoint(str(run), tag="best")
     reload(run, stage, masters(engine), "the next save over it succeeds")
@@ -160,13 +160,13 @@ def over_plain_tags(run: Path, stage: int) -> None:
     engine.checkpoint_engine = ours
     before = masters(engine)
     train(engine, 2, 4)
-    original, restored = direct.commit, attachments.restore
+    original, restored = pipeline.commit, attachments.restore
     for how in ("a failed save over a plain tag leaves it", "a killed save over a plain tag leaves it"):
         if dist.get_rank() == 0:
-            direct.commit = no_space
+            pipeline.commit = no_space
         error = error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
         check("No space left" in str(error), f"the commit fails: {error}")
-        direct.commit, attachments.restore = original, restored
+        pipeline.commit, attachments.restore = original, restored
         dist.barrier()
         again = engine_of(settings(stage), LOSSY, seed=1)
         again.load_checkpoint(str(run), tag="best")
@@ -212,16 +212,16 @@ def failures(run: Path, stage: int) -> None:
     train(engine, 0, 2)
     engine.save_checkpoint(str(run))
     train(engine, 2, 4)
-    original = direct.write_rank
+    original = pipeline.write_rank
 
     def full(*arguments: Any, **options: Any) -> Any:
         original(*arguments, **options)
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        direct.write_rank = full
+        pipeline.write_rank = full
     error = error_of(lambda: engine.save_checkpoint(str(run)))
-    direct.write_rank = original
+    pipeline.write_rank = original
     check(isinstance(error, SaveFailed), f"one rank fails, all raise: {error}")
     nowhere = error_of(lambda: engine.save_checkpoint(str(run / "latest" / "below a file")))
     check(isinstance(nowhere, SaveFailed) and "cannot be made" in str(nowhere), f"a wrong directory: {nowhere}")

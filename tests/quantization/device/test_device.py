@@ -18,7 +18,7 @@ import dsq_ckpt
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.remembered import known
+from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization import device
@@ -177,9 +177,9 @@ def test_codes_past_a_table_fail_the_save(here, tmp_path):
     """Previous codes that do not belong to the parent's codebook must not be used."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "0")
-    [found] = known()
-    name = next(key for key in found.memory.resident if key.fqn == "lossy.linear.weight")
-    found.memory.resident[name][5] = 255
+    [found] = default_history().checkpoints()
+    name = next(key for key in found.cache.device_codes if key.fqn == "lossy.linear.weight")
+    found.cache.device_codes[name][5] = 255
     with pytest.raises(SaveFailed, match="parent"):
         dsq_ckpt.save(second, tmp_path / "1")
 
@@ -199,7 +199,7 @@ def _full(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("place", [
-    "dsq_ckpt.engine.session.DeviceChunk.__init__", "dsq_ckpt.engine.session.parent_on_device",
+    "dsq_ckpt.engine.chunks.DeviceChunk.__init__", "dsq_ckpt.engine.chunks.parent_on_device",
     "dsq_ckpt.quantization.passes.full_sketches",
     "dsq_ckpt.quantization.passes.add_joint_on_device",
 ])
@@ -225,8 +225,8 @@ def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypa
     """And all of them where a keyframe comes next."""
     first, second, *_ = states()
     dsq_ckpt.save(first, tmp_path / "0")
-    [found] = known()
-    before = [weakref.ref(codes) for codes in found.memory.resident.values()]
+    [found] = default_history().checkpoints()
+    before = [weakref.ref(codes) for codes in found.cache.device_codes.values()]
     alive = []
 
     class Watched(DeviceChunk):
@@ -234,15 +234,15 @@ def test_previous_codes_leave_the_device_chunk_by_chunk(here, tmp_path, monkeypa
             super().__init__(*args)
             alive.append(sum(codes() is not None for codes in before))
 
-    monkeypatch.setattr("dsq_ckpt.engine.session.DeviceChunk", Watched)
+    monkeypatch.setattr("dsq_ckpt.engine.chunks.DeviceChunk", Watched)
     dsq_ckpt.save(second, tmp_path / "1")
     assert len(alive) == len(before) > 3
     assert alive == sorted(alive, reverse=True) and alive[-1] <= 2
     dsq_ckpt.save(second, tmp_path / "2", parent=None)
-    [found] = known()
-    assert len(found.memory.resident) == len(before)
+    [found] = default_history().checkpoints()
+    assert len(found.cache.device_codes) == len(before)
     dsq_ckpt.save(second, tmp_path / "3", config={"delta": {"enabled": False}})
-    assert not found.memory.resident
+    assert not found.cache.device_codes
 
 
 def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0.25) -> Chunk:

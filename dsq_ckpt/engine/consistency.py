@@ -1,6 +1,6 @@
-"""What all ranks of a save must have been given alike; compared before anything is written.
+"""Whether all ranks of a save were given the same path and configuration; compared before anything is written.
 
-It travels with what ranks tell each other at the beginning of a save anyway, so that it costs no collective.
+`RankSettings` travel with what ranks tell each other at the beginning of a save anyway, so no collective is added.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MOST = 5
 _UNSET = "not set"
 
 
-class Terms(NamedTuple):
-    """What a rank was given.
+class RankSettings(NamedTuple):
+    """Path and configuration that one rank was given.
 
     Attributes:
         path: the checkpoint directory, absolute.
@@ -34,8 +34,8 @@ class Terms(NamedTuple):
     settings: dict[str, Any]
 
     @classmethod
-    def of(cls, path: Path, config: DSQConfig) -> Terms:
-        """Return what this rank was given."""
+    def of(cls, path: Path, config: DSQConfig) -> RankSettings:
+        """Return the settings of this rank."""
         usual = _defaults()
         found = _flat(config.model_dump())
         return cls(str(path), str(canonical(path)), {
@@ -43,26 +43,26 @@ class Terms(NamedTuple):
         })
 
 
-def refuse_different(given: Sequence[Terms]) -> None:
-    """Make sure that all ranks were given the same.
+def refuse_different(given: Sequence[RankSettings]) -> None:
+    """Make sure that all ranks were given the same path and configuration.
 
     Args:
-        given: to all ranks, in rank order.
+        given: settings of all ranks, in rank order.
 
     Raises:
-        ConfigError: they were not; it names what differs, and the ranks.
+        ConfigError: they were not; the message names the differing keys and the ranks.
     """
-    if all(terms == given[0] for terms in given):
+    if all(one == given[0] for one in given):
         return
-    paths = _differing([terms.path for terms in given])
-    if paths and len({terms.place for terms in given}) > 1:  # hosts may lead to one directory by links of their own
+    paths = _differing([one.path for one in given])
+    if paths and len({one.place for one in given}) > 1:  # hosts may lead to one directory by links of their own
         raise ConfigError(
             f"the ranks of one save were given different paths: {paths}; give all of them the same directory, on "
             "storage that they share, and an absolute path where their working directories differ"
         )
     usual = _defaults()
-    keys = sorted(set().union(*(terms.settings for terms in given)))
-    values = {key: [terms.settings.get(key, usual.get(key, _UNSET)) for terms in given] for key in keys}
+    keys = sorted(set().union(*(one.settings for one in given)))
+    values = {key: [one.settings.get(key, usual.get(key, _UNSET)) for one in given] for key in keys}
     differing = {key: text for key in keys if (text := _differing(values[key]))}
     if not differing:
         return
@@ -77,7 +77,7 @@ def refuse_different(given: Sequence[Terms]) -> None:
 
 
 def _differing(values: Sequence[Any]) -> str:
-    """Which value is on which ranks; empty where it is the same on all."""
+    """Return, for people, which value is on which ranks; empty if it is the same on all."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value if value is _UNSET else repr(value), []).append(rank)

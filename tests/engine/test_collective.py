@@ -10,19 +10,19 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.engine.direct import Contribution, save_parts
-from dsq_ckpt.engine.parts import Part
+from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.saving import save_parts
 
 WEIGHT = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
 CONFIG = DSQConfig(refinement={"keep_last": 1}, storage={"fsync": False})
 
 
 def part(fqn="model.weight", tensor=WEIGHT, offsets=(0, 0), size=(64, 96)):
-    return Part(ChunkKey(fqn, offsets, tuple(tensor.shape)), size, tensor.dtype, lambda: tensor)
+    return LocalShard(ChunkKey(fqn, offsets, tuple(tensor.shape)), size, tensor.dtype, lambda: tensor)
 
 
 def halves():
@@ -32,7 +32,7 @@ def halves():
 def save(path, parts, **options):
     nesting = {"model.weight": ("model", "weight")}
     overwrite = options.pop("overwrite", False)
-    contribution = Contribution(parts, nesting=nesting, **options)
+    contribution = LocalState(parts, nesting=nesting, **options)
     return save_parts(path, lambda: contribution, CONFIG, SingleProcess(), overwrite=overwrite)
 
 
@@ -137,7 +137,7 @@ def test_attachments_come_back_when_a_save_over_them_fails(tmp_path, monkeypatch
 
     save(tmp_path / "1", [part()], attachments={"a_states.pt": write})
     before = (tmp_path / "1" / "a_states.pt").read_bytes()
-    monkeypatch.setattr("dsq_ckpt.engine.direct.commit", no_space)
+    monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
     with pytest.raises(SaveFailed, match="No space left"):
         save(tmp_path / "1", [part()], attachments={"a_states.pt": write, "b_states.pt": write}, overwrite=True)
     assert (tmp_path / "1" / "a_states.pt").read_bytes() == before
@@ -148,7 +148,7 @@ def test_attachments_come_back_when_a_save_over_them_fails(tmp_path, monkeypatch
 def test_a_tag_of_deepspeed_is_not_merged(tmp_path):
     config = DSQConfig(system="lc", storage={"fsync": False})
     for name in "123":
-        contribution = Contribution([part(tensor=WEIGHT + int(name))], attachments={"a_states.pt": write})
+        contribution = LocalState([part(tensor=WEIGHT + int(name))], attachments={"a_states.pt": write})
         save_parts(tmp_path / name, partial(lambda brought: brought, contribution), config, SingleProcess())
     with pytest.raises(SaveFailed, match="tag of DeepSpeed"):
         dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged")

@@ -1,0 +1,79 @@
+"""DCP's plans, read with the options of a save: layouts, items, and tensors that other ranks write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from dsq_ckpt.dcp.items import name_of, shards_of
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.local import SaveItem, items_of, layout_of
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.quantization.analysis import Layout
+
+
+def layout_of_plan(
+    write_items: list[WriteItem], options: SaveOptions, averaged: bool, others: Iterable[WriteItem] = ()
+) -> Layout:
+    """Return which of DCP's items are lossy, and how.
+
+    Args:
+        write_items: items of one rank.
+        options: of the save.
+        averaged: whether weights come with averaged gradients.
+        others: items of other ranks in the same save.
+    """
+    chunks = {shard.key: shard.dtype for shard in shards_of(others)}
+    return layout_of(shards_of(write_items), options, averaged, chunks)
+
+
+def items_of_plan(
+    write_items: list[WriteItem], planner: SavePlanner, options: SaveOptions, layout: Layout | None = None
+) -> list[SaveItem]:
+    """Return the tensors among DCP's items.
+
+    Args:
+        write_items: items of this rank.
+        planner: resolves their data.
+        options: of the save.
+        layout: agreed layout of all ranks, once there is one.
+    """
+    return items_of(shards_of(write_items, planner), options, layout)
+
+
+def items_beside(
+    write_items: list[WriteItem], planner: SavePlanner, options: SaveOptions, context: SaveContext
+) -> list[SaveItem]:
+    """Return the tensors of this rank's state dict that another rank writes, as far as a planner of DCP tells."""
+    if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or _apart(planner.state_dict):
+        return []
+    whole = DefaultSavePlanner()  # the hooks of a planner are called no oftener than DCP does it
+    whole.set_up_planner(planner.state_dict)
+    mine = set(map(name_of, write_items))
+    others = [item for item in whole.create_local_plan().items if name_of(item) not in mine]
+    return items_of_plan(others, whole, options, context.layout)
+
+
+def _apart(state: Any) -> bool:
+    """Return whether no two tensors can share memory, so that the whole state need not be planned to find those."""
+    seen: set[int] = set()
+    left = [state]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            try:
+                place = getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
+            except Exception:  # a subclass or layout without a storage of its own
+                return False
+            if place and place in seen:
+                return False
+            seen.add(place)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+    return True

@@ -1,0 +1,95 @@
+"""Staging that quantizes on the training thread, for saves that are planned as DCP does it by default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dsq_ckpt.dcp.items import key_of, name_of
+from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
+from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
+from dsq_ckpt.distributed.comm import Communicator, together, told_together
+from dsq_ckpt.engine.chunks import QuantizedChunk, exact_values, keep
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.local import LocalItems
+from dsq_ckpt.engine.pipeline import SavePipeline
+from dsq_ckpt.engine.ties import Ties
+from dsq_ckpt.quantization.chunk import ChunkKey
+
+
+def stage_codes(
+    state_dict: dict[str, Any], pipeline: SavePipeline, gradients: Mapping[str, torch.Tensor], comm: Communicator
+) -> tuple[dict[str, Any], StagedCodes]:
+    """Sketch, merge, quantize; collective over `comm`.
+
+    Args:
+        state_dict: state of this rank.
+        pipeline: the save.
+        gradients: averaged gradients of local shards, by parameter name.
+        comm: communicator of the ranks that save.
+
+    Returns:
+        A state dict of codes that training can no longer change, and what the background save compares with its plans.
+
+    Raises:
+        DSQError: on all ranks, when any rank failed.
+    """
+    planner, options = DefaultSavePlanner(), pipeline.options
+
+    def plan_untied() -> tuple[SavePlan, Ties]:
+        """Find ties before replicas are dealt to ranks, or one rank would get the one, another the other."""
+        planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
+        whole = replace(planner.create_local_plan(), planner_data=None)
+        ties = Ties.of(items_of_plan(whole.items, planner, options))
+        items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in ties.first]
+        others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in ties.first]
+        return replace(whole, items=items, storage_data=others), ties
+
+    own_plan, ties = together(comm, plan_untied)
+    others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
+    local = own_plan.items
+    plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
+    written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
+    tied = {key: first for key, first in ties.first.items() if first in written}
+    mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]
+
+    def agreed() -> SaveContext | None:
+        if comm.rank:
+            return None
+        whole = [item for plan in plans for item in plan.items]
+        layouts = [layout_of_plan(plan.items, options, bool(gradients), whole) for plan in plans]
+        return pipeline.agree(len(plans), layouts)
+
+    context = told_together(comm, agreed)[0]
+    assert context is not None
+
+    def quantized() -> tuple[dict[str, Any], StagedCodes]:
+        items = ties.kept(items_of_plan(mine, planner, options, context.layout))
+        own = {item.key for item in items}
+        replicas = ties.kept(items_of_plan(local, planner, options, context.layout))
+        replicas = [item for item in replicas if item.key not in own]
+        payloads: dict[ChunkKey, Payload] = {}
+        cache = ChunkCache()
+        with pipeline.workers() as workers:
+            found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
+            for chunk in found.chunks:
+                payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
+                keep(cache, chunk.codes, options.config.delta.enabled)
+            for item in found.unquantized:
+                payloads[item.key] = ExactCopy(item.load().detach().to("cpu", copy=True), item.config)
+            cache.values |= exact_values(found.unquantized, context.layout)
+        payloads |= {key: payloads[first] for key, first in tied.items()}
+        objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
+        staged = StagedCodes(context, found.plan, frozenset(map(name_of, [*mine, *objects])))
+        state = staged_state_dict(state_dict, mine, payloads)
+        pipeline.remember(context, cache)
+        return state, staged
+
+    return together(comm, quantized)

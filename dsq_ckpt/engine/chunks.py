@@ -1,0 +1,147 @@
+"""From a `SaveItem` to a chunk, and from a chunk to its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsq_ckpt.engine.chain import BaseRecord, Parent
+from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.local import SaveItem
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.quantization import device
+from dsq_ckpt.quantization.analysis import Analysis, Layout
+from dsq_ckpt.quantization.chunk import (
+    Chunk,
+    ChunkKey,
+    CodeSource,
+    Floats32,
+    QuantizingChunk,
+    all_finite,
+    brings_nearer,
+    flat_values,
+)
+from dsq_ckpt.quantization.device.coding import DeviceChunk, TablesOf
+from dsq_ckpt.quantization.device.passes import parent_on_device
+from dsq_ckpt.quantization.moments import Frame, OctaveFrame, UpdateFrame
+
+
+@dataclass
+class QuantizedChunk:
+    """A chunk ready to be entropy-coded: its codes, and the record that they are coded against."""
+
+    codes: CodeSource
+    base: BaseRecord | None
+
+
+class ChunkLoader:
+    """Loads the chunks of one rank, each with its codes or values in the parent checkpoint.
+
+    Args:
+        parent: the parent checkpoint; None for a keyframe.
+        gradients: averaged gradients of weights, by chunk.
+        residual: whether differences to the parent's values are coded.
+
+    Attributes:
+        bases: the record that each chunk loaded so far is coded against.
+    """
+
+    def __init__(self, parent: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor], residual: bool) -> None:
+        self._parent, self._gradients, self._residual = parent, gradients, residual
+        self.bases: dict[ChunkKey, BaseRecord] = {}
+
+    def load(self, item: SaveItem) -> Chunk | None:
+        """Return the chunk of an item.
+
+        None: differences are coded, and the parent has no values for it or they are too far off, so that it is stored
+        exactly.
+        """
+        assert item.config is not None
+        tensor = item.load()
+        chunk = Chunk(
+            item.key, tensor, item.group, item.config.refinement_bits, gradient=self._gradients.get(item.key),
+            on_device=item.on_device, frame=_frame(item, tensor),
+        )
+        return self._with_values(chunk) if self._residual else self._with_codes(chunk)
+
+    def _with_codes(self, chunk: Chunk) -> Chunk:
+        parent = self._parent
+        previous = None if parent is None else parent.codes(chunk.key, chunk.group)
+        if parent is None or previous is None:
+            return chunk
+        self.bases[chunk.key] = previous[0]
+        chunk = replace(chunk, parent=previous[1], resident=parent.device_codes(chunk.key))
+        if device.serves(chunk):
+            with suppress(torch.OutOfMemoryError):
+                return replace(chunk, resident=parent_on_device(chunk))
+        return replace(chunk, on_device=False, resident=None)
+
+    def _with_values(self, chunk: Chunk) -> Chunk | None:
+        known = None if self._parent is None else self._parent.values(chunk.key)
+        if known is not None:
+            difference = replace(chunk, onto=known[1])
+            if brings_nearer(difference):
+                self.bases[chunk.key] = known[0]
+                return difference
+        return None if all_finite(chunk) else chunk  # NaN and Inf are for the global sketch to find
+
+
+def _frame(item: SaveItem, tensor: torch.Tensor) -> Frame | None:
+    """Return the coordinates that an item is quantized in; None for its own values.
+
+    Raises:
+        SaveFailed: the chunk of its second moments is of another shape.
+    """
+    if item.config is not None and item.config.codebook.coordinates == "octaves":
+        return OctaveFrame()
+    if item.second_moment is None:
+        return None
+    squares = item.second_moment.load().detach()
+    if squares.shape != tensor.shape:
+        raise SaveFailed(
+            f"'{item.key.fqn}' has a chunk of shape {tuple(tensor.shape)}, and '{item.second_moment.fqn}', which "
+            f"measures it, one of {tuple(squares.shape)}; save both in the same layout, or store exp_avg exactly"
+        )
+    return UpdateFrame(item.second_moment.fqn, squares.to(tensor.device).contiguous().view(-1))
+
+
+def quantized(
+    chunk: Chunk, bases: Mapping[ChunkKey, BaseRecord], analysis: Analysis, tables: TablesOf
+) -> QuantizedChunk:
+    """Return a chunk's codes, made as they are written, or on its device."""
+    fitted = analysis.fitted[chunk.group]
+    source: CodeSource | None = None
+    if device.serves(chunk) and fitted.turn is None:
+        with suppress(torch.OutOfMemoryError):
+            source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
+    source = source or QuantizingChunk(chunk, fitted)
+    coded = source.parent is not None or chunk.onto is not None
+    return QuantizedChunk(source, bases.get(chunk.key) if coded else None)
+
+
+def keep(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
+    """Keep what the next save needs of a chunk; valid once all its blocks were asked for.
+
+    Args:
+        cache: takes it.
+        source: codes of the chunk.
+        deltas: whether the next save may be a delta.
+    """
+    if source.values is None:
+        cache.codes[source.key] = source.codes
+    else:
+        cache.values[source.key] = source.values
+    if isinstance(source, DeviceChunk) and source.resident is not None and deltas:
+        cache.device_codes[source.key] = source.resident
+
+
+def exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, Floats32]:
+    """Return values that the next save takes differences to, of chunks that are stored exactly; float32, flat.
+
+    They are copies: training goes on in the tensors, and staged ones may move to shared memory under a view.
+    """
+    wanted = (item for item in exact if layout.residual and item.key.fqn in layout.tensors)
+    return {item.key: flat_values(item.load()).copy() for item in wanted}

@@ -1,0 +1,219 @@
+"""A save over a `Communicator`: shards of named tensors from every rank, into one checkpoint directory.
+
+DCP plans and gathers for the storage writer. For DeepSpeed, MPI, gradient logs and `compress` the ranks do that
+themselves, around the same `SavePipeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.core.interrupts import held_signals, let_signals_through
+from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.nesting import Path as NestedPath
+from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, together, told_together
+from dsq_ckpt.engine.commit import SaveContents
+from dsq_ckpt.engine.consistency import RankSettings, refuse_different
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.local import LocalItems, LocalShard, LocalState, items_of, layout_of
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.pipeline import SavePipeline
+from dsq_ckpt.engine.ties import Ties
+from dsq_ckpt.engine.writing import RankResult
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage import attachments, gc
+from dsq_ckpt.storage.container import FileInfo, file_checksum
+from dsq_ckpt.storage.index import uncovered
+
+
+@dataclass
+class _RankReport:
+    """What the coordinator needs to know of a rank; it is pickled."""
+
+    result: RankResult
+    tensors: dict[str, dict[str, Any]]
+    objects: list[str]
+    nesting: Nesting
+    attachments: list[FileInfo]
+
+
+@held_signals()
+def save_collectively(
+    path: Path, state: Callable[[], LocalState], options: SaveOptions, comm: Communicator
+) -> Choice:
+    """Save the shards of all ranks; collective over `comm`. The checkpoint is complete on return, or was never there.
+
+    Args:
+        path: the checkpoint directory, absolute, on storage that all ranks share.
+        state: returns what this rank saves; called in here so that its failure reaches the other ranks.
+        options: the same on all ranks, except for configuration keys that `consistency` leaves to each.
+        comm: communicator of the ranks that save.
+
+    Returns:
+        How the state was stored.
+
+    Raises:
+        DSQError: on all ranks, when any failed; earlier checkpoints are untouched.
+    """
+    return _CollectiveSave(path, options, comm).run(state)
+
+
+class _CollectiveSave:
+    """One save: its pipeline, and what the ranks tell each other between the steps."""
+
+    def __init__(self, path: Path, options: SaveOptions, comm: Communicator) -> None:
+        self._pipeline, self._comm = SavePipeline(path, options), comm
+        self._path, self._fsync = path, options.config.storage.fsync
+        self._state: LocalState
+        self._items: LocalItems
+        self._hidden: dict[str, Path] = {}
+        """Temporary names of this rank's attachments."""
+
+    def run(self, state: Callable[[], LocalState]) -> Choice:
+        comm, pipeline = self._comm, self._pipeline
+        offers = told_together(comm, lambda: self._prepare(state))
+        refuse_different([settings for settings, _ in offers])
+        layouts = [layout for _, layout in offers]
+        try:
+            context = told_together(comm, lambda: None if comm.rank else self._agree(layouts))[0]
+            assert context is not None
+            reports = told_together(comm, lambda: self._write(context))
+            self._commit(context, reports)
+        except RankUnreachable:
+            raise  # others may still write
+        except BaseException:
+            pipeline.discard()
+            raise
+        finally:
+            for temporary in self._hidden.values():
+                temporary.unlink(missing_ok=True)
+        pipeline.options.history.add_committed(self._path, context.save_id)
+        assert pipeline.plan is not None
+        return pipeline.plan
+
+    def _prepare(self, state: Callable[[], LocalState]) -> tuple[RankSettings, Layout]:
+        options, own = self._pipeline.options, state()
+        let_signals_through()
+        items, replicas = items_of(own.shards, options), items_of(own.replicas, options)
+        ties = Ties.of(items, replicas)
+        self._state = own
+        self._items = LocalItems(ties.kept(items), ties.kept(replicas), ties.first, own.gradients)
+        return self._pipeline.settings, layout_of(own.shards, options, bool(own.gradients))
+
+    def _agree(self, layouts: Sequence[Layout]) -> SaveContext:
+        attached = bool(self._state.attachments)
+        context = self._pipeline.agree(self._comm.size, layouts, attached=attached)
+        if attached:
+            attachments.keep_plain(self._path, self._fsync)
+        return context
+
+    def _write(self, context: SaveContext) -> _RankReport:
+        """Quantize and write the files of this rank, and its attachments under temporary names."""
+        own, pipeline, rank = self._state, self._pipeline, self._comm.rank
+        with pipeline.workers() as workers:
+            quantized = pipeline.quantize(context, self._items, self._comm, workers)
+            result = pipeline.write(context, rank, quantized, own.objects.items(), workers)
+        let_signals_through()
+        files = []
+        for name, write in own.attachments.items():
+            temporary = self._path / f".{name}.dsq-{context.save_id[:8]}.tmp"
+            self._hidden[name] = temporary
+            attachments.write(temporary, partial(write, save_id=context.save_id), self._fsync)
+            files.append(FileInfo(name, *file_checksum(temporary)))
+        attachments.journal(self._path, context.save_id, rank, files, self._fsync)
+        nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
+        return _RankReport(result, _inventory(own.shards), list(own.objects), nesting, files)
+
+    def _commit(self, context: SaveContext, reports: Sequence[_RankReport]) -> None:
+        """Give attachments their names, then write index and manifest."""
+        comm, contents = self._comm, list[SaveContents]()
+
+        def publish() -> None:
+            contents.append(_contents(reports))  # fails on all ranks alike, before any gives a name to anything
+            attachments.publish(self._path, self._hidden, self._fsync)
+
+        def commit() -> None:
+            if comm.rank == 0:
+                self._commit_alone(context, reports, contents[0] if contents else _contents(reports))
+
+        try:
+            if any(report.attachments for report in reports):
+                together(comm, publish)
+            together(comm, commit)
+        except BaseException:
+            if comm.rank == 0:
+                with suppress(OSError):
+                    attachments.restore(self._path, context.save_id)
+            raise
+
+    def _commit_alone(
+        self, context: SaveContext, reports: Sequence[_RankReport], contents: SaveContents
+    ) -> None:
+        committed = self._pipeline.commit(context, [report.result for report in reports], contents)
+        if not committed.flushed:
+            return
+        attachments.forget(self._path, [file.name for file in contents.attachments])
+        self._pipeline.retire()
+        with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
+            gc.collect_in(self._path, time.time() - context.started)
+
+
+def _contents(reports: Sequence[_RankReport]) -> SaveContents:
+    """Return what all ranks wrote together.
+
+    Raises:
+        SaveFailed: it is not whole tensors, or two ranks wrote the same.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    paths: dict[str, NestedPath] = {}
+    seen: dict[ChunkKey | str, int] = {}
+    for rank, report in enumerate(reports):
+        paths.update(report.nesting)
+        for name in report.objects:
+            _once(seen, name, rank)
+        for fqn, tensor in report.tensors.items():
+            known = tensors.setdefault(fqn, {**tensor, "chunks": []})
+            _alike(fqn, known, tensor)
+            for key in tensor["chunks"]:
+                _once(seen, key, rank)
+            known["chunks"] += tensor["chunks"]
+    for fqn, tensor in tensors.items():
+        if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
+            raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was brought so that {problem}")
+    return SaveContents(
+        tensors, [name for report in reports for name in report.objects],
+        Nesting.merged(paths, [report.nesting for report in reports]).as_json(),
+        [file for report in reports for file in report.attachments],
+    )
+
+
+def _once(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
+    if key in seen:
+        raise SaveFailed(f"{key} was brought by rank {seen[key]} and by rank {rank}; one of them must write it")
+    seen[key] = rank
+
+
+def _inventory(shards: Sequence[LocalShard]) -> dict[str, dict[str, Any]]:
+    tensors: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        dtype = str(shard.dtype).removeprefix("torch.")
+        tensor = {"dtype": dtype, "shape": list(shard.size), "chunks": [shard.key]}
+        known = tensors.setdefault(shard.key.fqn, {**tensor, "chunks": []})
+        _alike(shard.key.fqn, known, tensor)
+        known["chunks"].append(shard.key)
+    return tensors
+
+
+def _alike(fqn: str, known: dict[str, Any], tensor: dict[str, Any]) -> None:
+    for what in ("dtype", "shape"):
+        if known[what] != tensor[what]:
+            raise SaveFailed(f"parts of '{fqn}' were brought with {what} {known[what]} and {tensor[what]}")

@@ -1,0 +1,103 @@
+"""`SaveContext`: what the coordinator decides about a save before any data is touched, and all ranks follow."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.engine import chain
+from dsq_ckpt.engine.chain import Lineage
+from dsq_ckpt.engine.history import ParentRef
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.quantization.analysis import Layout, ParentModel
+from dsq_ckpt.storage.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class SaveContext:
+    """What all ranks of a save agree on; plain data, which travels in DCP's plans.
+
+    Attributes:
+        save_id: id of the save, of 16 hexadecimal digits.
+        ranks: number of ranks that save.
+        previous: the checkpoint that it comes after in its run.
+        parent: the checkpoint that it is coded against; None for a keyframe.
+        model: codebooks and scales of the parent.
+        layout: the lossy tensors of all ranks, and how each is stored.
+        exact: whether everything is stored exactly, whatever the configuration says; see `too_many_resumes`.
+        lossy_resumes: how often the run was restored from a lossy checkpoint before.
+        started: when the save began on the coordinator, in seconds since the epoch.
+    """
+
+    save_id: str
+    ranks: int
+    previous: ParentRef | None
+    parent: ParentRef | None
+    model: ParentModel | None
+    layout: Layout
+    exact: bool = False
+    lossy_resumes: int = 0
+    started: float = 0.0
+
+
+def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[Layout]) -> SaveContext:
+    """Decide what a checkpoint comes after and what it is coded against; on the coordinator.
+
+    The coordinator alone reads the parent's codebooks, since the shape of the all-reduce follows from them.
+
+    Args:
+        path: directory of the new checkpoint.
+        options: of the save.
+        ranks: number of ranks that save.
+        layouts: layouts of all ranks.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
+    """
+    layout = Layout.union(layouts)
+    lineage = chain.lineage(path, options.parent, layout.shapes, options.history)
+    exact = too_many_resumes(lineage.lossy_resumes, options.config)
+    if exact is not None:
+        warn(exact)
+
+    def context(lineage: Lineage, parent: ParentRef | None) -> SaveContext:
+        model = None if parent is None else _model(parent, layout)
+        return SaveContext(
+            uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
+            lineage.lossy_resumes,
+        )
+
+    if exact is not None:
+        return context(lineage, None)
+    try:
+        return context(lineage, chain.choose_parent(lineage.base, options.parent, options.config))
+    except DSQError as error:
+        if options.parent != "auto":
+            raise
+        warn(f"the parent checkpoint cannot be read; writing a keyframe instead of a delta: {error}")
+        return context(lineage, None)
+
+
+def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
+    """Return a warning if the run was restored from lossy state so often that it is to be stored exactly from now on.
+
+    None: it was not.
+    """
+    limit = config.search.max_lossy_resumes
+    if limit is None or resumes < limit:
+        return None
+    return (
+        f"the run was restored from lossy state {resumes} time(s), and search.max_lossy_resumes is {limit}: weights "
+        "and optimizer state of this checkpoint are stored exactly"
+    )
+
+
+def _model(parent: ParentRef, layout: Layout) -> ParentModel:
+    with Checkpoint(Path(parent.path)) as checkpoint:
+        # Codebooks of values do not fit differences, and those of other differences have other sizes.
+        return ParentModel({}, {}) if layout.residual else checkpoint.model().usable_for(layout)

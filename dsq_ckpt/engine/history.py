@@ -1,0 +1,323 @@
+"""What a training process knows of its checkpoints: what its next save comes after, and the codes of that one.
+
+A process may train several states, such as a generator and its discriminator, and save them in one run directory or in
+several. A `SaveHistory` is a short list of checkpoints, newest first, each with the names and shapes of its tensors,
+which tell the states apart. Unless an owner passes one of its own, everything in a process shares the default history,
+so that `dsq_ckpt.load` and a `Compressor` know of each other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
+from dsq_ckpt.quantization.chunk import ChunkKey, Codes, Floats32
+from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.manifest import local_path
+from dsq_ckpt.storage.runs import run_of
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of every tensor of a state, of all ranks, by fully qualified name."""
+
+_MOST = 64
+"""Checkpoints known at once, over all run directories; the next save of a state beyond them is a keyframe."""
+_MOST_CACHES = 4
+"""How many of these keep codes in memory; codes of the others are decoded from their files when they are needed."""
+
+
+class ParentRef(NamedTuple):
+    """A checkpoint to code against; plain strings and numbers, so that DCP can carry it in a plan."""
+
+    save_id: str
+    path: str
+    depth: int
+    lossy_resumes: int = 0
+    """Of the checkpoint that comes after it: its own, and one more if this process loaded it and it is lossy."""
+
+
+@dataclass
+class ChunkCache:
+    """Chunks of a checkpoint that this rank keeps in memory for its next save.
+
+    Attributes:
+        codes: codes of each chunk, where `delta.against` is "codes"; 1 byte per element.
+        values: decoded base layer of each chunk, where `delta.against` is "values"; float32, flat.
+        device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
+    """
+
+    codes: dict[ChunkKey, Codes] = field(default_factory=dict)
+    values: dict[ChunkKey, Floats32] = field(default_factory=dict)
+    device_codes: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.codes or self.values or self.device_codes)
+
+
+@dataclass(eq=False)
+class KnownCheckpoint:
+    """A checkpoint that this process wrote or read.
+
+    Attributes:
+        save_id: id of the save that wrote it.
+        path: its directory.
+        shapes: shapes of its tensors; None until its files tell them.
+        cache: its chunks on this rank.
+        previous: save id of the checkpoint it came after.
+        follows: whether that checkpoint lies in the same run directory, so that the run is in use.
+        loaded: whether it was loaded, so that the next save comes from a restored state.
+        complete: whether it is known to be committed; otherwise its manifest tells.
+        suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
+    """
+
+    save_id: str
+    path: Path
+    shapes: Shapes | None = None
+    cache: ChunkCache = field(default_factory=ChunkCache)
+    previous: str | None = None
+    follows: bool = False
+    loaded: bool = False
+    complete: bool = False
+    suspect: bool = False
+
+    @property
+    def run(self) -> Path:
+        return run_of(self.path)
+
+
+Outline = list[KnownCheckpoint]
+"""A history without cached chunks: plain data for another process."""
+
+
+class SaveHistory:
+    """The checkpoints that a training process wrote or read, which its next saves may come after.
+
+    Pass one to `DSQStorageWriter`, `DSQStorageReader`, `save`, `load` or `Compressor` to train two runs in one process
+    that are to know nothing of each other, even in the same directory; otherwise all share one history.
+
+        history = dsq_ckpt.SaveHistory()
+        dsq_ckpt.save(state, "run/step-000500", history=history)
+
+    It is pickled as a reference: in another process it is the history that was passed there before, or a new one.
+    """
+
+    def __init__(self, key: str | None = None) -> None:
+        self._key = key or secrets.token_hex(8)
+        self._lock = threading.RLock()
+        self._known: list[KnownCheckpoint] = []
+        _histories.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_key, (self._key,)
+
+    def __repr__(self) -> str:
+        return f"SaveHistory({len(self._known)} checkpoints)"
+
+    def checkpoints(self, run: Path | None = None) -> list[KnownCheckpoint]:
+        """Return the known checkpoints of a run directory, or of all, newest first."""
+        with self._lock:
+            return [one for one in self._known if run is None or one.run == run]
+
+    def find(self, save_id: str) -> KnownCheckpoint | None:
+        """Return a checkpoint by its save id, None if it is not known."""
+        return next((one for one in self.checkpoints() if one.save_id == save_id), None)
+
+    def add_pending(
+        self, path: Path, save_id: str, cache: ChunkCache, shapes: Shapes | None = None,
+        previous: ParentRef | None = None,
+    ) -> None:
+        """Add the checkpoint of a save under way; it counts once its manifest is there.
+
+        Args:
+            path: directory of the checkpoint.
+            save_id: id of the save.
+            cache: chunks of this rank.
+            shapes: shapes of the tensors of all ranks; None: not known before its files are there.
+            previous: the checkpoint it comes after.
+        """
+        new = KnownCheckpoint(save_id, path.absolute(), shapes, cache)
+        with self._lock:
+            self._known[:] = [one for one in self._known if one.save_id != save_id]
+            for other in self.checkpoints(new.run):
+                if other.shapes is None and has_shapes(other):
+                    self._complete(other)  # by another process
+            if previous is not None:
+                new.previous, new.follows = previous.save_id, run_of(Path(previous.path)) == new.run
+                if (before := self.find(previous.save_id)) is not None:
+                    self._complete(before)  # the coordinator read its manifest
+            for other in self.checkpoints():
+                # Where each checkpoint has a run directory of its own, no later save would free these caches.
+                passed_by = other.run == new.run or not other.follows
+                if other.cache and other.save_id != new.previous and passed_by and _same(new, other):
+                    other.cache = ChunkCache()
+            self._known.insert(0, new)
+            self._bound()
+
+    def add_committed(self, path: Path, save_id: str) -> None:
+        """Mark a checkpoint as committed: it is the parent of the next save of its state in its run."""
+        with self._lock:
+            found = self.find(save_id)
+            if found is None:
+                with suppress(DSQError):  # without its index, nothing can be coded against it either
+                    self._known.append(found := KnownCheckpoint(save_id, path.absolute(), _shapes_at(path, save_id)))
+            if found is not None:
+                self._complete(found)
+            self._bound()
+
+    def add_loaded(self, path: Path, save_id: str, cache: ChunkCache) -> None:
+        """Add a checkpoint that was loaded: the parent of the next save of its state, whatever came after it."""
+        with self._lock:
+            with suppress(DSQError):  # it was replaced since
+                shapes = _shapes_at(path, save_id)
+                new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, loaded=True, complete=True)
+                replaced = [
+                    one for one in self._known if one.save_id == save_id or (one.run == new.run and _same(new, one))
+                ]
+                new.suspect = any(one.suspect for one in replaced)  # this load may not have read the damaged part
+                self._known[:] = [new, *(one for one in self._known if one not in replaced)]
+            self._bound()
+
+    def outline(self) -> Outline:
+        """Return the known checkpoints without their chunks."""
+        return [replace(one, cache=ChunkCache()) for one in self.checkpoints()]
+
+    def adopt(self, outline: Outline) -> None:
+        """Replace the known checkpoints by those of another process; chunks that are cached here stay."""
+        with self._lock:
+            caches = {one.save_id: one.cache for one in self._known}
+            self._known[:] = [replace(one, cache=caches.get(one.save_id, one.cache)) for one in outline]
+
+    def clear(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
+        run = None if path is None else run_of(local_path(path))
+        with self._lock:
+            self._known[:] = [one for one in self._known if run is not None and one.run != run]
+
+    def doubt(self) -> None:
+        """Note that a load met a damaged file: the parent of the next save is checked completely first.
+
+        All checkpoints are marked, since they share files beyond their run directory too.
+        """
+        for one in self.checkpoints():
+            one.suspect = True
+
+    def release_device_codes(self, path: Path) -> None:
+        """Free the codes in device memory of the run of `path`: its next checkpoint is a keyframe."""
+        for one in self.checkpoints(run_of(path)):
+            one.cache.device_codes.clear()
+
+    def _complete(self, new: KnownCheckpoint) -> None:
+        """Drop the checkpoints that a committed one takes the place of: older ones of its state in its run."""
+        new.complete = True
+        place = self._known.index(new)
+        for other in self._known[place + 1 :]:
+            replaced = other.save_id == new.previous
+            if other.run == new.run and (replaced or _same(new, other)):
+                self._known.remove(other)
+            elif replaced:
+                other.cache = ChunkCache()
+
+    def _bound(self) -> None:
+        del self._known[_MOST:]
+        for one in [one for one in self._known if one.cache][_MOST_CACHES:]:
+            one.cache = ChunkCache()
+
+    def _after_fork(self) -> None:
+        """Renew the lock, which a thread that is not in the child may have held while it filled codes."""
+        self._lock = threading.RLock()
+        for one in self._known:
+            _inherited.append(one.cache)
+            one.cache = ChunkCache()
+
+
+_histories: weakref.WeakSet[SaveHistory] = weakref.WeakSet()
+_unpickled: dict[str, SaveHistory] = {}  # kept, as the next save of a background process is to find it
+_inherited: list[ChunkCache] = []  # never freed: a forked child cannot use the device that codes may lie on
+_DEFAULT = SaveHistory("default")
+
+
+def default_history() -> SaveHistory:
+    """Return the history that everything in this process shares unless it is given another one."""
+    return _DEFAULT
+
+
+def forget(path: str | os.PathLike[str] | None = None) -> None:
+    """Clear the default history; see `SaveHistory.clear`."""
+    _DEFAULT.clear(path)
+
+
+def _of_key(key: str) -> SaveHistory:
+    for one in (_DEFAULT, *_histories):
+        if one._key == key:
+            return one
+    return _unpickled.setdefault(key, SaveHistory(key))
+
+
+def _forked() -> None:
+    for one in list(_histories):
+        one._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def continues(newer: Shapes, older: Shapes) -> bool:
+    """Return whether a state is a later one of the training that an older checkpoint is of.
+
+    It is if at least half of the older one's elements, or most of its tensors, are there, by the same names and in the
+    same shapes: layers may come, go and change, but neither the discriminator in place of the generator, nor a part of
+    a state in place of the whole, makes what was saved before superfluous. Tensors count too, since one whose shape
+    changes at every save, such as an encoded text, may have more elements than a small model.
+    """
+    if not older:
+        return not newer
+    same = [name for name, shape in older.items() if newer.get(name) == shape]
+    return 2 * shared(newer, older) >= shared(older, older) or 2 * len(same) > len(older)
+
+
+def shared(one: Shapes, other: Shapes) -> int:
+    """Return how many elements two states have in tensors of the same names and shapes; a scalar counts as one."""
+    return sum(max(1, math.prod(shape)) for name, shape in one.items() if other.get(name) == shape)
+
+
+def _same(one: KnownCheckpoint, other: KnownCheckpoint) -> bool:
+    if one.shapes is None or other.shapes is None:
+        return False
+    return continues(one.shapes, other.shapes) and continues(other.shapes, one.shapes)
+
+
+def shapes_of(files: CheckpointFiles) -> Shapes:
+    """Return the shapes of the tensors in an opened checkpoint.
+
+    Raises:
+        CorruptCheckpoint: its index is not as documented.
+    """
+    try:
+        return {str(name): tuple(tensor["shape"]) for name, tensor in files.index["tensors"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"'{files.directory}': the index is not as documented ({error!r})") from error
+
+
+def has_shapes(one: KnownCheckpoint) -> bool:
+    """Return whether the shapes of a checkpoint are known, or its files are there by now and tell them."""
+    if one.shapes is None:
+        with suppress(DSQError):
+            one.shapes = _shapes_at(one.path, one.save_id)
+    return one.shapes is not None
+
+
+def _shapes_at(path: Path, save_id: str) -> Shapes:
+    with CheckpointFiles(path) as files:
+        if files.manifest.save_id != save_id:
+            raise CheckpointNotFound(f"'{path}' is now of save {files.manifest.save_id}, expected {save_id}")
+        return shapes_of(files)

@@ -1,0 +1,203 @@
+"""The state of one rank: named tensor chunks, and from these which are lossy, and how each is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO, Protocol
+
+import torch
+
+from dsq_ckpt.config.schema import TensorConfig
+from dsq_ckpt.core.nesting import Path as NestedPath
+from dsq_ckpt.core.subclasses import checked
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.groups import QUANTIZABLE, assign, kind_of, second_moment_of
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A chunk of a tensor that lies on this rank.
+
+    Attributes:
+        key: name, offsets and shape of the chunk.
+        size: shape of the whole tensor.
+        dtype: dtype of the tensor.
+        load: returns the chunk, on any device.
+        beside: returns the same chunk of the tensor of another name, where that lies on this rank too.
+    """
+
+    key: ChunkKey
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+    beside: Callable[[str], torch.Tensor] | None = None
+
+
+class Attachment(Protocol):
+    """Writes a file of another format, which lies beside the data files."""
+
+    def __call__(self, stream: IO[bytes], save_id: str) -> None:
+        """Write to a stream; `save_id` is the save's."""
+
+
+@dataclass
+class LocalState:
+    """What one rank gives to a save that no framework plans.
+
+    Attributes:
+        shards: chunks that this rank writes; no other rank may write the same chunk.
+        replicas: chunks that lie here and are written by another rank; a search evaluates them too.
+        objects: bytes by name, of what is no tensor.
+        nesting: path by name of tensor and object, by which nested state dicts are put together; a `Nesting` also has
+            what such paths leave out.
+        attachments: files of another format, by name.
+        gradients: averaged gradients of local weights, by chunk or by name of the parameter.
+    """
+
+    shards: Sequence[LocalShard]
+    replicas: Sequence[LocalShard] = ()
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    nesting: Mapping[str, NestedPath] = field(default_factory=dict)
+    attachments: Mapping[str, Attachment] = field(default_factory=dict)
+    gradients: Mapping[str | ChunkKey, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SecondMoment:
+    """The same chunk of the second moments, whose roots are the units of a first moment."""
+
+    fqn: str
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass
+class SaveItem:
+    """A chunk with how it is stored.
+
+    Attributes:
+        key: name, offsets and shape of the chunk.
+        dtype: dtype of the tensor.
+        kind: weights, exp_avg, exp_avg_sq, momentum or exact, as in the manifest.
+        group: group of tensors that share a codebook.
+        config: settings of the tensor; None: exact.
+        load: returns the chunk.
+        on_device: whether it may be quantized on its device.
+        second_moment: of a first moment that is quantized in units of Adam's update.
+    """
+
+    key: ChunkKey
+    dtype: torch.dtype
+    kind: str
+    group: str
+    config: TensorConfig | None
+    load: Callable[[], torch.Tensor]
+    on_device: bool = True
+    second_moment: SecondMoment | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return self.config is not None and self.config.method == "quantize"
+
+
+@dataclass(frozen=True)
+class LocalItems:
+    """The chunks of one rank, ready to be quantized.
+
+    Attributes:
+        items: chunks that this rank writes, without those that are tied to another.
+        replicas: chunks that lie here and are written by another rank.
+        tied: chunks that share the memory of another, and which that is.
+        gradients: averaged gradients of local weights, by chunk or by name of the parameter.
+    """
+
+    items: list[SaveItem]
+    replicas: list[SaveItem] = field(default_factory=list)
+    tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
+    gradients: Mapping[str | ChunkKey, torch.Tensor] | Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def layout_of(
+    shards: Sequence[LocalShard], options: SaveOptions, averaged: bool = False,
+    others: Mapping[ChunkKey, torch.dtype] | None = None,
+) -> Layout:
+    """Return which of a rank's chunks are lossy, and how.
+
+    Args:
+        shards: chunks that it writes.
+        options: of the save.
+        averaged: whether weights come with averaged gradients.
+        others: dtypes of the chunks of the save that are not among `shards`.
+    """
+    config = options.config
+    tensors, groups, state = {}, {}, {}
+    settings: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
+    residual = config.delta.against == "values"
+    chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
+    for shard in shards:
+        fqn = shard.key.fqn
+        shapes[fqn] = tuple(shard.size)
+        measured = not residual and _has_second_moment(shard, chunks)
+        chosen = assign(fqn, shard.size, shard.dtype, config.quantize, options.layer_types, measured)
+        if chosen.settings is not None:
+            settings.add(chosen.settings)
+        lossy = chosen.config is not None and chosen.config.method == "quantize"
+        # Of lossy state, differences are coded, which do not tell the size of gradients.
+        if not (residual and lossy) and (kind := kind_of(fqn)) in ("exp_avg_sq", "momentum"):
+            state[fqn] = kind
+        if chosen.config is not None and lossy:
+            tensors[fqn] = chosen.group
+            groups[chosen.group] = chosen.config
+    return Layout(tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes)
+
+
+def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:
+    """Return chunks with how each of them is stored.
+
+    Args:
+        shards: chunks that lie on this rank.
+        options: of the save.
+        layout: agreed layout of all ranks; None: the chunks of this rank are all there are.
+    """
+    config = options.config
+    known = {shard.key: shard for shard in shards}
+    chunks = {shard.key: shard.dtype for shard in shards}
+    items = []
+    for shard in shards:
+        measured = config.delta.against == "codes" and _has_second_moment(shard, chunks)
+        if layout is not None:
+            measured = layout.tensors.get(shard.key.fqn, "").endswith("/update")
+        chosen = assign(
+            shard.key.fqn, shard.size, shard.dtype, config.quantize, options.layer_types, measured
+        )
+        second = None
+        if chosen.second_moment is not None:
+            other = known.get(shard.key._replace(fqn=chosen.second_moment))
+            load = partial(_beside, shard, chosen.second_moment) if other is None else other.load
+            second = SecondMoment(chosen.second_moment, load)
+        items.append(SaveItem(
+            shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, partial(_loaded, shard),
+            config.storage.on_device, second,
+        ))
+    return items
+
+
+def _loaded(shard: LocalShard) -> torch.Tensor:
+    return checked(shard.key.fqn, shard.load())
+
+
+def _has_second_moment(shard: LocalShard, chunks: Mapping[ChunkKey, torch.dtype]) -> bool:
+    """Return whether a chunk is of first moments, and the same chunk of the second ones is there and holds numbers."""
+    second = second_moment_of(shard.key.fqn)
+    return second is not None and chunks.get(shard.key._replace(fqn=second)) in QUANTIZABLE
+
+
+def _beside(shard: LocalShard, name: str) -> torch.Tensor:
+    if shard.beside is None:
+        raise SaveFailed(f"'{shard.key.fqn}' is measured by '{name}', of which this rank has no chunk like {shard.key}")
+    return shard.beside(name)

@@ -1,0 +1,37 @@
+"""What the caller of a save asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.engine.history import SaveHistory, default_history
+from dsq_ckpt.quantization.analysis import Fractions
+from dsq_ckpt.quantization.choice import Chooser, as_configured
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Everything that a save is told but its path and the state; see `DSQStorageWriter`.
+
+    Attributes:
+        config: the configuration, the same on all ranks except for the keys that `consistency` leaves to each.
+        parent: "auto" (the last checkpoint of this state in `history`), None (a keyframe) or a checkpoint's path.
+        overwrite: whether to replace a complete checkpoint.
+        pinned: whether to keep its refinement layer for good.
+        layer_types: layer types by tensor name; None: names and shapes tell.
+        policy: chooses the configuration when the global sketch is known.
+        fractions: fractions that the policy may prune and protect by sensitivity.
+        history: checkpoints that the save may come after.
+    """
+
+    config: DSQConfig
+    parent: str | os.PathLike[str] | None = "auto"
+    overwrite: bool = False
+    pinned: bool = False
+    layer_types: Mapping[str, str] | None = None
+    policy: Chooser = as_configured
+    fractions: Fractions = field(default_factory=Fractions)
+    history: SaveHistory = field(default_factory=default_history)

@@ -1,0 +1,149 @@
+"""`SavePipeline`: one save, step by step, on one rank.
+
+     1 agree      on the coordinator: what the checkpoint comes after, what it is coded against  -> SaveContext
+     2 quantize   collective: sketch, one all-reduce, choose the configuration, quantize lazily  -> QuantizedState
+     3 write      on each rank: its base and refinement file                                     -> RankResult
+     4 commit     on the coordinator: index, then manifest.json                                  -> Committed
+     5 retire     on the coordinator: refinements of older checkpoints are dropped
+     discard      on the coordinator, after a step failed: the directory is left as it was found
+
+Who drives the steps decides how ranks talk in between: DCP's plans (`dsq_ckpt.dcp`), or a communicator
+(`engine.collective`: DeepSpeed, MPI, gradient logs, `compress`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.engine.commit import Committed, SaveContents, commit, retire
+from dsq_ckpt.engine.consistency import RankSettings
+from dsq_ckpt.engine.context import SaveContext, negotiate
+from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.local import LocalItems
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.quantizing import QuantizedState, quantize
+from dsq_ckpt.engine.writing import RankResult, write_rank
+from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.choice import Choice, as_configured
+from dsq_ckpt.storage.targets import Landing, refuse_checkpoint
+
+
+class SavePipeline:
+    """The steps of one save; an instance serves one.
+
+    Args:
+        path: directory of the checkpoint.
+        options: what the caller asks for.
+
+    Attributes:
+        started: when the save began, in seconds since the epoch.
+        context: what all ranks agreed on, once they did.
+        plan: how the state is stored, once it is quantized.
+    """
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.path, self.options, self.started = path, options, time.time()
+        self.context: SaveContext | None = None
+        self.plan: Choice | None = None
+        self._landing: Landing | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A background process only writes what the policy chose; the policy itself looks at the model in training.
+        return {**self.__dict__, "options": replace(self.options, policy=as_configured)}
+
+    @property
+    def settings(self) -> RankSettings:
+        """What all ranks must have been given alike."""
+        return RankSettings.of(self.path, self.options.config)
+
+    def workers(self) -> Workers:
+        """Return the threads of this save; a context manager."""
+        storage = self.options.config.storage
+        return Workers(storage.thread_count(), storage.block_elements)
+
+    def agree(
+        self, ranks: int, layouts: Iterable[Layout], *, attached: bool = False, save_id: str | None = None
+    ) -> SaveContext:
+        """Decide what the checkpoint comes after and what it is coded against; before any rank writes.
+
+        Args:
+            ranks: number of ranks that save.
+            layouts: layouts of all ranks.
+            attached: whether files of other formats lie beside the checkpoint's own.
+            save_id: id of the save, where it was given out already.
+
+        Raises:
+            CheckpointExists, SaveFailed: nothing can be written at the path.
+            CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
+        """
+        self._land(attached)
+        context = negotiate(self.path, self.options, ranks, layouts)
+        return self._claim(replace(context, started=self.started, save_id=save_id or context.save_id))
+
+    def resume(self, context: SaveContext) -> SaveContext:
+        """Go on in the background with what was agreed on when the state was staged.
+
+        Raises:
+            CheckpointExists, SaveFailed: as in `agree`.
+        """
+        self._land(False)
+        return self._claim(context)
+
+    def quantize(
+        self, context: SaveContext, local: LocalItems, comm: Communicator, workers: Workers
+    ) -> QuantizedState:
+        """Sketch, sum over ranks, choose the configuration, quantize lazily; collective over `comm`."""
+        state = quantize(self.options, context, local, comm, workers)
+        self.plan = state.plan
+        return state
+
+    def write(
+        self, context: SaveContext, rank: int, state: QuantizedState, objects: Iterable[tuple[str, bytes]],
+        workers: Workers,
+    ) -> RankResult:
+        """Write the files of this rank; see `write_rank`."""
+        self.plan = state.plan
+        result, cache = write_rank(self.path, context, rank, state, objects, workers)
+        if not state.staged:
+            self.remember(context, cache)
+        return result
+
+    def remember(self, context: SaveContext, cache: ChunkCache) -> None:
+        """Keep the chunks that the next save is coded against, once this one is committed."""
+        self.options.history.add_pending(
+            self.path, context.save_id, cache, context.layout.shapes, context.previous
+        )
+
+    def commit(self, context: SaveContext, results: Sequence[RankResult], contents: SaveContents) -> Committed:
+        """Write index and manifest, once every rank wrote; see `commit`."""
+        assert self.plan is not None
+        committed = commit(self.path, self.options, context, results, contents, self.plan)
+        self._landing = None  # from here on there is nothing to discard
+        self.options.history.add_committed(self.path, context.save_id)
+        return committed
+
+    def retire(self) -> None:
+        """Drop the refinement of older checkpoints, once the commit is on the device."""
+        retire(self.path, self.options.config)
+
+    def discard(self) -> None:
+        """Remove what a failed save left, once no rank writes any more; without effect on other ranks."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.discard()
+
+    def _land(self, attached: bool) -> None:
+        refuse_checkpoint(self.path, self.options.overwrite, attached=attached)
+        self._landing = Landing(self.path)
+
+    def _claim(self, context: SaveContext) -> SaveContext:
+        assert self._landing is not None
+        self._landing.claim(context.save_id, context.parent and context.parent.path)
+        self.context = context
+        return context

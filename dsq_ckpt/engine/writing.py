@@ -1,0 +1,129 @@
+"""The local step of a save: the data files of one rank."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine.chunks import exact_values, keep
+from dsq_ckpt.engine.context import SaveContext
+from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.inheritance import inherit
+from dsq_ckpt.engine.quantizing import QuantizedState
+from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.container import FileInfo, make_directory, sync_directory
+from dsq_ckpt.storage.manifest import Sizes
+from dsq_ckpt.storage.shard import Piece, ShardWriter, Written
+
+
+@dataclass
+class RankResult:
+    """What one rank wrote; the coordinator makes the index and the manifest of these.
+
+    Attributes:
+        rank: of the rank.
+        host: its name.
+        files: base files.
+        refinement: refinement file, None if it wrote none.
+        requires: names of the parent's files that its records need.
+        written: record and sizes of each chunk and object.
+        kinds: bytes by kind of tensor.
+        tied: names that are stored as another, and which that is.
+        units: chunks that a reader of its records needs beside them.
+    """
+
+    rank: int
+    host: str = field(default_factory=platform.node)
+    files: list[FileInfo] = field(default_factory=list)
+    refinement: FileInfo | None = None
+    requires: list[str] = field(default_factory=list)
+    written: dict[ChunkKey | str, Written] = field(default_factory=dict)
+    kinds: dict[str, Sizes] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    units: list[ChunkKey] = field(default_factory=list)
+
+
+def write_rank(
+    path: Path, context: SaveContext, rank: int, state: QuantizedState, objects: Iterable[tuple[str, bytes]],
+    workers: Workers,
+) -> tuple[RankResult, ChunkCache]:
+    """Write the files of one rank.
+
+    Args:
+        path: directory of the checkpoint, which is made.
+        context: of all ranks.
+        rank: of this rank.
+        state: its chunks, which are quantized one by one as they are written.
+        objects: names and bytes of its objects.
+        workers: threads.
+
+    Returns:
+        What was written, and what the next save needs of the chunks.
+    """
+    config = state.plan.config
+    storage = config.storage
+    result, cache = RankResult(rank), ChunkCache()
+    by_kind: dict[str, list[Written]] = defaultdict(list)
+    make_directory(path, storage.fsync)
+    with ShardWriter(
+        path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted
+    ) as shard:
+        keys: list[ChunkKey] = []
+
+        def pieces() -> Iterator[Piece]:
+            for chunk in state.chunks:
+                source, base = chunk.codes, chunk.base
+                keys.append(source.key)
+                if source.second_moment is not None:
+                    result.units.append(source.key._replace(fqn=source.second_moment))
+                keep(cache, source, config.delta.enabled)
+                dtype = state.items[source.key].dtype
+                if base is None:
+                    yield Piece(source, dtype, None, frozenset())
+                elif base.residual:
+                    yield Piece(source, dtype, None, base.requires, base.ref)
+                else:
+                    yield Piece(source, dtype, base.ref, base.requires)
+
+        for place, written in enumerate(shard.add_coded(pieces())):
+            result.written[keys[place]] = written
+            by_kind[state.items[keys[place]].kind].append(written)
+        for item in state.unquantized:
+            let_signals_through()
+            stored = None
+            if item.config is not None and item.config.method == "bf16" and item.dtype.itemsize > 2:
+                stored = torch.bfloat16
+            written = shard.add_plain(item.key, item.load(), stored)
+            result.written[item.key] = written
+            by_kind[item.kind if stored else "exact"].append(written)
+        for fqn, data in objects:
+            written = shard.add_bytes(fqn, data)
+            result.written[fqn] = written
+            by_kind["exact"].append(written)
+        let_signals_through()
+        base_file, result.refinement, result.requires = shard.finish()
+        if context.parent is not None and result.requires:
+            inherit(
+                Path(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies, storage.fsync
+            )
+        if storage.fsync:
+            sync_directory(path)
+    result.files.append(base_file)
+    for key, first in state.tied.items():
+        result.written[key] = result.written[first]
+        result.tied[key.fqn] = first.fqn
+    for kind, records in by_kind.items():
+        result.kinds[kind] = Sizes(
+            logical=sum(record.logical for record in records), base=sum(record.base for record in records),
+            refinement=sum(record.refinement for record in records),
+        )
+    if not state.staged:
+        cache.values |= exact_values(state.unquantized, context.layout)
+    return result, cache
