@@ -1,0 +1,66 @@
+"""`SaveHistory`: what saves of one owner come after, apart from those of all others."""
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.storage.manifest import Manifest
+
+CONFIG = {"storage": {"fsync": False}}
+
+
+def state(step):
+    return {"w": torch.randn(80, 80, generator=torch.Generator().manual_seed(0)) * (1 + step / 1000)}
+
+
+def test_saves_of_two_owners_in_one_directory_know_nothing_of_each_other(tmp_path):
+    first, second = dsq_ckpt.SaveHistory(), dsq_ckpt.SaveHistory()
+    for step, history in enumerate((first, second, first, second)):
+        dsq_ckpt.save(state(step), tmp_path / f"{step}", config=CONFIG, history=history)
+    manifests = [Manifest.read(tmp_path / f"{step}") for step in range(4)]
+    assert [manifest.parent_name for manifest in manifests] == [None, None, "0", "1"]
+    assert [manifest.previous_name for manifest in manifests] == [None, None, "0", "1"]
+    assert not default_history().checkpoints()
+
+
+def test_what_one_owner_loads_is_the_parent_of_what_it_saves(tmp_path):
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.save(state(0), tmp_path / "0", config=CONFIG)
+    dsq_ckpt.load(state(0), tmp_path / "0", history=history)
+    dsq_ckpt.save(state(1), tmp_path / "1", config=CONFIG, history=history)
+    manifest = Manifest.read(tmp_path / "1")
+    assert manifest.parent_name == "0" and manifest.lossy_resumes == 1
+
+
+@pytest.mark.parametrize("save", [
+    lambda path, history: dsq_ckpt.async_save(state(1), path, config=CONFIG, history=history).result(),
+    lambda path, history: dsq_ckpt.Compressor(torch.nn.Linear(80, 80), config=CONFIG, history=history).save(path),
+])
+def test_every_way_to_save_takes_a_history(tmp_path, save):
+    history = dsq_ckpt.SaveHistory()
+    save(tmp_path / "a", history)
+    assert [one.path.name for one in history.checkpoints()] == ["a"]
+    assert not default_history().checkpoints()
+
+
+def known_there(history, names, answers):
+    for name in names:
+        history.adopt([*history.outline(), *pickle.loads(name)])
+    answers.put((len(pickle.loads(pickle.dumps(history)).checkpoints()), repr(history)))
+
+
+def test_it_is_pickled_as_a_reference(tmp_path):
+    history = dsq_ckpt.SaveHistory()
+    dsq_ckpt.save(state(0), tmp_path / "0", config=CONFIG, history=history)
+    assert pickle.loads(pickle.dumps(history)) is history
+    assert pickle.loads(pickle.dumps(default_history())) is default_history()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    other = context.Process(target=known_there, args=(history, [pickle.dumps(history.outline())], answers))
+    other.start()
+    assert answers.get(timeout=200) == (1, "SaveHistory(1 checkpoints)")
+    other.join()
