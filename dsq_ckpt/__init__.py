@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         UnsupportedFormat,
     )
     from dsq_ckpt.storage.description import describe
-    from dsq_ckpt.storage.stored import decode
+    from dsq_ckpt.storage.pickle_refs import decode
 
 _MODULES = {
     "api.save_load": ("async_save", "load", "save"),

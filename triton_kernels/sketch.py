@@ -1,4 +1,4 @@
-"""Sketches: how many elements fall into each bin of a key window, alone or together with their previous code."""
+"""GlobalSketch: how many elements fall into each bin of a key window, alone or together with their previous code."""
 
 # mypy: disable-error-code="no-untyped-def"
 

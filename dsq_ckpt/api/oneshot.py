@@ -19,25 +19,25 @@ from xxhash import xxh3_128_hexdigest
 from dsq_ckpt.api import background
 from dsq_ckpt.api.save_load import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.convert.dealing import deal
 from dsq_ckpt.convert.mapped import State
+from dsq_ckpt.convert.partitioner import deal
 from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
 from dsq_ckpt.convert.sources import Source as Opened
 from dsq_ckpt.core.arguments import expect_folds
 from dsq_ckpt.core.subclasses import by_parts
 from dsq_ckpt.core.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together, told_together
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.analysis import Sketches
-from dsq_ckpt.quantization.choice import Choice, as_configured
+from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import layer_types
+from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.storage.manifest import Manifest, expanded, local_path
@@ -115,7 +115,7 @@ def compress(
         chosen = _configuration(config, max_degradation, evaluate)
         return target, chosen, _opened(source, target, model, evaluate)
 
-    target, chosen, opened = together(comm, prepare)
+    target, chosen, opened = run_on_all_ranks(comm, prepare)
     judged = source if isinstance(source, nn.Module) else model
     background.wait()  # what it commits is for its run to remember
     with closing(opened):
@@ -132,7 +132,7 @@ def compress(
     def about() -> dict[str, Any] | None:
         return {**describe(target), "quality": Manifest.read(target).quality} if comm.rank == 0 else None
 
-    result = told_together(comm, about)[0]
+    result = gather_from_all_ranks(comm, about)[0]
     assert result is not None
     return result
 
@@ -222,7 +222,7 @@ def _dumped(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., Choice]:
+def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., QuantizationPlan]:
     """A policy that searches, and fails where `evaluate` or `check` does: nothing is gained by a snapshot of unknown
     quality.
     """
@@ -243,8 +243,8 @@ def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Cal
     )
 
     def choose(
-        sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
-    ) -> Choice:
+        sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> QuantizationPlan:
         choice = manager(sketches, local, config, comm, workers)
         if failures:
             name, error = failures[0]

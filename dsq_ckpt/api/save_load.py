@@ -29,7 +29,7 @@ from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.distributed.comm import Elsewhere, SingleProcess, communicator, together
+from dsq_ckpt.distributed.comm import Elsewhere, SingleProcess, communicator, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import SaveResult
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
@@ -202,7 +202,7 @@ def save_with(
     background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
-    writer, state_dict, path = together(comm, lambda: _storable(begin))
+    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin))
     if staged:
         writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
@@ -210,7 +210,7 @@ def save_with(
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    result = together(comm, lambda: _committed(path))
+    result = run_on_all_ranks(comm, lambda: _committed(path))
     writer.history.add_committed(path, result.save_id)
     return _logged(result, comm.rank)
 
@@ -285,7 +285,7 @@ def save_async_with(
     if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
         raise SaveFailed(lacking)
     comm = SingleProcess() if no_dist else communicator(process_group)
-    writer, state_dict, path = together(comm, lambda: _storable(begin))
+    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin))
     background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     group = None if processes or no_dist else background.group(process_group)
@@ -381,7 +381,7 @@ def load(
         with Checkpoint(directory) as checkpoint:
             return empty, fillings(state_dict, checkpoint)
 
-    empty, to_fill = together(comm, prepare, LoadFailed)
+    empty, to_fill = run_on_all_ranks(comm, prepare, LoadFailed)
     try:
         for target, placeholders in to_fill:
             target.update(placeholders)

@@ -15,7 +15,7 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.cli.inspection import print_contents
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.trees import named_tree
-from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.distributed.mpi import MPICommunicator, launched
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.storage.manifest import Manifest
@@ -35,7 +35,7 @@ def run(
     """
     comm = MPICommunicator() if mpi or (mpi is None and launched().size > 1) else SingleProcess()
     with _as_one(comm):
-        chosen = together(comm, lambda: configuration(config, system))
+        chosen = run_on_all_ranks(comm, lambda: configuration(config, system))
         about = compress(source, target, config=chosen, overwrite=overwrite, communicator=comm)
     if comm.rank:
         return

@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Measured, Proposal, Weighing
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit, Measured, Weighing
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook, register_codebook
 
@@ -12,6 +12,13 @@ for _module in iter_modules(__path__):
         import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "CODEBOOKS", "NOTHING", "AnyCodebook", "CodebookConfig", "Histogram", "Measured", "Proposal", "Weighing",
+    "CODEBOOKS",
+    "NOTHING",
+    "AnyCodebook",
+    "CodebookConfig",
+    "Histogram",
+    "LevelFit",
+    "Measured",
+    "Weighing",
     "register_codebook",
 ]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.codebooks.uniform import uniform_levels
@@ -21,7 +21,7 @@ class Adaptive(CodebookConfig):
     step_bins: int = Field(25, ge=1, le=1000, description="the search gives up 1 / step_bins of the range at a time")
     search_range: float = Field(0.3, ge=0, lt=1, description="part of the range that may be given up")
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Search the range (`algorithms/greedy_range.py`), and divide it evenly."""
         from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
 
@@ -29,4 +29,4 @@ class Adaptive(CodebookConfig):
         if not len(values):
             return NOTHING
         low, high = adaptive_range(values, counts, self.bins, self.step_bins, self.search_range)
-        return Proposal(uniform_levels(low, high, self.bins), zero_is_level=False)
+        return LevelFit(uniform_levels(low, high, self.bins), zero_is_level=False)

@@ -7,12 +7,12 @@ A codebook is added by one class:
         fit: Literal["quantiles"] = "quantiles"
         bins: int = Field(16, ge=2, le=254, description="levels")
 
-        def propose(self, histogram: Histogram) -> Proposal:
+        def propose(self, histogram: Histogram) -> LevelFit:
             values, counts = histogram.merged()
             if not len(values):
                 return NOTHING
             ranks = (np.arange(self.bins) + 0.5) / self.bins * counts.sum()
-            return Proposal(np.unique(values[np.searchsorted(counts.cumsum(), ranks)]), zero_is_level=False)
+            return LevelFit(np.unique(values[np.searchsorted(counts.cumsum(), ranks)]), zero_is_level=False)
 
 Its fields are keys of the configuration, `{"fit": "quantiles", "bins": 32}`. Everything after the levels (the table of
 codes, rate-distortion choice, cells for the refinement layer, deltas) is the same for all codebooks. Files hold the
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proposal:
+class LevelFit:
     """The decision of a codebook about the bins of a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Proposal:
     measured: Measured | None = None
 
 
-NOTHING = Proposal(np.array([1.0]))
+NOTHING = LevelFit(np.array([1.0]))
 """For a group without a value: any level does."""
 
 
@@ -110,7 +110,7 @@ class CodebookConfig(BaseModel, ABC):
     fit: str
 
     @abstractmethod
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Return the levels for a group; the same on every rank, so it may depend on nothing but its arguments."""
 
     @property

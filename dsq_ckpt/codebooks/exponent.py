@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, as_histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -28,7 +28,7 @@ class Exponent(CodebookConfig):
     fit: Literal["exponent"] = "exponent"
     bits: int = Field(2, ge=1, le=MAX_BITS, description="priority promotion: 2**bits - 1 buckets besides zero")
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Return the levels and codes of `exponent_buckets`."""
         place = histogram.occupied
         low, high = (edge[place] for edge in histogram.window.edges())
@@ -42,7 +42,7 @@ class Exponent(CodebookConfig):
             return NOTHING
         full = np.zeros(histogram.window.size, np.uint8)
         full[place] = codes[same]
-        return Proposal(levels, codes=full)
+        return LevelFit(levels, codes=full)
 
 
 def exponent_buckets(

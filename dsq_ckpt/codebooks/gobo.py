@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, as_histogram, nearest
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -30,7 +30,7 @@ class Gobo(CodebookConfig):
     outlier_threshold: float = Field(-4.0, le=0, description="log density below which a value is an outlier")
     max_iterations: int = Field(1000, ge=1, description="of k-means, which stops early when it gains nothing")
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Protect outliers, and cluster the rest."""
         values, counts = histogram.merged()
         if not len(values):
@@ -42,7 +42,7 @@ class Gobo(CodebookConfig):
         forced = histogram.beyond.copy()
         forced[occupied] = outliers[np.searchsorted(values, histogram.values[occupied] + 0.0)]
         levels = l1_kmeans(values[~outliers], counts[~outliers], self.bins, self.max_iterations)
-        return Proposal(levels, forced, zero_is_level=False)
+        return LevelFit(levels, forced, zero_is_level=False)
 
 
 def gobo_outliers(

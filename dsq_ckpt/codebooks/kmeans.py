@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Proposal, Weighing
+from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit, Weighing
 from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, Mask, top
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -39,7 +39,7 @@ class KMeans(CodebookConfig):
                              "set prune=0 and sigma=1")
         return self
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Cluster what is neither pruned nor protected."""
         log, n = self.logarithmic, histogram.window.n
         rest = histogram.counts if histogram.rest is None else histogram.rest
@@ -56,7 +56,7 @@ class KMeans(CodebookConfig):
         levels = self._levels(points[chosen], rest[chosen])
         # With pruning, the pruned fraction is what was asked for: zero is not a level beside it.
         zero_is_level = not self.prune if by_sensitivity else log or not pruned.any()
-        return Proposal(levels, forced, pruned, zero_is_level=zero_is_level)
+        return LevelFit(levels, forced, pruned, zero_is_level=zero_is_level)
 
     @property
     def price(self) -> float:

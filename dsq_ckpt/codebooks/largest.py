@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import Histogram, top
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -19,9 +19,9 @@ class Largest(CodebookConfig):
     fit: Literal["largest"] = "largest"
     fraction: float = Field(0.05, gt=0, le=1, description="fraction of elements kept")
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Protect the bins of largest magnitude, and prune the others."""
         order = np.argsort(np.abs(histogram.values), kind="stable")
         forced = histogram.beyond.copy()
         forced[order[top(histogram.counts[order], self.fraction)]] = True
-        return Proposal(np.array([1.0]), forced, ~forced)
+        return LevelFit(np.array([1.0]), forced, ~forced)

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import F64, I64, Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -37,7 +37,7 @@ class Lattice(CodebookConfig):
             raise ValueError(f"bins of a lattice must be even (half of the levels are negative), not {self.bins}")
         return self
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Return multiples of the step; a step near that of the parent stays that, so that codes mean the same."""
         fresh = self.step * (histogram.unit or _body(histogram.counts, histogram.values)) or 1.0
         before = histogram.parent_step
@@ -61,10 +61,10 @@ class Lattice(CodebookConfig):
         return self == other
 
 
-def multiples(step: float, half: int, histogram: Histogram) -> Proposal:
+def multiples(step: float, half: int, histogram: Histogram) -> LevelFit:
     """Return levels at `half` multiples of a step on each side of zero; what is beyond them is protected."""
     levels = step * np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
-    return Proposal(levels, forced=np.abs(histogram.values) > (half + 0.5) * step, step=step)
+    return LevelFit(levels, forced=np.abs(histogram.values) > (half + 0.5) * step, step=step)
 
 
 def _body(held: I64, values: F64) -> float:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, Measured, Proposal
+from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, LevelFit, Measured
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -37,7 +37,7 @@ class Octaves(CodebookConfig):
 
     fit: Literal["octaves"] = "octaves"
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Return the octaves that occur.
 
         The window is `moments.WINDOW`, with one bin for each octave, as `OctaveFrame` maps values. Negative values,
@@ -55,4 +55,4 @@ class Octaves(CodebookConfig):
         # Evenly spread over the logarithm, squares have 1.5 / (2 ln 2) of the square of the middle as their mean.
         energy = float((held[used + 1] * levels[: used.size] ** 2).sum()) * 1.5 / (2 * np.log(2))
         mean_square = energy / max(int(held.sum()), 1)
-        return Proposal(levels, forced, codes=codes, measured=Measured(mean_square, mean_square * ERROR**2))
+        return LevelFit(levels, forced, codes=codes, measured=Measured(mean_square, mean_square * ERROR**2))

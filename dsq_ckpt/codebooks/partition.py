@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -19,9 +19,9 @@ class Partition(CodebookConfig):
     fit: Literal["partition"] = "partition"
     parts: int = Field(20, ge=1, le=100_000, description="parts, of nearly equal size")
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Prune all: which elements are protected is decided by their place."""
-        return Proposal(np.array([1.0]), pruned=~histogram.beyond)
+        return LevelFit(np.array([1.0]), pruned=~histogram.beyond)
 
     @property
     def turns(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, Proposal
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
 from dsq_ckpt.codebooks.histogram import F64, Histogram, as_histogram, nearest
 from dsq_ckpt.codebooks.registry import register_codebook
 
@@ -34,13 +34,13 @@ class Uniform(CodebookConfig):
             raise ValueError(f"min_bins is {self.min_bins}, above max_bins, {self.max_bins}")
         return self
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Divide the range evenly."""
         values, counts = histogram.merged()
         if not len(values):
             return NOTHING
         bins = entropy_bins(values, counts, self.min_bins, self.max_bins)
-        return Proposal(uniform_levels(float(values[0]), float(values[-1]), bins), zero_is_level=False)
+        return LevelFit(uniform_levels(float(values[0]), float(values[-1]), bins), zero_is_level=False)
 
 
 def uniform_levels(low: float, high: float, bins: int) -> F64:

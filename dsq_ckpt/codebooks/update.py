@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, Proposal
+from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, LevelFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.lattice import multiples
 from dsq_ckpt.codebooks.octaves import UNIT_ERROR
@@ -42,7 +42,7 @@ class Update(CodebookConfig):
             )
         return self
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Return multiples of the step."""
         return multiples(self.step, _LEVELS, histogram)
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
-from dsq_ckpt.distributed.comm import Communicator, together, told_together
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.chunks import QuantizedChunk, exact_values, keep
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache
@@ -52,7 +52,7 @@ def stage_codes(
         others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in ties.first]
         return replace(whole, items=items, storage_data=others), ties
 
-    own_plan, ties = together(comm, plan_untied)
+    own_plan, ties = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
     plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
@@ -67,7 +67,7 @@ def stage_codes(
         layouts = [layout_of_plan(plan.items, options, bool(gradients), whole) for plan in plans]
         return pipeline.agree(len(plans), layouts)
 
-    context = told_together(comm, agreed)[0]
+    context = gather_from_all_ranks(comm, agreed)[0]
     assert context is not None
 
     def quantized() -> tuple[dict[str, Any], StagedCodes]:
@@ -92,4 +92,4 @@ def stage_codes(
         pipeline.remember(context, cache)
         return state, staged
 
-    return together(comm, quantized)
+    return run_on_all_ranks(comm, quantized)

@@ -28,8 +28,8 @@ from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import Layout
-from dsq_ckpt.quantization.choice import Choice
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.plan import QuantizationPlan
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StagedCodes:
     """
 
     context: SaveContext
-    plan: Choice
+    plan: QuantizationPlan
     staged: frozenset[ChunkKey | str]
 
 
@@ -182,7 +182,7 @@ def staged_state_dict(
     return Nesting.of(state_dict, mappings).nested(staged)
 
 
-def staged_payloads(items: list[SaveItem], plan: Choice) -> QuantizedState:
+def staged_payloads(items: list[SaveItem], plan: QuantizationPlan) -> QuantizedState:
     """Return the items as they were staged.
 
     Raises:

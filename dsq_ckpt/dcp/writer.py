@@ -28,7 +28,7 @@ from dsq_ckpt.dcp.planner_data import planner_json
 from dsq_ckpt.dcp.plans import items_beside, items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.quantized_staging import stage_codes
 from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
-from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, gather_from_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
 from dsq_ckpt.engine.context import SaveContext
@@ -40,8 +40,8 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.ties import Ties
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import Fractions, Layout
-from dsq_ckpt.quantization.choice import Chooser, as_configured
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage.container import make_directory
 from dsq_ckpt.storage.manifest import local_path
 
@@ -79,7 +79,7 @@ class DSQStorageWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         pinned: bool = False,
         no_dist: bool = False,
-        policy: Chooser = as_configured,
+        policy: ConfigPolicy = as_configured,
         gradients: Mapping[str, torch.Tensor] | None = None,
         fractions: Fractions | None = None,
         history: SaveHistory | None = None,
@@ -309,7 +309,7 @@ class DSQStorageWriter(StorageWriter):
             self._save = self._begin()
             return self._save.settings, call is not None and call.default_planner, save_id
 
-        found = told_together(comm or SingleProcess(), given)
+        found = gather_from_all_ranks(comm or SingleProcess(), given)
         refuse_different([settings for settings, *_ in found])
         if comm is not None:
             if all(default for _, default, _ in found):  # ranks with different planners must not part here

@@ -31,7 +31,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.deepspeed.tags import tags_in
 from dsq_ckpt.distributed.comm import TorchCommunicator, timeout_of
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.quantization.choice import Chooser, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.search.folds import agree
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _check_and_remember_loads(engine: Any) -> None:
     engine.load_checkpoint = functools.wraps(original)(load_checkpoint)
 
 
-def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> Chooser:
+def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> ConfigPolicy:
     if evaluate is None:
         return as_configured
     from dsq_ckpt.deepspeed.masters import refresh_of

@@ -22,7 +22,7 @@ from dsq_ckpt.deepspeed.gradients import FlatGradients
 from dsq_ckpt.deepspeed.partition import Inventory, inventory, parameter_in
 from dsq_ckpt.deepspeed.state import Substitution, differing, nesting_of, shards_of
 from dsq_ckpt.deepspeed.tags import agreed_tag, find_tag, tag_to_load
-from dsq_ckpt.distributed.comm import TorchCommunicator, together, told_together
+from dsq_ckpt.distributed.comm import TorchCommunicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.engine.collective import save_collectively
@@ -31,11 +31,11 @@ from dsq_ckpt.engine.local import Attachment, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.quantization.analysis import Fractions
-from dsq_ckpt.quantization.choice import Chooser, as_configured
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
-from dsq_ckpt.storage import stored
-from dsq_ckpt.storage.attachments import plain_aside, restore
+from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
+from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.foreign_files import plain_aside, restore
 from dsq_ckpt.storage.manifest import Manifest, is_complete
 from dsq_ckpt.storage.runs import run_of
 from dsq_ckpt.storage.targets import publish, temporary
@@ -57,7 +57,8 @@ class DSQCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(
-        self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup, policy: Chooser = as_configured,
+        self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup,
+        policy: ConfigPolicy = as_configured,
         gradients: FlatGradients | None = None,
     ) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             files = {str(path.relative_to(own)): state for path, state in queue.items()}
             self._commit_tag(Path(info.save_dir, tag or info.tag).absolute(), files)
         else:
-            together(self._comm, lambda: _write_plain(queue))
+            run_on_all_ranks(self._comm, lambda: _write_plain(queue))
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -140,7 +141,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         looked_at, self._looked_at = self._looked_at, None
         if looked_at is not None and looked_at[:2] == (file, manifest.save_id):
             return looked_at[2]
-        with stored.stored_in(file.parent):
+        with pickle_refs.stored_in(file.parent):
             # As DeepSpeed does, which keeps objects of its own and the user's in these files.
             loaded = torch.load(path, map_location=map_location, weights_only=False)
         if looked_at is None and callable(map_location):
@@ -165,7 +166,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             LoadFailed: on all ranks, if they were given different tags, or DeepSpeed finds no files for this rank.
         """
         directory = find_tag(self._comm, load_dir, tag)
-        together(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
+        run_on_all_ranks(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
         manifest: Manifest | None = None
 
         def checked() -> list[str]:
@@ -173,7 +174,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             problems, manifest = self._checked(directory)
             return problems
 
-        found = [problem for several in told_together(self._comm, checked, LoadFailed) for problem in several]
+        found = [problem for several in gather_from_all_ranks(self._comm, checked, LoadFailed) for problem in several]
         if found:  # the same error on all ranks, so that all of them handle it alike
             self._history.doubt()
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
@@ -183,7 +184,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         own = {
             (parameter_in(part.key.fqn), *part.key[1:]) for part in shards_of(buffers, self._comm.rank, self._comm.size)
         }
-        with stored.keeping_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
+        with pickle_refs.keeping_codes(directory, lambda key: (parameter_in(key.fqn), *key[1:]) in own) as codes:
             try:
                 yield
             except AssertionError as error:
@@ -196,7 +197,7 @@ class DSQCheckpointEngine(CheckpointEngine):
                 ) from error
             finally:
                 self._looked_at = None
-                stored.close()
+                pickle_refs.close()
         if manifest is not None:
             self._history.add_loaded(directory, manifest.save_id, ChunkCache(codes=codes))
             self._last = directory
@@ -212,7 +213,7 @@ class DSQCheckpointEngine(CheckpointEngine):
 
     def cleanup(self) -> None:
         """Close what was read."""
-        stored.close()
+        pickle_refs.close()
         self.inner.cleanup()
 
     def _commit_tag(self, directory: Path, files: Mapping[str, Any]) -> None:
@@ -224,7 +225,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             found, parent = inventory(self._engine), self._parent_of(directory)
             return differing(found)
 
-        unlike = set().union(*told_together(self._comm, surveyed))
+        unlike = set().union(*gather_from_all_ranks(self._comm, surveyed))
 
         def state() -> LocalState:
             writes = bool(getattr(self._engine, "save_zero_checkpoint", True))

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from dsq_ckpt.deepspeed.masters import refresh_of
-from dsq_ckpt.deepspeed.subject import ENGINE, EngineSubject
-from dsq_ckpt.distributed.comm import communicator, together
+from dsq_ckpt.deepspeed.train_state import ENGINE, MasterState
+from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.buckets import Hooked
 from dsq_ckpt.lowdiff.capture import Captured, capture
-from dsq_ckpt.lowdiff.compressors import Compressor, Trace, Uncompressed
+from dsq_ckpt.lowdiff.compressors import Compressor, GradientInfo, Uncompressed
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
-from dsq_ckpt.lowdiff.handle import Handle, Layout
 from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovery import Recovered, recover_subject
-from dsq_ckpt.lowdiff.subject import Entry, Stateful, Subject, dtype_name
+from dsq_ckpt.lowdiff.train_state import Entry, Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import Layout, WorkerClient
 from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.manifest import local_path
 
@@ -47,7 +47,7 @@ class EngineLog(GradientLog):
     ) -> None:
         self._engine = engine
         self._parts: _Parts | None = None
-        self._traces: dict[nn.Parameter, Trace] = {}
+        self._traces: dict[nn.Parameter, GradientInfo] = {}
         self._called: set[str] = set()
         self._reduction: Any = None
         super().__init__(
@@ -75,8 +75,8 @@ class EngineLog(GradientLog):
 
     def _subject_of(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
-    ) -> Subject:
-        return EngineSubject(self._engine, {name: state for name, state in states.items() if name != ENGINE})
+    ) -> TrainState:
+        return MasterState(self._engine, {name: state for name, state in states.items() if name != ENGINE})
 
     def _prepare(self, resume: Recovered | None) -> None:
         super()._prepare(resume)
@@ -109,7 +109,7 @@ class EngineLog(GradientLog):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is called for all masters together, or for some after the other."""
-        subject = self._engine_subject()
+        subject = self._engine_state()
         names = subject.updated_in(optimizer.param_groups)
         if not self._stepped or names & self._called:  # twice for the same: an error
             self._called, self._parts = set(), None
@@ -121,7 +121,7 @@ class EngineLog(GradientLog):
         self._called |= names
 
     def _capture(self, room: int) -> None:
-        subject = self._engine_subject()
+        subject = self._engine_state()
         # What stands in the masters' gradients is rounded to the module's dtype, times a number.
         dtype = self._engine.get_data_types()[0]
         half = dtype_name(dtype) if dtype.itemsize == 2 else None
@@ -143,13 +143,13 @@ class EngineLog(GradientLog):
         return list(self._subject.buffers())
 
     def _brings(self, path: tuple[str, ...], parameter: str | None) -> bool:
-        return self._engine_subject().is_own(path) or super()._brings(path, parameter)
+        return self._engine_state().is_own(path) or super()._brings(path, parameter)
 
-    def _engine_subject(self) -> EngineSubject:
-        assert isinstance(self._subject, EngineSubject)
+    def _engine_state(self) -> MasterState:
+        assert isinstance(self._subject, MasterState)
         return self._subject
 
-    def _master_traces(self) -> dict[nn.Parameter, Trace]:
+    def _master_traces(self) -> dict[nn.Parameter, GradientInfo]:
         """What is known of the module's gradients, for the masters that have the same."""
         traces, self._traces = self._traces, {}
         by_name = {self._engine.param_names[parameter]: trace for parameter, trace in traces.items()}
@@ -168,7 +168,7 @@ class _Parts:
         handle: of the checkpointing process.
     """
 
-    def __init__(self, own: Sequence[Entry], half: str | None, room: int, handle: Handle) -> None:
+    def __init__(self, own: Sequence[Entry], half: str | None, room: int, handle: WorkerClient) -> None:
         layout = Layout()
         self._own = own
         self._places = [layout.add(entry.elements * dtype_of(entry.dtype).itemsize) for entry in own]
@@ -179,7 +179,7 @@ class _Parts:
         hints = {"scales": [1.0], "half": half, "search": half is not None}
         self.captured = Captured({"sparse": [], "dense": self._dense, "hints": hints}, slot, buffers_at, new)
 
-    def put(self, subject: EngineSubject, names: Collection[str]) -> None:
+    def put(self, subject: MasterState, names: Collection[str]) -> None:
         """Copy the gradients of some partitions; those of others may be there, but not as they will be used."""
         for place, entry in enumerate(self._own):
             gradient = subject.parameters[entry.name].grad
@@ -251,7 +251,7 @@ def recover(
     """
     _check_names(state)
     comm = communicator(None)
-    subject = together(comm, lambda: EngineSubject(engine, state), LoadFailed)
+    subject = run_on_all_ranks(comm, lambda: MasterState(engine, state), LoadFailed)
     with subject.replayable():
         recovered = recover_subject(
             local_path(run), subject, comm, replay_log=replay_log, memory=False, timeout=timeout

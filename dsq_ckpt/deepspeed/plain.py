@@ -11,7 +11,7 @@ import torch
 from dsq_ckpt.convert.export import Exported, ExportError, Opened, Progress, StrPath
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
-from dsq_ckpt.storage import stored
+from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.container import file_checksum, sync_directory
 from dsq_ckpt.storage.manifest import expanded, local_path
 from dsq_ckpt.storage.targets import refuse, replace_directory, temporary
@@ -59,7 +59,7 @@ def export_deepspeed(
             path = source / file.name
             if file_checksum(path) != (file.size, file.checksum):
                 raise CorruptCheckpoint(f"'{path}' does not have the checksum {file.checksum}: it was altered")
-            with stored.stored_in(source, refined):
+            with pickle_refs.stored_in(source, refined):
                 try:
                     state = torch.load(path, map_location="cpu", weights_only=False)
                 except ImportError as error:
@@ -74,7 +74,7 @@ def export_deepspeed(
                 progress(sum(sizes))
         sync_directory(hidden)
         replace_directory(hidden, goal)
-    stored.close()
+    pickle_refs.close()
     return Exported(goal, count, total, refined)
 
 

@@ -15,7 +15,7 @@ from dsq_ckpt.core.flat import boxes
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, Segment
 from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.stored import Piece, StoredTensor
+from dsq_ckpt.storage.pickle_refs import Piece, StoredTensor
 
 
 def shards_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool = True) -> Iterator[LocalShard]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.distributed.comm import Communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
 from dsq_ckpt.storage.manifest import is_complete
 
@@ -41,7 +41,7 @@ def agreed_tag(
             raise SaveFailed(f"rank {comm.rank}: the directory for checkpoints cannot be made: {unusable}")
         return str(tag), platform.node(), os.path.realpath(save_dir)
 
-    told = told_together(comm, own)
+    told = gather_from_all_ranks(comm, own)
     first, host, directory = told[0]
     if any(other != directory for _, name, other in told if name == host):
         places = _by_rank([place for *_, place in told])
@@ -77,7 +77,7 @@ def tag_to_load(comm: Communicator, file: Path, tag: str | None) -> str | None:
         except FileNotFoundError:
             return None
 
-    seen = told_together(comm, lambda: (read(), platform.node()), LoadFailed)
+    seen = gather_from_all_ranks(comm, lambda: (read(), platform.node()), LoadFailed)
     there = [found is not None for found, _ in seen]
     if any(there) and not all(there):
         rank, other = there.index(False), there.index(True)
@@ -97,7 +97,7 @@ def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
         CheckpointNotFound: on all ranks, if it is not there, or no checkpoint is in it; the text says which tags are.
     """
     directory = Path(load_dir, tag).absolute()
-    told = told_together(
+    told = gather_from_all_ranks(
         comm, lambda: (tag, platform.node(), tag != "" and _holds_checkpoint(directory)), LoadFailed
     )
     tags = [one for one, *_ in told]

@@ -210,7 +210,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return None
 
 
-def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:
+def run_on_all_ranks(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:
     """The result of local work that must succeed on all ranks or fail on all; collective.
 
     Args:
@@ -224,11 +224,13 @@ def together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQErro
         BaseException: what is no `Exception`, such as KeyboardInterrupt, as it is, on the rank where it was raised.
     """
     results: list[_T] = []
-    told_together(comm, lambda: results.append(work()), otherwise)
+    gather_from_all_ranks(comm, lambda: results.append(work()), otherwise)
     return results[0]
 
 
-def told_together(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> list[_T]:
+def gather_from_all_ranks(
+    comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed
+) -> list[_T]:
     """Do work that must succeed on all ranks or fail on all, and return the results of all, in rank order; collective.
 
     As `together`, which it saves a collective after it. Results can be pickled.

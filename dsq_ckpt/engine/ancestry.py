@@ -20,7 +20,7 @@ import xxhash
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
@@ -100,20 +100,20 @@ def with_sound_parent(
         found = _joined([check.result() for check in checks])
         return known is None or known.suspect, known is not None and bool(known.cache), found
 
-    told = told_together(comm, looked_for)
+    told = gather_from_all_ranks(comm, looked_for)
     found = _joined([found for *_, found in told])
     # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole, and at once.
     # Ranks agree on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to
     # miss.
     if parent is not None and (any(doubtful for doubtful, *_ in told) or not any(held for _, held, _ in told)):
-        found |= _joined(told_together(comm, lambda: _checked(
+        found |= _joined(gather_from_all_ranks(comm, lambda: _checked(
             parent, lambda: due(parent, everything=True)[comm.rank :: comm.size], workers
         )))
     builds_on_damage = False
     if found:
         if known is not None:
             known.suspect = True  # should this save fail
-        builds_on_damage = told_together(comm, lambda: comm.rank == 0 and _reported(found, parent, workers))[0]
+        builds_on_damage = gather_from_all_ranks(comm, lambda: comm.rank == 0 and _reported(found, parent, workers))[0]
     _under_way[:] = [check for check in _under_way if check not in checks]
     if builds_on_damage:
         return replace(context, parent=None, model=None)

@@ -73,16 +73,16 @@ class ChunkLoader:
         if parent is None or previous is None:
             return chunk
         self.bases[chunk.key] = previous[0]
-        chunk = replace(chunk, parent=previous[1], resident=parent.device_codes(chunk.key))
+        chunk = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
         if device.serves(chunk):
             with suppress(torch.OutOfMemoryError):
-                return replace(chunk, resident=parent_on_device(chunk))
-        return replace(chunk, on_device=False, resident=None)
+                return replace(chunk, device_codes=parent_on_device(chunk))
+        return replace(chunk, on_device=False, device_codes=None)
 
     def _with_values(self, chunk: Chunk) -> Chunk | None:
         known = None if self._parent is None else self._parent.values(chunk.key)
         if known is not None:
-            difference = replace(chunk, onto=known[1])
+            difference = replace(chunk, base_values=known[1])
             if brings_nearer(difference):
                 self.bases[chunk.key] = known[0]
                 return difference
@@ -118,7 +118,7 @@ def quantized(
         with suppress(torch.OutOfMemoryError):
             source = DeviceChunk(chunk, tables.of(fitted, chunk.tensor.device))
     source = source or QuantizingChunk(chunk, fitted)
-    coded = source.parent is not None or chunk.onto is not None
+    coded = source.parent is not None or chunk.base_values is not None
     return QuantizedChunk(source, bases.get(chunk.key) if coded else None)
 
 
@@ -134,8 +134,8 @@ def keep(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
         cache.codes[source.key] = source.codes
     else:
         cache.values[source.key] = source.values
-    if isinstance(source, DeviceChunk) and source.resident is not None and deltas:
-        cache.device_codes[source.key] = source.resident
+    if isinstance(source, DeviceChunk) and source.device_codes is not None and deltas:
+        cache.device_codes[source.key] = source.device_codes
 
 
 def exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, Floats32]:

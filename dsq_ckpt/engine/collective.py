@@ -17,7 +17,7 @@ from typing import Any
 from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.nesting import Path as NestedPath
-from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, together, told_together
+from dsq_ckpt.distributed.comm import Communicator, RankUnreachable, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.commit import SaveContents
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
 from dsq_ckpt.engine.context import SaveContext
@@ -28,9 +28,9 @@ from dsq_ckpt.engine.ties import Ties
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import Layout
-from dsq_ckpt.quantization.choice import Choice
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage import attachments, gc
+from dsq_ckpt.quantization.plan import QuantizationPlan
+from dsq_ckpt.storage import foreign_files, gc
 from dsq_ckpt.storage.container import FileInfo, file_checksum
 from dsq_ckpt.storage.index import uncovered
 
@@ -49,7 +49,7 @@ class _RankReport:
 @held_signals()
 def save_collectively(
     path: Path, state: Callable[[], LocalState], options: SaveOptions, comm: Communicator
-) -> Choice:
+) -> QuantizationPlan:
     """Save the shards of all ranks; collective over `comm`. The checkpoint is complete on return, or was never there.
 
     Args:
@@ -78,15 +78,15 @@ class _CollectiveSave:
         self._hidden: dict[str, Path] = {}
         """Temporary names of this rank's attachments."""
 
-    def run(self, state: Callable[[], LocalState]) -> Choice:
+    def run(self, state: Callable[[], LocalState]) -> QuantizationPlan:
         comm, pipeline = self._comm, self._pipeline
-        offers = told_together(comm, lambda: self._prepare(state))
+        offers = gather_from_all_ranks(comm, lambda: self._prepare(state))
         refuse_different([settings for settings, _ in offers])
         layouts = [layout for _, layout in offers]
         try:
-            context = told_together(comm, lambda: None if comm.rank else self._agree(layouts))[0]
+            context = gather_from_all_ranks(comm, lambda: None if comm.rank else self._agree(layouts))[0]
             assert context is not None
-            reports = told_together(comm, lambda: self._write(context))
+            reports = gather_from_all_ranks(comm, lambda: self._write(context))
             self._commit(context, reports)
         except RankUnreachable:
             raise  # others may still write
@@ -113,7 +113,7 @@ class _CollectiveSave:
         attached = bool(self._state.attachments)
         context = self._pipeline.agree(self._comm.size, layouts, attached=attached)
         if attached:
-            attachments.keep_plain(self._path, self._fsync)
+            foreign_files.keep_plain(self._path, self._fsync)
         return context
 
     def _write(self, context: SaveContext) -> _RankReport:
@@ -127,9 +127,9 @@ class _CollectiveSave:
         for name, write in own.attachments.items():
             temporary = self._path / f".{name}.dsq-{context.save_id[:8]}.tmp"
             self._hidden[name] = temporary
-            attachments.write(temporary, partial(write, save_id=context.save_id), self._fsync)
+            foreign_files.write(temporary, partial(write, save_id=context.save_id), self._fsync)
             files.append(FileInfo(name, *file_checksum(temporary)))
-        attachments.journal(self._path, context.save_id, rank, files, self._fsync)
+        foreign_files.journal(self._path, context.save_id, rank, files, self._fsync)
         nesting = own.nesting if isinstance(own.nesting, Nesting) else Nesting(own.nesting)
         return _RankReport(result, _inventory(own.shards), list(own.objects), nesting, files)
 
@@ -139,7 +139,7 @@ class _CollectiveSave:
 
         def publish() -> None:
             contents.append(_contents(reports))  # fails on all ranks alike, before any gives a name to anything
-            attachments.publish(self._path, self._hidden, self._fsync)
+            foreign_files.publish(self._path, self._hidden, self._fsync)
 
         def commit() -> None:
             if comm.rank == 0:
@@ -147,12 +147,12 @@ class _CollectiveSave:
 
         try:
             if any(report.attachments for report in reports):
-                together(comm, publish)
-            together(comm, commit)
+                run_on_all_ranks(comm, publish)
+            run_on_all_ranks(comm, commit)
         except BaseException:
             if comm.rank == 0:
                 with suppress(OSError):
-                    attachments.restore(self._path, context.save_id)
+                    foreign_files.restore(self._path, context.save_id)
             raise
 
     def _commit_alone(
@@ -161,7 +161,7 @@ class _CollectiveSave:
         committed = self._pipeline.commit(context, [report.result for report in reports], contents)
         if not committed.flushed:
             return
-        attachments.forget(self._path, [file.name for file in contents.attachments])
+        foreign_files.forget(self._path, [file.name for file in contents.attachments])
         self._pipeline.retire()
         with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
             gc.collect_in(self._path, time.time() - context.started)

@@ -21,10 +21,10 @@ from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
-from dsq_ckpt.quantization.choice import Choice
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import without_effect
+from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst import Worst
 from dsq_ckpt.storage.container import FileInfo, sync_directory, write_index
 from dsq_ckpt.storage.index import uncovered
@@ -62,7 +62,7 @@ class SaveContents:
 
 def commit(
     path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], contents: SaveContents,
-    plan: Choice,
+    plan: QuantizationPlan,
 ) -> Committed:
     """Check that everything is there, write index and manifest; on the coordinator.
 
@@ -144,7 +144,7 @@ def _required(results: Sequence[RankResult]) -> list[str]:
 
 
 def _index(
-    context: SaveContext, results: Sequence[RankResult], contents: SaveContents, plan: Choice
+    context: SaveContext, results: Sequence[RankResult], contents: SaveContents, plan: QuantizationPlan
 ) -> dict[str, Any]:
     written, analysis = _written(results), plan.analysis
     names = [file.name for result in results for file in result.files]
@@ -173,7 +173,7 @@ def _index(
 
 
 def _manifest(
-    path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], plan: Choice,
+    path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], plan: QuantizationPlan,
     files: list[ManifestFile],
 ) -> Manifest:
     analysis, config = plan.analysis, plan.config

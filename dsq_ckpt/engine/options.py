@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory, default_history
 from dsq_ckpt.quantization.analysis import Fractions
-from dsq_ckpt.quantization.choice import Chooser, as_configured
+from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,6 @@ class SaveOptions:
     overwrite: bool = False
     pinned: bool = False
     layer_types: Mapping[str, str] | None = None
-    policy: Chooser = as_configured
+    policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)

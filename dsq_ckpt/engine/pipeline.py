@@ -30,7 +30,7 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.quantizing import QuantizedState, quantize
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.quantization.analysis import Layout
-from dsq_ckpt.quantization.choice import Choice, as_configured
+from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.storage.targets import Landing, refuse_checkpoint
 
 
@@ -50,7 +50,7 @@ class SavePipeline:
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path, self.options, self.started = path, options, time.time()
         self.context: SaveContext | None = None
-        self.plan: Choice | None = None
+        self.plan: QuantizationPlan | None = None
         self._landing: Landing | None = None
 
     def __getstate__(self) -> dict[str, Any]:

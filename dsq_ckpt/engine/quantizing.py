@@ -15,7 +15,7 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, together, told_together
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
 from dsq_ckpt.engine.chain import Parent
@@ -24,11 +24,11 @@ from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
-from dsq_ckpt.quantization.analysis import MEASURED, Analysis, Layout, Sketches, measure
-from dsq_ckpt.quantization.choice import Choice, all_exact, as_configured
+from dsq_ckpt.quantization.analysis import MEASURED, Analysis, GlobalSketch, Layout, build_global_sketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import TablesOf
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
+from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
 
 
 @dataclass
@@ -46,7 +46,7 @@ class QuantizedState:
 
     chunks: Iterator[QuantizedChunk]
     unquantized: list[SaveItem]
-    plan: Choice
+    plan: QuantizationPlan
     items: Mapping[ChunkKey, SaveItem]
     tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
     staged: bool = False
@@ -82,13 +82,13 @@ def quantize(
     searches = policy not in (as_configured, all_exact)
     try:
         with sketching:
-            sketches = measure(
+            sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
                 0 if context.parent is None else context.parent.depth,
             )
             if searches:  # a failure must reach the ranks that go on to evaluate
-                replicas = together(comm, lambda: sketching.replicas(sketches))
-                before = together(comm, lambda: _state(local, workers))
+                replicas = run_on_all_ranks(comm, lambda: sketching.replicas(sketches))
+                before = run_on_all_ranks(comm, lambda: _state(local, workers))
     except DSQError:
         if context.parent is not None and (known := options.history.find(context.parent.save_id)) is not None:
             known.suspect = True
@@ -97,7 +97,7 @@ def quantize(
     plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
     plan = replace(plan, analysis=replace(plan.analysis, worst=sketches.worst(plan.analysis)))
     if searches:
-        together(comm, lambda: _check_unchanged(before, _state(local, workers)))
+        run_on_all_ranks(comm, lambda: _check_unchanged(before, _state(local, workers)))
     _report(local, sketches, plan, options.config, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
@@ -142,7 +142,7 @@ class _Sketching:
             for item in _measured(items, context.layout)
         ]
 
-    def replicas(self, sketches: Sketches) -> list[Chunk]:
+    def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""
         scales, loader = sketches.scales, self._loader()
         return [
@@ -160,7 +160,7 @@ class _Sketching:
         return ChunkLoader(self._parent, self._gradients, self._context.layout.residual)
 
 
-def _lazily(sketches: Sketches, loader: ChunkLoader, plan: Choice) -> Iterator[QuantizedChunk]:
+def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
     """Quantize chunk by chunk; none is held longer than that takes, and with it go the previous codes on a device."""
     fitted = plan.analysis.fitted
     chunks = deque(
@@ -184,11 +184,11 @@ def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
 
 
 def _report(
-    local: LocalItems, sketches: Sketches, plan: Choice, config: DSQConfig, comm: Communicator
+    local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, config: DSQConfig, comm: Communicator
 ) -> None:
     """Warn of what is stored otherwise than asked for; collective."""
     if sketches.nonfinite:
-        told = told_together(comm, lambda: _not_finite(local.items, sketches.nonfinite))
+        told = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
         beyond = sketches.nonfinite.difference(*told)
         for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, config)):
             if warning and comm.rank == 0:

@@ -21,8 +21,8 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.contract import Compressor, Trace
-from dsq_ckpt.lowdiff.ddp import Seat, distributed, take_seat
+from dsq_ckpt.lowdiff.contract import Compressor, GradientInfo
+from dsq_ckpt.lowdiff.ddp import CommHookSlot, distributed, take_seat
 from dsq_ckpt.quantization.groups import unwrapped
 
 Group = dist.ProcessGroup
@@ -80,7 +80,7 @@ class Bucket:
         return self.flat[part.start : part.stop]
 
 
-Left = Callable[[], Trace | None]
+Left = Callable[[], GradientInfo | None]
 """Makes a trace when it is asked for: few steps of a run that accumulates gradients need one."""
 
 
@@ -92,7 +92,7 @@ class Hooked(Compressor):
         self._names: dict[nn.Parameter, str] = {}
         self._left: dict[nn.Parameter, Left] = {}
         self._handles: list[RemovableHandle] = []
-        self._seat: Seat | None = None
+        self._seat: CommHookSlot | None = None
         self._skips = False
         """Whether DDP drops the gradients of parameters that no rank used, residuals that were sent included."""
 
@@ -121,11 +121,11 @@ class Hooked(Compressor):
 
     @property
     def tenant(self) -> str:
-        """See `ddp.Tenant`."""
+        """See `ddp.HookOwner`."""
         return f"compressor '{self.spec}'"
 
     def on_bucket(self, bucket: dist.GradBucket, group: Group) -> Future[Tensor]:
-        """See `ddp.Tenant`."""
+        """See `ddp.HookOwner`."""
         flat = bucket.buffer()
         parameters = [cast(nn.Parameter, p) for p in bucket.parameters()]
         if flat.layout != torch.strided:
@@ -194,7 +194,7 @@ class Hooked(Compressor):
         self._seat, self._handles = None, []
         self._left.clear()
 
-    def take(self) -> dict[nn.Parameter, Trace]:
+    def take(self) -> dict[nn.Parameter, GradientInfo]:
         """See `Compressor.take`."""
         left, self._left = self._left, {}
         made = {parameter: make() for parameter, make in left.items() if parameter.grad is not None}

@@ -11,10 +11,10 @@ from torch import nn
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.scan import gather
 from dsq_ckpt.lowdiff.arena import Arena
-from dsq_ckpt.lowdiff.compressors import Trace
+from dsq_ckpt.lowdiff.compressors import GradientInfo
 from dsq_ckpt.lowdiff.encoding import scales_from
-from dsq_ckpt.lowdiff.handle import Handle, Layout, nbytes
-from dsq_ckpt.lowdiff.subject import Entry, Subject, dtype_name
+from dsq_ckpt.lowdiff.train_state import Entry, TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import Layout, WorkerClient, nbytes
 
 
 class Captured(NamedTuple):
@@ -36,8 +36,8 @@ class Captured(NamedTuple):
 
 
 def capture(
-    subject: Subject, own: Sequence[Entry], traces: Mapping[nn.Parameter, Trace], whole: bool,
-    room: int, handle: Handle,
+    subject: TrainState, own: Sequence[Entry], traces: Mapping[nn.Parameter, GradientInfo], whole: bool,
+    room: int, handle: WorkerClient,
 ) -> Captured:
     """Put this rank's share of the gradients into a free slot, waiting for one.
 
@@ -170,7 +170,7 @@ def _on_device(size: int, device: torch.device) -> _OnDevice | None:
 
 
 def put_buffers(
-    buffers: Iterable[tuple[str, torch.Tensor]], handle: Handle, slot: int, at: int
+    buffers: Iterable[tuple[str, torch.Tensor]], handle: WorkerClient, slot: int, at: int
 ) -> tuple[list[list[Any]], bool] | None:
     """Put buffers of the model into a slot, behind the gradients, if there are any.
 

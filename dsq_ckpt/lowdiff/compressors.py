@@ -20,12 +20,12 @@ from typing import ClassVar
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.contract import Compressor, Trace
+from dsq_ckpt.lowdiff.contract import Compressor, GradientInfo
 from dsq_ckpt.lowdiff.quantized import KMeans
 from dsq_ckpt.lowdiff.rounding import Bf16, Fp16
 from dsq_ckpt.lowdiff.topk import TopK
 
-__all__ = ["Bf16", "Compressor", "Fp16", "KMeans", "TopK", "Trace", "Uncompressed", "compressor"]
+__all__ = ["Bf16", "Compressor", "Fp16", "GradientInfo", "KMeans", "TopK", "Uncompressed", "compressor"]
 
 _CLOSE = 0.5  # names are short: one wrong letter of four is far
 
@@ -44,7 +44,7 @@ class Uncompressed(Compressor):
     def detach(self) -> None:
         """Do nothing."""
 
-    def take(self) -> dict[nn.Parameter, Trace]:
+    def take(self) -> dict[nn.Parameter, GradientInfo]:
         """Nothing is known of any parameter."""
         return {}
 

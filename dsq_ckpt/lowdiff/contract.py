@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dsq_ckpt.errors import LoadFailed
 
 
-class Trace(NamedTuple):
+class GradientInfo(NamedTuple):
     """What a compressor knows of the synchronized gradient of one parameter.
 
     It holds for `p.grad` from the end of the backward pass on, and after clipping too, up to the scalar that clipping
@@ -68,7 +68,7 @@ class Compressor(ABC):
         """Leave the gradients alone. A hook cannot be removed from DDP: there it averages from now on, as DDP does."""
 
     @abstractmethod
-    def take(self) -> dict[nn.Parameter, Trace]:
+    def take(self) -> dict[nn.Parameter, GradientInfo]:
         """What the last synchronization left, which is then forgotten.
 
         Parameters are absent where the hook did not run, where there is no gradient, or where nothing is known of it.

@@ -16,7 +16,7 @@ from dsq_ckpt.errors import ConfigError
 Synchronized = torch.futures.Future[torch.Tensor]
 
 
-class Tenant(Protocol):
+class HookOwner(Protocol):
     """Who uses the hook.
 
     Attributes:
@@ -31,7 +31,7 @@ class Tenant(Protocol):
         ...
 
 
-class Seat:
+class CommHookSlot:
     """The hook of one model; without a tenant it averages, as DDP does by itself.
 
     Attributes:
@@ -40,7 +40,7 @@ class Seat:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.tenant: Tenant | None = None
+        self.tenant: HookOwner | None = None
         self.group = group
 
     def leave(self) -> None:
@@ -51,7 +51,7 @@ class Seat:
         return allreduce_hook(self.group, bucket) if self.tenant is None else self.tenant.on_bucket(bucket, self.group)
 
 
-_SEATS: WeakKeyDictionary[DistributedDataParallel, Seat] = WeakKeyDictionary()
+_SEATS: WeakKeyDictionary[DistributedDataParallel, CommHookSlot] = WeakKeyDictionary()
 
 
 def distributed(model: nn.Module, tenant: str) -> DistributedDataParallel | None:
@@ -69,8 +69,8 @@ def distributed(model: nn.Module, tenant: str) -> DistributedDataParallel | None
     return None
 
 
-def take_seat(model: DistributedDataParallel, tenant: Tenant, instead: str) -> Seat:
-    """Have DDP call a tenant, until `Seat.leave`.
+def take_seat(model: DistributedDataParallel, tenant: HookOwner, instead: str) -> CommHookSlot:
+    """Have DDP call a tenant, until `CommHookSlot.leave`.
 
     Args:
         model: whose gradients are to be synchronized.
@@ -82,7 +82,7 @@ def take_seat(model: DistributedDataParallel, tenant: Tenant, instead: str) -> S
     """
     seat = _SEATS.get(model)
     if seat is None:
-        seat = Seat(model.process_group)
+        seat = CommHookSlot(model.process_group)
         try:  # a lambda, since DDP does not understand annotations that are strings
             model.register_comm_hook(seat, lambda seat, bucket: seat._run(bucket))
         except (RuntimeError, ValueError) as error:

@@ -23,7 +23,7 @@ import torch
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.plain import from_plain
-from dsq_ckpt.lowdiff.subject import Subject
+from dsq_ckpt.lowdiff.train_state import TrainState
 
 _MOMENTUM = "momentum_buffer"
 Matrix = tuple[tuple[float, float], tuple[float, float]]
@@ -71,7 +71,7 @@ class Merging:
         ConfigError: the optimizer's step is not linear.
     """
 
-    def __init__(self, subject: Subject, threads: int) -> None:
+    def __init__(self, subject: TrainState, threads: int) -> None:
         check_linear(subject.optimizer)
         self._subject = subject
         self._threads = threads

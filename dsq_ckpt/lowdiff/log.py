@@ -20,7 +20,7 @@ from dsq_ckpt.lowdiff.compressors import Compressor
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
 from dsq_ckpt.lowdiff.recorder import Recorder, recovered_or_none
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.subject import Stateful
+from dsq_ckpt.lowdiff.train_state import Stateful
 from dsq_ckpt.lowdiff.tuning import Bounds, Tuner
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from dsq_ckpt.distributed.comm import Communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
@@ -170,7 +170,7 @@ class Survivors:
             return None
         step = min(int(status[0]["newest"]) for status in told)
         session = told[0][0]["session"]
-        behind = told_together(
+        behind = gather_from_all_ranks(
             self._comm, lambda: self._comm.rank == 0 and self._left_behind(session, step), LoadFailed
         )
         if behind[0]:

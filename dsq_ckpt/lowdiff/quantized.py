@@ -29,9 +29,9 @@ from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
-from dsq_ckpt.lowdiff.contract import Trace
+from dsq_ckpt.lowdiff.contract import GradientInfo
 from dsq_ckpt.lowdiff.feedback import Feedback
-from dsq_ckpt.lowdiff.witness import Places, Seen
+from dsq_ckpt.lowdiff.probe import Places, Seen
 from dsq_ckpt.quantization.sketch import Sketch
 
 _OCTAVES = 12
@@ -176,11 +176,12 @@ def _overlap(part: Part, first: int, length: int) -> tuple[slice, slice]:
     return slice(start - first, stop - first), slice(start - part.start, stop - part.start)
 
 
-def _trace(levels: Tensor, witness: Callable[[], Seen | None]) -> Trace:
+def _trace(levels: Tensor, witness: Callable[[], Seen | None]) -> GradientInfo:
     distinct = levels.unique()
     known = len(distinct) <= _TRACED_LEVELS and not bool(distinct.isnan().any())
     seen = witness()
-    return Trace(None, None, distinct if known else None, seen and (on_this_stream(seen[0]), on_this_stream(seen[1])))
+    there = seen and (on_this_stream(seen[0]), on_this_stream(seen[1]))
+    return GradientInfo(None, None, distinct if known else None, there)
 
 
 def quantized(values: F32, most: int) -> tuple[F32, npt.NDArray[np.uint8]]:

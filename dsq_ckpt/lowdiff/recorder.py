@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dsq_ckpt.distributed.comm import communicator, together
+from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.kernels.scan import identical
 from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.capture import Captured, put_buffers
-from dsq_ckpt.lowdiff.crew import Crew
-from dsq_ckpt.lowdiff.handle import Layout, ProcessGone, nbytes
+from dsq_ckpt.lowdiff.change_detector import ChangeDetector
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
-from dsq_ckpt.lowdiff.watch import Watch
+from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import Layout, ProcessGone, nbytes
+from dsq_ckpt.lowdiff.worker_group import WorkerGroup
 from dsq_ckpt.storage.manifest import local_path
 
 
@@ -60,7 +60,7 @@ def _timed(
     return timed
 
 
-class Recorder(Crew):
+class Recorder(WorkerGroup):
     """Hands every step of a training loop to a checkpointing process; see `GradientLog` for the arguments.
 
     Attributes:
@@ -83,16 +83,16 @@ class Recorder(Crew):
         self.steps_done = 0 if resume is None else resume.step
         self.spent = 0.0
         self._lossy = resume is not None and resume.lossy
-        self._watch = Watch(subject.watched())
+        self._watch = ChangeDetector(subject.watched())
         self._optimizer_state = optimizer.state
         self._buffers: dict[str, torch.Tensor] = {}
         self._hyper: list[dict[str, Any]] = []
         self._stepped = False
         self._snapshot_at = self.steps_done
-        together(comm, lambda: self._prepare(resume))
+        run_on_all_ranks(comm, lambda: self._prepare(resume))
         self._agree()
         try:
-            together(comm, lambda: self._attach(resume))
+            run_on_all_ranks(comm, lambda: self._attach(resume))
         except BaseException:
             with suppress(Exception):  # this rank may have no hook
                 self._detach()
@@ -109,9 +109,9 @@ class Recorder(Crew):
 
     def _subject_of(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
-    ) -> Subject:
+    ) -> TrainState:
         """What is logged, as it is now."""
-        return Subject(model, optimizer, states)
+        return TrainState(model, optimizer, states)
 
     @abstractmethod
     def _attach(self, resume: Recovered | None) -> None:
@@ -287,7 +287,7 @@ class Recorder(Crew):
             self._subject = self._subject_of(before.model, before.optimizer, before.states)
         except ConfigError as error:
             raise ProcessGone(str(error)) from error
-        self._watch = Watch(self._subject.watched())
+        self._watch = ChangeDetector(self._subject.watched())
         self._optimizer_state = self._subject.optimizer.state
         self._start()
 

@@ -17,7 +17,7 @@ from torch import nn
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.distributed.comm import Communicator, communicator, together, told_together
+from dsq_ckpt.distributed.comm import Communicator, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.linear import check_linear
@@ -28,7 +28,7 @@ from dsq_ckpt.lowdiff.replay import Replayed, by_parameter, replay, share
 from dsq_ckpt.lowdiff.segments import Segment
 from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
-from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, entries_from
+from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, Entry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.storage.manifest import local_path
 
@@ -130,7 +130,7 @@ def recover(
             changed.
     """
     comm = communicator(process_group)
-    subject = together(comm, lambda: Subject(model, optimizer, state), LoadFailed)
+    subject = run_on_all_ranks(comm, lambda: TrainState(model, optimizer, state), LoadFailed)
     return recover_subject(
         local_path(run), subject, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
         timeout=timeout,
@@ -139,26 +139,26 @@ def recover(
 
 @held_signals()
 def recover_subject(
-    directory: Path, subject: Subject, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
+    directory: Path, subject: TrainState, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
     memory: bool = True, merge: bool = False, timeout: float = 300.0,
 ) -> Recovered | None:
     """As `recover`, of anything that is logged by names."""
     started = time.perf_counter()
     if merge:
-        together(comm, lambda: check_linear(subject.optimizer), LoadFailed)
+        run_on_all_ranks(comm, lambda: check_linear(subject.optimizer), LoadFailed)
     survivors = Survivors(directory, comm)
     in_memory = survivors.state() if memory else None
     if in_memory is not None:
         kept = in_memory
         # If this fails the processes stay, and it may be tried again.
         with unchanged_on_failure(subject):
-            recovered = together(comm, lambda: _restore(subject, kept, comm, partial), LoadFailed)
+            recovered = run_on_all_ranks(comm, lambda: _restore(subject, kept, comm, partial), LoadFailed)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         survivors.dismiss()
         return recovered
     survivors.dismiss()
-    together(comm, lambda: _wait(directory, timeout), LoadFailed)
-    chosen = told_together(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed)[0]
+    run_on_all_ranks(comm, lambda: _wait(directory, timeout), LoadFailed)
+    chosen = gather_from_all_ranks(comm, lambda: _choose(directory) if comm.rank == 0 else None, LoadFailed)[0]
     if chosen is None:
         return None
     path, step, ended = chosen
@@ -174,7 +174,7 @@ def recover_subject(
         return recovered
 
     with unchanged_on_failure(subject):
-        recovered = together(comm, load, LoadFailed)
+        recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
         if last is not None and not recovered.left_out:
             recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
@@ -213,10 +213,10 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
     return None
 
 
-def _restore(subject: Subject, snapshot: Snapshot | InMemory, comm: Communicator, partial: bool) -> Recovered:
+def _restore(subject: TrainState, snapshot: Snapshot | InMemory, comm: Communicator, partial: bool) -> Recovered:
     """Load a snapshot; nothing is changed if that fails."""
     meta = snapshot.meta
-    if (layout := meta.get("layout", Subject.layout)) != subject.layout:
+    if (layout := meta.get("layout", TrainState.layout)) != subject.layout:
         raise LoadFailed(
             f"'{snapshot.path}' is of {layout}, to be recovered is {subject.layout}: ranks hold other parts of it; "
             "recover with what was logged"
@@ -297,7 +297,7 @@ def differences(logged: Sequence[Entry], own: Sequence[Entry]) -> list[str]:
 
 
 def _optimizer_state(
-    subject: Subject, snapshot: Snapshot | InMemory, entries: Mapping[str, Entry]
+    subject: TrainState, snapshot: Snapshot | InMemory, entries: Mapping[str, Entry]
 ) -> dict[str, dict[str, Any]]:
     """The optimizer's state by parameter, as it was."""
     state: dict[str, dict[str, Any]] = {}
@@ -317,20 +317,20 @@ def _optimizer_state(
 
 
 def _replayed(
-    run: Path, subject: Subject, recovered: Recovered, last: int, merge: bool, comm: Communicator,
+    run: Path, subject: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator,
     load: Callable[[], Recovered],
 ) -> Recovered:
     """The state after step `last`, or after an earlier one where the log turns out to be damaged; collective."""
     while True:
         once = functools.partial(_replay, run, subject, recovered, last, merge, comm)
-        course, done, shared = together(comm, once, LoadFailed)
+        course, done, shared = run_on_all_ranks(comm, once, LoadFailed)
         steps = comm.gather((done.steps, done.ended))
         if len({count for count, _ in steps}) == 1:
             break
         # Some rank could not read all of its share: once more, to where all can.
         count, ended = min(steps, key=lambda pair: pair[0])
         last = recovered.snapshot + count
-        recovered = together(comm, load, LoadFailed)
+        recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
     if shared and done.steps:
         exchange(subject, share(subject, course, comm.rank), comm)
@@ -349,12 +349,12 @@ def _replayed(
         if recovered.residual is not None:
             recovered.sent = _sent(course[: done.steps], recovered.snapshot + 1)
 
-    together(comm, finish, LoadFailed)
+    run_on_all_ranks(comm, finish, LoadFailed)
     return recovered
 
 
 def _replay(
-    run: Path, subject: Subject, recovered: Recovered, last: int, merge: bool, comm: Communicator
+    run: Path, subject: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator
 ) -> tuple[list[list[Segment]], Replayed, bool]:
     """Replay what is this rank's to replay: the log, what came of it, and whether the other ranks have the rest."""
     with Snapshot(recovered.path) as snapshot:

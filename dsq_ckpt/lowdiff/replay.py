@@ -19,7 +19,7 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff.linear import Merging
 from dsq_ckpt.lowdiff.segments import Segment
-from dsq_ckpt.lowdiff.subject import Subject
+from dsq_ckpt.lowdiff.train_state import TrainState
 
 _AHEAD = 4
 _BY_PARAMETER = frozenset({
@@ -51,7 +51,7 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    subject: Subject, course: Sequence[Sequence[Segment]], first: int, threads: int, merge: bool = False,
+    subject: TrainState, course: Sequence[Sequence[Segment]], first: int, threads: int, merge: bool = False,
     rank: int | None = None,
 ) -> Replayed:
     """Replay steps, in place; it ends at the last one that can be read.
@@ -88,7 +88,7 @@ def replay(
     return Replayed(done, hyper, states, buffers, ended)
 
 
-def share(subject: Subject, course: Sequence[Sequence[Segment]], rank: int | None) -> list[str]:
+def share(subject: TrainState, course: Sequence[Sequence[Segment]], rank: int | None) -> list[str]:
     """Names of the parameters that a rank logged; of all, where that is None or nothing was logged."""
     if rank is None or not course:
         return list(subject.parameters)
@@ -103,7 +103,7 @@ def by_parameter(optimizer: torch.optim.Optimizer) -> bool:
 class _Shards:
     """The optimizer in parts, each with some of the parameters, that do their steps at the same time."""
 
-    def __init__(self, subject: Subject, own: Sequence[str], threads: int) -> None:
+    def __init__(self, subject: TrainState, own: Sequence[str], threads: int) -> None:
         self._subject = subject
         optimizer = subject.optimizer
         on_host = all(parameter.device.type == "cpu" for parameter in subject.parameters.values())

@@ -23,12 +23,12 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.scan import factor_between
 from dsq_ckpt.lowdiff.capture import Captured
 from dsq_ckpt.lowdiff.encoding import scales_from
-from dsq_ckpt.lowdiff.handle import ProcessGone
-from dsq_ckpt.lowdiff.handover import HandOver
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.subject import Stateful, Subject, dtype_name
+from dsq_ckpt.lowdiff.streamer import GradientStreamer
+from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import ProcessGone
 
 _STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
     "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
@@ -96,13 +96,13 @@ class Replica(Recorder):
 
     def _subject_of(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
-    ) -> Subject:
+    ) -> TrainState:
         subject = super()._subject_of(model, optimizer, states)
         self._kind = _importable(optimizer)
         return subject
 
     def _attach(self, resume: Recovered | None) -> None:
-        self._handover = HandOver(self._subject, self._hook, self._cores)
+        self._handover = GradientStreamer(self._subject, self._hook, self._cores)
         self._handover.attach()
 
     def _detach(self) -> None:

@@ -23,12 +23,12 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.lowdiff import memory, segments
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
-from dsq_ckpt.lowdiff.handle import Layout, nbytes
 from dsq_ckpt.lowdiff.locks import Lock
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.server import Server, describe
 from dsq_ckpt.lowdiff.snapshots import Piece
-from dsq_ckpt.lowdiff.subject import OPTIMIZER, dtype_name
+from dsq_ckpt.lowdiff.train_state import OPTIMIZER, dtype_name
+from dsq_ckpt.lowdiff.worker_client import Layout, nbytes
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Hooked, ready
-from dsq_ckpt.lowdiff.contract import Trace
-from dsq_ckpt.lowdiff.witness import Places, Seen
+from dsq_ckpt.lowdiff.contract import GradientInfo
+from dsq_ckpt.lowdiff.probe import Places, Seen
 
 _HOOKS = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
 
@@ -70,5 +70,5 @@ class Bf16(_Rounded):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-def _trace(dtype: torch.dtype, witness: Callable[[], Seen | None]) -> Trace:
-    return Trace(None, dtype, None, witness())
+def _trace(dtype: torch.dtype, witness: Callable[[], Seen | None]) -> GradientInfo:
+    return GradientInfo(None, dtype, None, witness())

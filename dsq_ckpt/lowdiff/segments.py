@@ -20,7 +20,7 @@ import torch
 from dsq_ckpt.core.regular import read_regular, unreadable
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
-from dsq_ckpt.lowdiff.subject import Entry, entries_from
+from dsq_ckpt.lowdiff.train_state import Entry, entries_from
 from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json, sync_directory
 

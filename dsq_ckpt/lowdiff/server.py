@@ -22,7 +22,7 @@ from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import Piece
-from dsq_ckpt.lowdiff.subject import entries_from
+from dsq_ckpt.lowdiff.train_state import entries_from
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 

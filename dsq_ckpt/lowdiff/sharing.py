@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.lowdiff.consensus import cpu_group
-from dsq_ckpt.lowdiff.handle import Layout, nbytes
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
-from dsq_ckpt.lowdiff.subject import Subject, dtype_name
+from dsq_ckpt.lowdiff.train_state import TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import Layout, nbytes
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 
-def exchange(subject: Subject, own: Collection[str], comm: Communicator) -> None:
+def exchange(subject: TrainState, own: Collection[str], comm: Communicator) -> None:
     """Make parameters and optimizer state the same on all ranks; collective.
 
     Args:

@@ -26,7 +26,7 @@ from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.container import sync_directory
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
-from dsq_ckpt.storage.stored import read_flat
+from dsq_ckpt.storage.pickle_refs import read_flat
 
 META = ("lowdiff", "meta")
 RESIDUAL = ("lowdiff", "residual")

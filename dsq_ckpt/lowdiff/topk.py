@@ -21,9 +21,9 @@ from torch.futures import Future
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
-from dsq_ckpt.lowdiff.contract import Trace
+from dsq_ckpt.lowdiff.contract import GradientInfo
 from dsq_ckpt.lowdiff.feedback import Feedback, forget_nonfinite
-from dsq_ckpt.lowdiff.witness import Seen, bounds_of, evenly
+from dsq_ckpt.lowdiff.probe import Seen, bounds_of, evenly
 
 _WITNESSES = 64
 _SAMPLE = 4096
@@ -155,10 +155,10 @@ class _Plan:
         )
 
 
-def _trace(part: Part, indices: Tensor, seen: Seen) -> Trace:
+def _trace(part: Part, indices: Tensor, seen: Seen) -> GradientInfo:
     places, values = (on_this_stream(tensor) for tensor in seen)
     support = part.row_major(on_this_stream(indices).reshape(-1))
-    return Trace(support, None, None, (part.row_major(places), values) if len(places) else None)
+    return GradientInfo(support, None, None, (part.row_major(places), values) if len(places) else None)
 
 
 def largest(x: Tensor, k: int) -> Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dsq_ckpt.lowdiff.subject import STRUCTURE, Subject
+from dsq_ckpt.lowdiff.train_state import STRUCTURE, TrainState
 
 
 @contextmanager
-def unchanged_on_failure(subject: Subject) -> Iterator[None]:
+def unchanged_on_failure(subject: TrainState) -> Iterator[None]:
     """Put tensors, hyperparameters and states back as they were if what is done in here fails.
 
     That takes a copy of the subject in host memory meanwhile. What a log says can be wrong in ways that only the

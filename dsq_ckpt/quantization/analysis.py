@@ -4,8 +4,8 @@ One all-reduce per save carries everything: a status word, the octaves of every 
 non-finite values and the size of gradients) and the joint sketch of every group. Groups that start anew, whose scales
 moved, or that weigh elements by sensitivity, need a second one.
 
-`measure` does that and knows no codebook; `Sketches.fit` is then free of data and of communication, so that a search
-can fit many configurations on the same sketches.
+`build_global_sketch` does that and knows no codebook. `GlobalSketch.fit` then needs neither data nor communication, so
+that a search can fit many configurations on the same sketches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dsq_ckpt.distributed.comm import Communicator, sum_with_status
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
-from dsq_ckpt.quantization.codebook import Aside, Codebook, Fitted, Turn, fit_group
+from dsq_ckpt.quantization.codebook import Codebook, Fitted, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.moments import WINDOW
 from dsq_ckpt.quantization.passes import (
     Sparse,
@@ -166,17 +166,18 @@ class Importance:
         """(prune below, protect from) for these fractions."""
         return self._prune.get(prune, 0.0), self._protect.get(protect, np.inf)
 
-    def aside(self, by_class: Counts, prune: float, protect: float) -> tuple[Counts, Aside]:
+    def aside(self, by_class: Counts, prune: float, protect: float) -> tuple[Counts, SensitivitySplit]:
         """Split a joint sketch by class, int64[classes, rows, bins], into what is left to the codebook and the rest."""
         below, above = self.limits(prune, protect)
         low = int(np.searchsorted(self.edges, below, side="right"))  # classes 0..low-1 lie below that edge
         high = int(np.searchsorted(self.edges, above, side="right")) if np.isfinite(above) else len(self.edges) + 1
         low = min(low if below else 0, high)
-        return by_class[low:high].sum(0), Aside(by_class[:low].sum(0), by_class[high:].sum(0), (below, above))
+        split = SensitivitySplit(by_class[:low].sum(0), by_class[high:].sum(0), (below, above))
+        return by_class[low:high].sum(0), split
 
 
 @dataclass
-class Sketches:
+class GlobalSketch:
     """Everything global about the values of a save, before any codebook: equal on all ranks but for `chunks`.
 
     Attributes:
@@ -244,10 +245,10 @@ class Sketches:
                 found[group] = worst
         return found
 
-    def _turn(self, group: str, codebook: CodebookConfig) -> Turn | None:
+    def _turn(self, group: str, codebook: CodebookConfig) -> PartitionTurn | None:
         if not codebook.turns:
             return None
-        turn = Turn(codebook.turns, self.turn % codebook.turns)
+        turn = PartitionTurn(codebook.turns, self.turn % codebook.turns)
         parts = [turn.of(size) for size in self.sizes[group]]
         return replace(turn, elements=sum(part.stop - part.start for part in parts))
 
@@ -256,12 +257,12 @@ def analyse(
     load_chunks: Callable[[], Sequence[Chunk]], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
     comm: Communicator, workers: Workers,
 ) -> tuple[list[Chunk], Analysis]:
-    """`measure` and fit with the layout's own configuration."""
-    sketches = measure(load_chunks, layout, parent, outlier_octaves, comm, workers)
+    """`build_global_sketch` and fit with the layout's own configuration."""
+    sketches = build_global_sketch(load_chunks, layout, parent, outlier_octaves, comm, workers)
     return sketches.chunks, sketches.fit()
 
 
-def measure(
+def build_global_sketch(
     load_chunks: Callable[[], Sequence[Chunk]],
     layout: Layout,
     parent: ParentModel | None,
@@ -269,7 +270,7 @@ def measure(
     comm: Communicator,
     workers: Workers,
     turn: int = 0,
-) -> Sketches:
+) -> GlobalSketch:
     """Sketch the local chunks and merge over all ranks.
 
     Args:
@@ -313,7 +314,7 @@ def measure(
             place = index[chunk.key.fqn]
             if vanishes(chunk):
                 octaves[place, -1] += 1
-            elif chunk.onto is None and not octaves[place, 1:].any() and bool((chunk.tensor != 0).any()):
+            elif chunk.base_values is None and not octaves[place, 1:].any() and bool((chunk.tensor != 0).any()):
                 faint[place] += 1
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
@@ -369,7 +370,7 @@ def measure(
         group for group, config in layout.groups.items()
         if config.codebook.coordinates == "values" and not config.codebook.turns and not layout.residual
     }
-    return Sketches(
+    return GlobalSketch(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
         _sizes(kept, layout, comm), turn,

@@ -43,7 +43,7 @@ class ChunkKey(NamedTuple):
 class Chunk:
     """A lossy chunk before coding: local `tensor` (any device, any layout) of `group`, scaled by 2**`exponent`.
 
-    Where `onto` is given, what is coded is the difference of the tensor to it; with a `frame`, the values in that.
+    With `base_values`, the difference of the tensor to them is coded; with a `frame`, its values in that.
     """
 
     key: ChunkKey
@@ -54,9 +54,9 @@ class Chunk:
     parent: Codes | None = None
     gradient: torch.Tensor | None = None
     """Averaged gradient, of the tensor's shape, on the CPU; where elements are weighed by sensitivity."""
-    onto: Floats32 | None = None
+    base_values: Floats32 | None = None
     """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
-    resident: torch.Tensor | None = None
+    device_codes: torch.Tensor | None = None
     """The previous codes in device memory, where the last save left them there."""
     on_device: bool = True
     """Whether it may be worked on in device memory, if that is where it lies."""
@@ -68,7 +68,7 @@ class Chunk:
         return self.tensor.detach().contiguous().view(-1)
 
     def coded_flat(self) -> torch.Tensor:
-        """All that is coded, in one dimension, on the tensor's device; for chunks without `onto`."""
+        """All that is coded, in one dimension, on the tensor's device; for chunks without `base_values`."""
         flat = self.flat()
         return flat if self.frame is None else self.frame.coded(flat, slice(0, len(flat)))
 
@@ -126,15 +126,15 @@ class QuantizingChunk:
         self._fitted = fitted
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
-        self._onto, self._frame = chunk.onto, chunk.frame
+        self._base_values, self._frame = chunk.base_values, chunk.frame
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
         self.values: Floats32 | None = None
-        if chunk.onto is not None:
-            self.values = np.empty_like(chunk.onto)
+        if chunk.base_values is not None:
+            self.values = np.empty_like(chunk.base_values)
             self._dequantizer = Dequantizer(fitted.codebook, self.exponent, 0)
 
     def block(self, where: slice) -> BlockData:
-        values = coded_values(self._flat, self._onto, where, self._frame)
+        values = coded_values(self._flat, self._base_values, where, self._frame)
         codes = self.codes[where]
         parent = None if self.parent is None else self.parent[where]
         fitted, book = self._fitted, self._fitted.codebook
@@ -161,11 +161,11 @@ class QuantizingChunk:
             )
             packed = kernels.pack(symbols, self.refinement_bits).tobytes()
         protected = kernels.gather_protected(values, codes, book.protected)
-        if self.values is not None and self._onto is not None:
+        if self.values is not None and self._base_values is not None:
             out = self.values[where]
             kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
             self._dequantizer.block(codes, kept, None, out)
-            add(self._onto[where], out, out)
+            add(self._base_values[where], out, out)
         return BlockData(protected, packed)
 
     def staged(self, workers: Workers) -> CodeSource:
@@ -226,7 +226,7 @@ def all_finite(chunk: Chunk) -> bool:
     """Whether what is coded of a chunk has neither NaN nor infinities."""
     flat = chunk.flat()
     blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
-    return all(bool(np.isfinite(coded_values(flat, chunk.onto, where, chunk.frame)).all()) for where in blocks)
+    return all(bool(np.isfinite(coded_values(flat, chunk.base_values, where, chunk.frame)).all()) for where in blocks)
 
 
 def brings_nearer(chunk: Chunk) -> bool:
@@ -238,22 +238,22 @@ def brings_nearer(chunk: Chunk) -> bool:
     flat, sums = chunk.flat(), np.zeros(2)
     for start in range(0, flat.numel(), _BLOCK):
         where = slice(start, start + _BLOCK)
-        for place, onto in enumerate((None, chunk.onto)):
-            values = coded_values(flat, onto, where, chunk.frame).astype(np.float64)
+        for place, base_values in enumerate((None, chunk.base_values)):
+            values = coded_values(flat, base_values, where, chunk.frame).astype(np.float64)
             sums[place] += np.dot(values, values)  # infinite or NaN where a value is
     return bool(sums[1] <= 4 * sums[0] and np.isfinite(sums[1]))
 
 
-def coded_values(flat: torch.Tensor, onto: Floats32 | None, where: slice, frame: Frame | None) -> Floats32:
-    """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `onto`.
+def coded_values(flat: torch.Tensor, base_values: Floats32 | None, where: slice, frame: Frame | None) -> Floats32:
+    """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `base_values`.
 
     Differences of infinities, and those past the largest number, are not finite.
     """
     values = block_values(flat[where] if frame is None else frame.coded(flat[where], where))
-    if onto is None:
+    if base_values is None:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
-        difference: Floats32 = values - onto[where]
+        difference: Floats32 = values - base_values[where]
     return difference
 
 

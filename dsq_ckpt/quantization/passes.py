@@ -98,9 +98,8 @@ def _joint_share(share: Sequence[Chunk], window: KeyWindow, like: Counts, worker
 def importance_of(chunk: Chunk, where: slice) -> npt.NDArray[np.float32]:
     """Sensitivity of a block of a chunk with gradients: of its values, or of what a residual adds to the parent's."""
     assert chunk.gradient is not None
-    return kernels.importance(
-        coded_values(chunk.flat(), chunk.onto, where, chunk.frame), block_values(chunk.gradient.reshape(-1)[where])
-    )
+    values = coded_values(chunk.flat(), chunk.base_values, where, chunk.frame)
+    return kernels.importance(values, block_values(chunk.gradient.reshape(-1)[where]))
 
 
 def add_by_class(
@@ -118,7 +117,7 @@ def add_by_class(
     """
     flat = chunk.flat()
     for where in workers.blocks(flat.numel()):
-        values = coded_values(flat, chunk.onto, where, chunk.frame)
+        values = coded_values(flat, chunk.base_values, where, chunk.frame)
         parent = None if chunk.parent is None else chunk.parent[where]
         if chunk.gradient is None:
             kind = np.full(len(values), neutral, np.int64)
@@ -148,7 +147,7 @@ def _sketch_chunk(chunk: Chunk, window: KeyWindow, counts: Counts, workers: Work
     flat = chunk.flat()
     for where in workers.blocks(flat.numel()):
         parent = None if chunk.parent is None else chunk.parent[where]
-        sketch_block(coded_values(flat, chunk.onto, where, chunk.frame), parent, window, chunk.exponent, counts)
+        sketch_block(coded_values(flat, chunk.base_values, where, chunk.frame), parent, window, chunk.exponent, counts)
 
 
 def _shifted(bins: Counts, exponent: int) -> Counts:
@@ -175,9 +174,11 @@ def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
             stop = min(start + limit, chunk.key.elements)
             parent = None if chunk.parent is None else chunk.parent[start:stop]
             key = chunk.key._replace(shape=(stop - start,))
-            onto = None if chunk.onto is None else chunk.onto[start:stop]
+            values = None if chunk.base_values is None else chunk.base_values[start:stop]
             frame = None if chunk.frame is None else chunk.frame.part(slice(start, stop))
-            pieces.append(replace(chunk, key=key, tensor=flat[start:stop], parent=parent, onto=onto, frame=frame))
+            pieces.append(
+                replace(chunk, key=key, tensor=flat[start:stop], parent=parent, base_values=values, frame=frame)
+            )
     shares: list[list[Chunk]] = [[] for _ in range(max(1, min(workers.threads, len(pieces))))]
     loads = [0] * len(shares)
     for piece in sorted(pieces, key=lambda piece: -piece.key.elements):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.space import Point, Space
 from dsq_ckpt.distributed.comm import Communicator
-from dsq_ckpt.quantization.analysis import Analysis, Sketches
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.search.trial import TrialModel
@@ -44,7 +44,7 @@ class SaveSearch:
         metrics: of the model as it is, on each fold.
     """
 
-    sketches: Sketches
+    sketches: GlobalSketch
     config: DSQConfig
     space: Space
     comm: Communicator

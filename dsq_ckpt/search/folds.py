@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dsq_ckpt.distributed.comm import Communicator, told_together
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import SaveFailed
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ def agree(
         results.append(work())
         return evaluate is not None, check is not None
 
-    told = told_together(comm, worked)
+    told = gather_from_all_ranks(comm, worked)
     for name, given in zip(("evaluate", "check"), zip(*told, strict=True), strict=True):
         if any(given) and not all(given):
             raise SaveFailed(

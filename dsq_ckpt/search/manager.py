@@ -23,11 +23,11 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, together
+from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, run_on_all_ranks
 from dsq_ckpt.errors import SaveFailed, described
-from dsq_ckpt.quantization.analysis import Analysis, Sketches
-from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.folds import Fold
 from dsq_ckpt.search.guided import drive, guided_exhaustive
@@ -104,8 +104,8 @@ class ConfigManager:
                 fold.metric, fold.sound = quality.get(fold.key), fold.key in quality
 
     def __call__(
-        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
-    ) -> Choice:
+        self, sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> QuantizationPlan:
         """Search, and choose; collective over `comm`.
 
         Raises:
@@ -118,10 +118,10 @@ class ConfigManager:
         ]  # a keyframe of value deltas quantizes nothing
         usual = sketches.fit()
         if space is None or not groups:
-            return Choice(usual, config)
+            return QuantizationPlan(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
-        model = together(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
+        model = run_on_all_ranks(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
         save = SaveSearch(sketches, config, space, comm, model, usual, groups)
         try:
             choice = self._searched(save, record)
@@ -135,7 +135,7 @@ class ConfigManager:
         assert choice.quality is record
         return choice
 
-    def _searched(self, save: SaveSearch, record: dict[str, Any]) -> Choice:
+    def _searched(self, save: SaveSearch, record: dict[str, Any]) -> QuantizationPlan:
         search, known = save.config.search, self._known
         for fold in self.folds:
             save.metrics[fold.name] = record[fold.key] = self._metrics(save, fold, [None])[0]
@@ -171,7 +171,7 @@ class ConfigManager:
         self._known = _Known(point, variant, bits, known.comfortable, degradation, distortion)
         for fold in self.folds:
             fold.metric, fold.sound = save.metrics[fold.name], True
-        return Choice(analysis, config, record)
+        return QuantizationPlan(analysis, config, record)
 
     def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
         """The smallest configuration whose base layer keeps to epsilon."""
@@ -269,14 +269,15 @@ class ConfigManager:
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits
 
-    def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> Choice:
+    def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
         """Nothing satisfies the bound, or it cannot be told: as gently as can be, or exactly, and said so."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known()
         if save.config.search.otherwise == "exact":
             warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
             kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
-            return Choice(Analysis(kept, save.usual.exponents, save.usual.nonfinite), save.config, quality=record)
+            analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
+            return QuantizationPlan(analysis, save.config, quality=record)
         gentlest = save.gentlest
         save.always_nearest(gentlest)
         candidate = save.candidate(gentlest, 0)
@@ -286,7 +287,7 @@ class ConfigManager:
             f"({save.space.describe(gentlest, save.space.variants[0])})", rank=save.comm.rank
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
-        return Choice(save.refined(candidate, bits), config, record)
+        return QuantizationPlan(save.refined(candidate, bits), config, record)
 
     def _check_fold(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
         """Once: does the same model get the same metric, and another model another?"""

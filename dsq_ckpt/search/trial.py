@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from dsq_ckpt import kernels
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, SingleProcess, together
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis
@@ -197,7 +197,7 @@ class TrialModel:
         if self._refresh is None:
             store()
         else:
-            together(self._comm, store)  # what fails on one rank must not leave the others waiting in `refresh`
+            run_on_all_ranks(self._comm, store)  # what fails on one rank must not leave the others waiting in `refresh`
         self._reshard()
 
     def _reshard(self) -> None:
@@ -233,8 +233,8 @@ class TrialModel:
             else:
                 kept = protected_bf16(beside.protected).astype(np.uint32) << np.uint32(16)
                 dequantizer.block(codes, kept, None, out[where])
-            if chunk.onto is not None:
-                add(chunk.onto[where], out[where], out[where])
+            if chunk.base_values is not None:
+                add(chunk.base_values[where], out[where], out[where])
 
         for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
             pass

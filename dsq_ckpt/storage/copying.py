@@ -14,8 +14,8 @@ from typing import IO, NamedTuple
 import xxhash
 
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
-from dsq_ckpt.storage.attachments import replaced_plain
 from dsq_ckpt.storage.container import naming, sync_directory
+from dsq_ckpt.storage.foreign_files import replaced_plain
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, is_temporary, local_path
 from dsq_ckpt.storage.targets import temporary

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.storage.attachments import PLAIN, journaled, plain_aside, restore
 from dsq_ckpt.storage.container import file_checksum
+from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_aside, restore
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, expanded, is_complete, is_temporary
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"

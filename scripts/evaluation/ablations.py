@@ -27,10 +27,10 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.quantization.analysis import Analysis, Sketches
-from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import group_config
+from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.search import Axis, Space
 from dsq_ckpt.search.manager import degradation
 from dsq_ckpt.search.trial import TrialModel
@@ -209,8 +209,8 @@ class Bisection:
         self.evaluations = 0
 
     def __call__(
-        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
-    ) -> Choice:
+        self, sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> QuantizationPlan:
         """Search; the save itself goes on as configured."""
         usual = sketches.fit()
         tried: dict[int, Tried] = {}
@@ -231,10 +231,10 @@ class Bisection:
                     middle = (low + high) // 2
                     low, high = (low, middle) if ask(middle).degradation <= bound else (middle + 1, high)
                 self.found[bound] = (low, ask(low)) if low < len(self._candidates) else None
-        return Choice(usual, config)
+        return QuantizationPlan(usual, config)
 
     @staticmethod
-    def _fitted(sketches: Sketches, usual: Analysis, config: DSQConfig) -> Analysis:
+    def _fitted(sketches: GlobalSketch, usual: Analysis, config: DSQConfig) -> Analysis:
         return sketches.fit({
             group: group_config(group, config.quantize) for group in usual.fitted if group.startswith("weights/")
         }, usual)

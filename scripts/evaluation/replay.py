@@ -21,8 +21,8 @@ from dsq_ckpt.api.compressor import fractions_of
 from dsq_ckpt.api.save_load import save_with
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.analysis import Fractions
-from dsq_ckpt.quantization.choice import Chooser, as_configured
 from dsq_ckpt.quantization.groups import assign, layer_types
+from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.search.manager import ConfigManager, degradation
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.container import ContainerReader
@@ -181,7 +181,7 @@ def replay(
                 wanted = config.delta.against == "values" if step == 0 else steps is None or step in steps
                 if not wanted:
                     continue
-                chooser: Chooser = manager if choices is None else as_configured
+                chooser: ConfigPolicy = manager if choices is None else as_configured
                 if step == 0:
                     chooser = as_configured
                 chosen = config if choices is None else choices.get(step, config)
@@ -198,7 +198,7 @@ def replay(
 
 
 def save_recorded(
-    run: Workload, checkpoint: RecordedCheckpoint, path: Path, config: dsq_ckpt.DSQConfig, chooser: Chooser,
+    run: Workload, checkpoint: RecordedCheckpoint, path: Path, config: dsq_ckpt.DSQConfig, chooser: ConfigPolicy,
     fractions: Fractions,
 ) -> Replayed:
     """Bring a run to where a checkpoint was taken, save it, and say what that took.

@@ -11,7 +11,7 @@ import dsq_ckpt
 from dsq_ckpt.api.save_load import save_async_with
 from dsq_ckpt.dcp.staging import staged_payloads
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.choice import as_configured
+from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.training import Net, batch, loss_of, train

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import dsq_ckpt
 from dsq_ckpt.engine import ancestry
 from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.core import regular; from dsq_ckpt.storage import stored
+from dsq_ckpt.core import regular; from dsq_ckpt.storage import pickle_refs
 
 if "group" in sys.argv:
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store"), rank=0, world_size=1)
@@ -39,7 +39,7 @@ class Slow:
 
 
 def hold():
-    with default_history()._lock, regular._lock, stored._lock:
+    with default_history()._lock, regular._lock, pickle_refs._lock:
         held.set()
         done.wait()
 

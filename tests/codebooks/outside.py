@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from dsq_ckpt.codebooks import CodebookConfig, Histogram, Proposal, register_codebook
+from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit, register_codebook
 from dsq_ckpt.config.space import Axis, Space
 from dsq_ckpt.config.systems import EXACT_MOMENTS, System, register_system
 
@@ -21,12 +21,12 @@ class Powers(CodebookConfig):
     count: int = Field(16, ge=1, le=127, description="levels on each side of zero")
     base: float = Field(2.0**0.5, gt=1, le=16, description="quotient of neighbours")
 
-    def propose(self, histogram: Histogram) -> Proposal:
+    def propose(self, histogram: Histogram) -> LevelFit:
         """Return the powers."""
         values, _ = histogram.merged()
         top = np.ceil(np.log(max(np.abs(values).max(initial=0.0), 1e-30)) / np.log(self.base))
         powers = self.base ** (top - np.arange(self.count))
-        return Proposal(np.concatenate([-powers, powers[::-1]]))
+        return LevelFit(np.concatenate([-powers, powers[::-1]]))
 
 
 SYSTEM = register_system(System(

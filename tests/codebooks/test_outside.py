@@ -17,7 +17,7 @@ from pydantic import Field
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, codebooks
-from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, Proposal, base, register_codebook
+from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, LevelFit, base, register_codebook
 from dsq_ckpt.config.systems import SYSTEMS, System, register_system
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
@@ -181,13 +181,13 @@ def test_a_system_that_nobody_registered():
 
 
 @pytest.mark.parametrize(("proposal", "says"), [
-    (Proposal(np.array([2.0, 1.0])), "levels that are not finite or do not ascend"),
-    (Proposal(np.array([np.nan])), "levels that are not finite or do not ascend"),
-    (Proposal(np.arange(1.0, 256.0)), r"float64 of shape \(255,\), expected float64\[1 to 254\]"),
-    (Proposal(np.array([1, 2])), r"int64 of shape \(2,\)"),
-    (Proposal(np.array([1.0]), forced=np.ones(3, bool)), "masks that are not bool"),
-    (Proposal(np.array([1.0]), pruned=np.ones(32518)), "masks that are not bool"),
-    (Proposal(np.array([1.0]), codes=np.full(32518, 9, np.uint8)), "codes that are not uint8"),
+    (LevelFit(np.array([2.0, 1.0])), "levels that are not finite or do not ascend"),
+    (LevelFit(np.array([np.nan])), "levels that are not finite or do not ascend"),
+    (LevelFit(np.arange(1.0, 256.0)), r"float64 of shape \(255,\), expected float64\[1 to 254\]"),
+    (LevelFit(np.array([1, 2])), r"int64 of shape \(2,\)"),
+    (LevelFit(np.array([1.0]), forced=np.ones(3, bool)), "masks that are not bool"),
+    (LevelFit(np.array([1.0]), pruned=np.ones(32518)), "masks that are not bool"),
+    (LevelFit(np.array([1.0]), codes=np.full(32518, 9, np.uint8)), "codes that are not uint8"),
 ])
 def test_a_proposal_that_is_no_codebook(tmp_path, monkeypatch, outside, proposal, says):
     """It would be stored wrongly; nothing is written."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, sum_with_status, together
+from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, run_on_all_ranks, sum_with_status
 
 
 def check(comm: Communicator) -> None:
@@ -66,26 +66,26 @@ def _failures(comm: Communicator, culprit: int) -> None:
     with pytest.raises(ConfigError if mine else FailedElsewhere, match="wrong" if mine else f"rank {culprit} failed"):
         sums()
     with pytest.raises(SaveFailed, match="ValueError: a bug" if mine else f"^rank {culprit} failed: ValueError: a bug"):
-        together(comm, bug)
+        run_on_all_ranks(comm, bug)
     # It is an error of the one thing that was done.
     for kind, other in ((SaveFailed, LoadFailed), (LoadFailed, SaveFailed)):
         with pytest.raises(kind) as told:
-            together(comm, bug, kind)
+            run_on_all_ranks(comm, bug, kind)
         assert not isinstance(told.value, other)
     # What the status cannot carry, the consensus around it does.
     says = "^wrong$" if mine else f"^rank {culprit} failed: ConfigError: wrong$"
     with pytest.raises(ConfigError if mine else FailedElsewhere, match=says):
-        together(comm, sums)
+        run_on_all_ranks(comm, sums)
     # What is no Exception stays what it is where it was raised.
     for error in (KeyboardInterrupt(), SystemExit(3), GeneratorExit()):
         own = error if mine else None
         for work in (partial(_fail, own), partial(sum_with_status, comm, counts, own)):
             with pytest.raises(type(error) if mine else FailedElsewhere) as caught:
-                together(comm, work)
+                run_on_all_ranks(comm, work)
             says = f"rank {culprit} failed: {type(error).__name__}"
             assert caught.value is error if mine else says in str(caught.value)
     if comm.size > 1:
         failed = "rank 1 failed" if comm.size == 2 else f"{comm.size - 1} ranks failed"
         with pytest.raises(SaveFailed, match="a bug" if comm.rank else failed):
             sum_with_status(comm, counts, ValueError("a bug") if comm.rank else None)
-    assert together(comm, lambda: comm.rank) == comm.rank
+    assert run_on_all_ranks(comm, lambda: comm.rank) == comm.rank

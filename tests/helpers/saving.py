@@ -9,10 +9,10 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.local import LocalState
 from dsq_ckpt.engine.options import SaveOptions
-from dsq_ckpt.quantization.choice import Choice
+from dsq_ckpt.quantization.plan import QuantizationPlan
 
 
 def save_parts(
     path: Path, state: Callable[[], LocalState], config: DSQConfig, comm: Communicator, **options: Any
-) -> Choice:
+) -> QuantizationPlan:
     return save_collectively(path, state, SaveOptions(config, **options), comm)

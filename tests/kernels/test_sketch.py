@@ -1,4 +1,4 @@
-"""Sketches on every backend: exact counts, whatever the dtype, the length and where memory begins."""
+"""GlobalSketch on every backend: exact counts, whatever the dtype, the length and where memory begins."""
 
 import numpy as np
 import pytest

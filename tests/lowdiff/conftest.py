@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dsq_ckpt.lowdiff import handle, process
+from dsq_ckpt.lowdiff import process, worker_client
 from tests.helpers import forks
 
 
@@ -43,13 +43,13 @@ class _Thread:
 @pytest.fixture(autouse=True)
 def _forks(monkeypatch):
     """Checkpointing processes are forks."""
-    monkeypatch.setattr(handle.subprocess, "Popen", forks.popen)
+    monkeypatch.setattr(worker_client.subprocess, "Popen", forks.popen)
 
 
 @pytest.fixture
 def in_thread(monkeypatch):
     """Logs of this test have checkpointing processes that are threads."""
-    monkeypatch.setattr(handle.subprocess, "Popen", _Thread)
+    monkeypatch.setattr(worker_client.subprocess, "Popen", _Thread)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)  # which only the main thread may
 
 

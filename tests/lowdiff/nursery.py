@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.lowdiff import handle, process
+from dsq_ckpt.lowdiff import process, worker_client
 
 _exec = subprocess.Popen
 
@@ -32,7 +32,7 @@ class Nursery:
                 self._serve(theirs)
             os._exit(0)
         theirs.close()
-        handle.subprocess.Popen = self.popen  # type: ignore[misc, assignment]
+        worker_client.subprocess.Popen = self.popen  # type: ignore[misc, assignment]
 
     def popen(self, command: list[str], **options: Any) -> Any:
         """What `subprocess.Popen` is to a training process."""

@@ -13,8 +13,8 @@ from torch.optim import Adam
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.compressors import compressor
-from dsq_ckpt.lowdiff.handover import HandOver
-from dsq_ckpt.lowdiff.subject import Subject
+from dsq_ckpt.lowdiff.streamer import GradientStreamer
+from dsq_ckpt.lowdiff.train_state import TrainState
 from tests.lowdiff.loops import Case, Loop
 from tests.lowdiff.workers.replica import check_same, known_holders, replica_of, restored, until
 
@@ -84,7 +84,7 @@ def test_who_has_it():
     first.attach(loop.model)
     with pytest.raises(ConfigError, match=r"this model has compressor 'topk:0.5.*' already; detach or"):
         compressor("fp16").attach(loop.model)
-    over = HandOver(Subject(loop.model, loop.optimizer), None, ())
+    over = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
     with pytest.raises(ConfigError, match="this model has compressor 'topk"):
         over.attach()
     first.detach()
@@ -99,7 +99,7 @@ def test_who_has_it():
 def test_somebody_elses():
     loop = ddp()
     loop.model.register_comm_hook(None, allreduce_hook)
-    over = HandOver(Subject(loop.model, loop.optimizer), None, ())
+    over = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
     with pytest.raises(ConfigError, match=r"a replica cannot be the communication hook .* give the other one as hook="):
         over.attach()
     over.detach()
@@ -110,7 +110,7 @@ def test_somebody_elses():
 def test_inside_of_something():
     """Gradients would be seen before DDP has averaged them."""
     outer = nn.Sequential(DistributedDataParallel(nn.Linear(3, 3)))
-    over = HandOver(Subject(outer, Adam(outer.parameters())), None, ())
+    over = GradientStreamer(TrainState(outer, Adam(outer.parameters())), None, ())
     with pytest.raises(ConfigError, match="Sequential contains a DistributedDataParallel: give that to the replica"):
         over.attach()
     over.detach()

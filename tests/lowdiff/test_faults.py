@@ -17,7 +17,7 @@ import torch
 from torch.optim import Adam
 
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.lowdiff import crew, segments, snapshots
+from dsq_ckpt.lowdiff import segments, snapshots, worker_group
 from dsq_ckpt.storage.container import ContainerWriter
 from tests.helpers import processes
 from tests.lowdiff.loops import Case, Loop, differences
@@ -128,7 +128,7 @@ class Disk:
             append(writer, data)
 
         monkeypatch.setattr(ContainerWriter, "_append", limited)
-        monkeypatch.setattr(crew, "_PAUSES", (0.0, 0.05))
+        monkeypatch.setattr(worker_group, "_PAUSES", (0.0, 0.05))
 
 
 def temporary(run):

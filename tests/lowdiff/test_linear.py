@@ -13,7 +13,7 @@ from torch import nn
 
 from dsq_ckpt import ConfigError
 from dsq_ckpt.lowdiff.linear import Merging
-from dsq_ckpt.lowdiff.subject import Subject
+from dsq_ckpt.lowdiff.train_state import TrainState
 
 
 def _model(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -49,7 +49,7 @@ def test_merging_is_what_sgd_does(
     generator = torch.Generator().manual_seed(seed)
     one, optimizer = _model(options)
     other, merging_optimizer = _model(options)
-    subject = Subject(other, merging_optimizer)
+    subject = TrainState(other, merging_optimizer)
 
     def step(model: nn.Module, target: torch.optim.Optimizer, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in model.named_parameters():
@@ -80,4 +80,4 @@ def test_merging_is_what_sgd_does(
 def test_adam_cannot_be_merged() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="Adam cannot be merged"):
-        Merging(Subject(model, torch.optim.Adam(model.parameters())), 1)
+        Merging(TrainState(model, torch.optim.Adam(model.parameters())), 1)

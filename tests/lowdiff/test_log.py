@@ -58,14 +58,14 @@ def test_nothing_to_recover(tmp_path):
 
 def test_time_spent_is_counted(tmp_path, monkeypatch):
     """Of the capture before the optimizer's step as well as of what comes after."""
-    own, taken = recorder.Watch.changed, []
+    own, taken = recorder.ChangeDetector.changed, []
 
     def slow(watch):
         taken.append(0.05)
         time.sleep(taken[-1])
         return own(watch)
 
-    monkeypatch.setattr(recorder.Watch, "changed", slow)
+    monkeypatch.setattr(recorder.ChangeDetector, "changed", slow)
     loop = Loop(ADAM)
     with loop.log(tmp_path, compressor="none") as log:
         for number in range(3):

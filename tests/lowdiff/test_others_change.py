@@ -13,7 +13,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff import GradientLog, recover
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.capture import put_buffers
-from dsq_ckpt.lowdiff.handle import Layout
+from dsq_ckpt.lowdiff.worker_client import Layout
 
 pytestmark = [pytest.mark.usefixtures("in_thread", "one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 STEPS = 12

@@ -15,7 +15,7 @@ import dsq_ckpt
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import recovery, replay, server
-from dsq_ckpt.lowdiff.subject import Subject
+from dsq_ckpt.lowdiff.train_state import TrainState
 from tests.lowdiff.loops import (
     ADAM,
     Case,
@@ -184,7 +184,7 @@ def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):
     before = loop.state()
     monkeypatch.setattr(recovery, "unchanged_on_failure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recovery.recover_subject(tmp_path, Subject(loop.model, loop.optimizer, loop.states), Recording())
+        recovery.recover_subject(tmp_path, TrainState(loop.model, loop.optimizer, loop.states), Recording())
     assert told[-1][:2] == (False, "KeyboardInterrupt")
     assert differences(loop.state(), before) == []
 

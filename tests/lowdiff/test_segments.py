@@ -14,7 +14,7 @@ from dsq_ckpt.errors import CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.segments import Segment, Step
-from dsq_ckpt.lowdiff.subject import Entry
+from dsq_ckpt.lowdiff.train_state import Entry
 from dsq_ckpt.storage.container import ContainerWriter
 from tests.lowdiff.loops import bits
 

@@ -9,7 +9,7 @@ from dsq_ckpt.api.save_load import save_with
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.analysis import Fractions
-from dsq_ckpt.quantization.choice import as_configured
+from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
 PRUNE, PROTECT = 0.3, 0.02

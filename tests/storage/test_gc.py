@@ -17,7 +17,7 @@ from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage import attachments
+from dsq_ckpt.storage import foreign_files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.copying import copy
 from dsq_ckpt.storage.gc import collect, garbage, is_ours, left
@@ -223,7 +223,7 @@ def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     assert not [name for name in listing(path) if name.endswith((".old", ".attachments"))]
-    monkeypatch.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)  # as if it were killed
+    monkeypatch.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)  # as if it were killed
     tag_without_manifest(path, monkeypatch)
     monkeypatch.undo()
     now = time.time()
@@ -231,7 +231,7 @@ def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
     (aside,) = [name for name in listing(path) if name.endswith(".old")]
     collect(tmp_path)
     assert aside in listing(path)
-    attachments.restore(path)
+    foreign_files.restore(path)
     plant(path, aside, f".mp_rank_00_model_states.pt.{SAVE}.old")
     collect(tmp_path)
     assert not [name for name in listing(path) if name.startswith(".")]

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Aside:
+class SensitivitySplit:
     """Elements whose code does not follow from their value alone, because their sensitivity decides.
 
     Attributes:
@@ -29,7 +29,7 @@ class Aside:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PartitionTurn:
     """The part of every chunk that is protected because it is its turn, whatever its values (SCAR).
 
     Attributes:

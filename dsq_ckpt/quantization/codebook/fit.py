@@ -9,11 +9,11 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from dsq_ckpt.codebooks import CodebookConfig, Histogram, Proposal
+from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit
 from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
-from dsq_ckpt.quantization.codebook.base import Aside, Codebook, Floats, Turn
+from dsq_ckpt.quantization.codebook.base import Codebook, Floats, PartitionTurn, SensitivitySplit
 from dsq_ckpt.quantization.codebook.table import Codes, Counts, code_counts, entropy_bits, rate_distortion_table
 
 MOST_LEVELS = 254
@@ -52,7 +52,7 @@ class Fitted:
     update_error: float | None = None
     limits: tuple[float, float] | None = None
     """Of sensitivity: below the first, elements are pruned, from the second on, protected."""
-    turn: Turn | None = None
+    turn: PartitionTurn | None = None
     """Elements that are protected because of their place."""
 
     @property
@@ -71,7 +71,7 @@ class Fitted:
 
 def fit_group(
     joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
-    unit: float = 0.0, aside: Aside | None = None, turn: Turn | None = None,
+    unit: float = 0.0, aside: SensitivitySplit | None = None, turn: PartitionTurn | None = None,
 ) -> Fitted:
     """Fit one group on its joint sketch.
 
@@ -109,7 +109,7 @@ def fit_group(
 
 def _fit(
     joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int,
-    unit: float, aside: Aside | None,
+    unit: float, aside: SensitivitySplit | None,
 ) -> Fitted:
     total = joint.sum(0)
     if aside is not None:  # fractions are of all elements
@@ -177,7 +177,7 @@ def _fit(
     )
 
 
-def _check(config: CodebookConfig, proposal: Proposal, window: KeyWindow) -> None:
+def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> None:
     """Refuse what would be stored wrongly, or could not be read."""
     levels = np.asarray(proposal.levels)
     masks = [mask for mask in (proposal.forced, proposal.pruned) if mask is not None]
@@ -303,7 +303,7 @@ def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> 
 
 
 def _error(
-    joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int, aside: Aside | None,
+    joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int, aside: SensitivitySplit | None,
     unforced: npt.NDArray[np.bool_],
 ) -> float:
     """Mean squared error of what is not protected, taking values as spread evenly over their bins."""

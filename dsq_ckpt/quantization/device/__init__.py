@@ -29,7 +29,7 @@ def serves(chunk: Chunk) -> bool:
         tensor.device.type in DEVICES and chunk.on_device and chunk.key.elements > 0
         and tensor.dtype in _FLOATS and tensor.layout is torch.strided
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others may have no memory that a kernel could read
-        and chunk.onto is None and chunk.gradient is None and _is_usable(tensor.device)
+        and chunk.base_values is None and chunk.gradient is None and _is_usable(tensor.device)
     )
 
 

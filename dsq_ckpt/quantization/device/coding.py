@@ -121,7 +121,7 @@ class DeviceChunk:
     as an optimizer's step, may write to the tensor.
 
     Attributes:
-        resident: uint8[n] on the device: the codes, for the next save to be coded against.
+        device_codes: uint8[n] on the device: the codes, for the next save to be coded against.
     """
 
     def __init__(self, chunk: Chunk, tables: Tables) -> None:
@@ -149,7 +149,7 @@ class DeviceChunk:
         except BaseException:
             transfer.release(size)
             raise
-        self.resident: torch.Tensor | None = codes
+        self.device_codes: torch.Tensor | None = codes
 
         def bring() -> _Arrived:
             count = int(protected[1])
@@ -220,7 +220,7 @@ class DeviceChunk:
             arrival, _ = self._arrived()
         except Exception as error:
             arrival = SaveFailed(f"'{self.key.fqn}' did not arrive on the host: {type(error).__name__}: {error}")
-        return {**self.__dict__, "_arrival": arrival, "_lock": None, "resident": None}
+        return {**self.__dict__, "_arrival": arrival, "_lock": None, "device_codes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())

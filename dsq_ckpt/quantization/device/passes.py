@@ -1,4 +1,4 @@
-"""Sketches of chunks in device memory."""
+"""GlobalSketch of chunks in device memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TOGETHER = 64  # full sketches of 254 KiB that cross to the host at once
 
 def parent_on_device(chunk: Chunk) -> torch.Tensor:
     """The previous codes, uint8[n], where the chunk lies; copied there if they are not any more."""
-    if chunk.resident is not None and chunk.resident.device == chunk.tensor.device:
-        return chunk.resident
+    if chunk.device_codes is not None and chunk.device_codes.device == chunk.tensor.device:
+        return chunk.device_codes
     assert chunk.parent is not None
     return torch.from_numpy(chunk.parent).to(chunk.tensor.device)
 

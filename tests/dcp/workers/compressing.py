@@ -19,14 +19,14 @@ from unittest import mock
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.convert import dealing, sources
+from dsq_ckpt.convert import partitioner, sources
 from dsq_ckpt.distributed.mpi import MPICommunicator
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.manifest import is_complete
 
 given, made = Path(sys.argv[1]), Path(sys.argv[2])
 comm = MPICommunicator()
-dealing._SMALLEST = 1 << 10
+partitioner._SMALLEST = 1 << 10
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import dsq_ckpt
-from dsq_ckpt.convert import dealing
+from dsq_ckpt.convert import partitioner
 from dsq_ckpt.distributed.comm import Communicator, TorchCommunicator
 from dsq_ckpt.distributed.mpi import MPICommunicator
 from tests.helpers import contract
@@ -32,7 +32,7 @@ else:
     comm.limit = 64  # many calls where one would do
     contract.check(comm)
     del comm.limit
-dealing._SMALLEST = 1 << 10
+partitioner._SMALLEST = 1 << 10
 result = dsq_ckpt.compress(plain_state(), out, communicator=comm)
 assert comm.gather(result) == [dsq_ckpt.describe(out) | {"quality": None}] * comm.size
 if comm.rank == 0:

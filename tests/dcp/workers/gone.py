@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dsq_ckpt import LoadFailed, SaveFailed
-from dsq_ckpt.distributed.comm import RankUnreachable, TorchCommunicator, together
+from dsq_ckpt.distributed.comm import RankUnreachable, TorchCommunicator, run_on_all_ranks
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
 comm = TorchCommunicator()
@@ -22,7 +22,7 @@ begun = time.perf_counter()
 for name, work in {
     "sum": lambda: comm.sum(np.zeros(3, np.int64)), "gather": lambda: comm.gather(1),
     "broadcast": lambda: comm.broadcast(1) or comm.gather(2),
-    "together": lambda: together(comm, lambda: comm.gather(1)),
+    "together": lambda: run_on_all_ranks(comm, lambda: comm.gather(1)),
 }.items():
     try:
         work()

@@ -17,7 +17,7 @@ from common import LOSSY, begin, check, end, engine_of, error_of, everywhere, se
 import dsq_ckpt
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.storage import attachments
+from dsq_ckpt.storage import foreign_files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -138,12 +138,12 @@ def overwriting(run: Path, stage: int) -> None:
     pipeline.commit = original
     reload(run, stage, before, "a failed save over a tag leaves it")
 
-    restored = attachments.restore
-    attachments.restore = lambda *_: None  # it is as if the job had been killed here
+    restored = foreign_files.restore
+    foreign_files.restore = lambda *_: None  # it is as if the job had been killed here
     if dist.get_rank() == 0:
         pipeline.commit = no_space
     error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
-    pipeline.commit, attachments.restore = original, restored
+    pipeline.commit, foreign_files.restore = original, restored
     reload(run, stage, before, "a save over a tag that is killed leaves it")
     engine.save_checkpoint(str(run), tag="best")
     reload(run, stage, masters(engine), "the next save over it succeeds")
@@ -160,21 +160,21 @@ def over_plain_tags(run: Path, stage: int) -> None:
     engine.checkpoint_engine = ours
     before = masters(engine)
     train(engine, 2, 4)
-    original, restored = pipeline.commit, attachments.restore
+    original, restored = pipeline.commit, foreign_files.restore
     for how in ("a failed save over a plain tag leaves it", "a killed save over a plain tag leaves it"):
         if dist.get_rank() == 0:
             pipeline.commit = no_space
         error = error_of(lambda: engine.save_checkpoint(str(run), tag="best"))
         check("No space left" in str(error), f"the commit fails: {error}")
-        pipeline.commit, attachments.restore = original, restored
+        pipeline.commit, foreign_files.restore = original, restored
         dist.barrier()
         again = engine_of(settings(stage), LOSSY, seed=1)
         again.load_checkpoint(str(run), tag="best")
         same = all(torch.equal(now, then) for now, then in zip(masters(again), before, strict=True))
         check(stage == 3 or same, how)  # padding of stage 3 is whatever was in memory
         check(stage < 3 or near(again, before), how)
-        attachments.restore = lambda *_: None  # it is as if the job had been killed here
-    attachments.restore = restored
+        foreign_files.restore = lambda *_: None  # it is as if the job had been killed here
+    foreign_files.restore = restored
     engine.save_checkpoint(str(run), tag="best")
     left = [file.name for file in (run / "best").iterdir() if file.name.startswith(".")]
     check(left == [], f"the next save over it succeeds, and leaves nothing behind: {left}")

@@ -13,7 +13,7 @@ from common import begin, check, end, engine_of, error_of, everywhere, settings,
 import dsq_ckpt
 from dsq_ckpt.deepspeed.partition import inventory
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.quantization.analysis import Sketches
+from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.storage.manifest import Manifest
 
 SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "share": 1.0, "floor": 0.1}}
@@ -75,16 +75,16 @@ def gradients(run: Path, name: str, tree: dict[str, Any]) -> None:
     """The published system weighs elements by gradients, which the optimizer steps with."""
     engine = engine_of(tree, {"system": "inshrinkerator", "quantize": {"min_elements": 64}})
     seen: list[int] = []
-    original = Sketches.fit
+    original = GlobalSketch.fit
 
-    def fit(self: Sketches, *arguments: Any, **options: Any) -> Any:
+    def fit(self: GlobalSketch, *arguments: Any, **options: Any) -> Any:
         seen.append(sum(chunk.gradient is not None for chunk in self.chunks))
         return original(self, *arguments, **options)
 
-    Sketches.fit = fit  # type: ignore[method-assign]
+    GlobalSketch.fit = fit  # type: ignore[method-assign]
     train(engine, 0, 3)
     engine.save_checkpoint(str(run))
-    Sketches.fit = original  # type: ignore[method-assign]
+    GlobalSketch.fit = original  # type: ignore[method-assign]
     check(bool(seen) and min(seen) > 0, f"{name}: chunks with averaged gradients: {seen}")
 
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.compressors import Compressor, Trace, compressor
+from dsq_ckpt.lowdiff.compressors import Compressor, GradientInfo, compressor
 
 SPECS = ("topk:0.05", "topk:0.3,feedback=off", "fp16", "bf16", "kmeans:16", "kmeans:5,feedback=off")
 SMALL = 0.0005
@@ -85,7 +85,7 @@ def mean_of(sent: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def valid(trace: Trace, gradient: Tensor) -> None:
+def valid(trace: GradientInfo, gradient: Tensor) -> None:
     flat = gradient.reshape(-1)
     if trace.support is not None:
         outside = torch.ones(flat.numel(), dtype=torch.bool)

@@ -12,7 +12,7 @@ from dsq_ckpt.lowdiff import Replica, process
 from dsq_ckpt.lowdiff.memory import Holder, InMemory
 from dsq_ckpt.lowdiff.recovery import _restore
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
-from dsq_ckpt.lowdiff.subject import Subject
+from dsq_ckpt.lowdiff.train_state import TrainState
 from tests.lowdiff.loops import Case, Loop, differences
 
 
@@ -50,7 +50,7 @@ def restored(case: Case, run: Path, holder: Holder) -> Loop:
     tensors = {piece.name: piece.tensor for piece in found.pieces()}
     assert len(tensors) == len(found.tensors), "a name twice"
     loop = Loop(case, seed=1)
-    subject = Subject(loop.model, loop.optimizer, loop.states)
+    subject = TrainState(loop.model, loop.optimizer, loop.states)
     recovered = _restore(subject, InMemory(run, found.meta, tensors), SingleProcess(), False)
     assert (recovered.step, recovered.from_memory) == (holder.newest, True)
     return loop

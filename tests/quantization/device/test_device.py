@@ -286,7 +286,7 @@ def test_a_staged_chunk_travels_to_another_process(here):
     chunk = chunk_of(torch.randn(64, 80), 4)
     made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
     copied = pickle.loads(pickle.dumps(made))
-    assert copied.resident is None and np.array_equal(copied.codes, made.codes)
+    assert copied.device_codes is None and np.array_equal(copied.codes, made.codes)
     assert copied.block(slice(0, 5120)).refinement == made.block(slice(0, 5120)).refinement
 
 

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-class Subject:
+class TrainState:
     """A model and its optimizer by names.
 
     Args:

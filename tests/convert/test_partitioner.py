@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsq_ckpt.convert import dealing
-from dsq_ckpt.convert.dealing import deal
+from dsq_ckpt.convert import partitioner
+from dsq_ckpt.convert.partitioner import deal
 from dsq_ckpt.convert.sources import InMemory, open_source
 from tests.helpers.source_files import plain_state, write_dcp_in_parts, write_torch
 from tests.helpers.states import differences, mixed_state, tensors
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def small(monkeypatch):
     """Parts as small as tests have tensors."""
-    monkeypatch.setattr(dealing, "_SMALLEST", 1)
+    monkeypatch.setattr(partitioner, "_SMALLEST", 1)
 
 
 def coverage(source, dealt):
@@ -43,7 +43,7 @@ def test_all_of_it_once_and_evenly(given_shapes, ranks, tied):
         state["tied"] = state["t0"]
     source = InMemory(state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dealing, "_SMALLEST", 1)
+        patch.setattr(partitioner, "_SMALLEST", 1)
         dealt = deal(source, ranks)
         assert dealt == deal(InMemory({name: value.clone() for name, value in state.items()}), ranks) or tied
     assert len(dealt) == ranks

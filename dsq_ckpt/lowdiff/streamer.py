@@ -14,15 +14,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.buckets import memory_strides
-from dsq_ckpt.lowdiff.ddp import Seat, distributed, take_seat
-from dsq_ckpt.lowdiff.handle import Handle, Layout, ProcessGone, nbytes
-from dsq_ckpt.lowdiff.subject import Entry, Subject
+from dsq_ckpt.lowdiff.ddp import CommHookSlot, distributed, take_seat
+from dsq_ckpt.lowdiff.train_state import Entry, TrainState
+from dsq_ckpt.lowdiff.worker_client import Layout, ProcessGone, WorkerClient, nbytes
 
 Hook = Any
 """A communication hook of DDP, and its state."""
 
 
-class HandOver:
+class GradientStreamer:
     """Copies gradients into shared memory as they are synchronized, with threads of its own.
 
     Under DDP a bucket is handed over when its all-reduce is done; in a process alone each gradient when it is
@@ -35,19 +35,19 @@ class HandOver:
         cores: that the threads run on; empty: wherever.
     """
 
-    def __init__(self, subject: Subject, hook: Hook | None, cores: Collection[int]) -> None:
+    def __init__(self, subject: TrainState, hook: Hook | None, cores: Collection[int]) -> None:
         self._subject = subject
         self._hook = hook
         self._cores = cores
         self._pool = ThreadPoolExecutor(2, "snapshot", initializer=self._settle)
         self._places: dict[nn.Parameter, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        self._handle: Handle | None = None
+        self._handle: WorkerClient | None = None
         self._room = 0
         self._copies: list[Future[Any]] = []
         self._synchronized: list[torch.futures.Future[Any]] = []
         self._waits_in = -1
         self._removable: list[Any] = []
-        self._seat: Seat | None = None
+        self._seat: CommHookSlot | None = None
         self.failed: ProcessGone | OSError | None = None
         self.slot: int | None = None
         self.new = False
@@ -79,7 +79,7 @@ class HandOver:
             self._seat = None
         self._pool.shutdown()
 
-    def start(self, handle: Handle, subject: Subject, own: Sequence[Entry], room: int) -> None:
+    def start(self, handle: WorkerClient, subject: TrainState, own: Sequence[Entry], room: int) -> None:
         """Hand over to a checkpointing process from now on.
 
         Args:
@@ -150,7 +150,7 @@ class HandOver:
 
     @property
     def tenant(self) -> str:
-        """See `ddp.Tenant`."""
+        """See `ddp.HookOwner`."""
         return "a replica"
 
     def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:

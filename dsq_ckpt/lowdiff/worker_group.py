@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.distributed.comm import Communicator, together
+from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import Captured
 from dsq_ckpt.lowdiff.consensus import Consensus, cpu_group
-from dsq_ckpt.lowdiff.handle import Handle, NotSparse, ProcessGone
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.memory import Survivors
 from dsq_ckpt.lowdiff.recovery import Recovered
-from dsq_ckpt.lowdiff.subject import Entry, Subject
+from dsq_ckpt.lowdiff.train_state import Entry, TrainState
+from dsq_ckpt.lowdiff.worker_client import NotSparse, ProcessGone, WorkerClient
 
 _POSTED = ("broken", "starting", "saving", "wanted", "whole", "restart")
 _START = 120.0
@@ -34,7 +34,7 @@ _PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)
 """Seconds before the checkpointing processes are started again, after as many failures in a row."""
 
 
-class Crew(ABC):
+class WorkerGroup(ABC):
     """The checkpointing process of this rank, and what all ranks agree on about theirs.
 
     They are *running*, or *waiting* until rank 0 says that they are started again, or *starting*. What happens is
@@ -49,7 +49,7 @@ class Crew(ABC):
     """
 
     def __init__(
-        self, run: Path, subject: Subject, comm: Communicator, base: str | Mapping[str, Any], queue: int, keep: int,
+        self, run: Path, subject: TrainState, comm: Communicator, base: str | Mapping[str, Any], queue: int, keep: int,
         cores: Collection[int] | None, timeout: float,
     ) -> None:
         for name, value in (("queue", queue), ("keep", keep)):
@@ -63,7 +63,7 @@ class Crew(ABC):
         self._base = base
         self._threads = snapshots.config_of(base).storage.thread_count()
         self._queue, self._keep, self._cores, self._timeout = queue, keep, sorted(cores or ()), timeout
-        self._handle: Handle | None = None
+        self._handle: WorkerClient | None = None
         self._pending: Captured | None = None
         """Gradients of the step that is being done."""
         self._state: Literal["running", "starting", "waiting"] = "waiting"
@@ -139,11 +139,11 @@ class Crew(ABC):
     def _begin_first(self) -> None:
         """Start, and wait until the first snapshot is on disk: from then on every step counts."""
         try:
-            together(self._comm, self._start)
-            together(self._comm, lambda: self._running().wait("ready", _START))
+            run_on_all_ranks(self._comm, self._start)
+            run_on_all_ranks(self._comm, lambda: self._running().wait("ready", _START))
             self._join()
-            together(self._comm, self._send_snapshot)
-            together(self._comm, self._saved)
+            run_on_all_ranks(self._comm, self._send_snapshot)
+            run_on_all_ranks(self._comm, self._saved)
         except BaseException:
             for hook in self._hooks:
                 hook.remove()
@@ -168,7 +168,7 @@ class Crew(ABC):
         self._entries: list[Entry] = self._subject.entries(self._comm.size)
         self._owner = {entry.name: entry.owner for entry in self._entries}
         self._own = [entry for entry in self._entries if entry.owner == self._comm.rank]
-        self._handle = Handle({
+        self._handle = WorkerClient({
             "run": str(self.run), "session": self._session, "rank": self._comm.rank, "ranks": self._comm.size,
             "parameters": [list(entry) for entry in self._own], "keep": self._keep,
             "config": snapshots.config_of(self._base, bool(self._held_back())).model_dump(mode="json"),
@@ -201,7 +201,7 @@ class Crew(ABC):
         host, port = address[0]
         self._guarded(lambda: self._running().send({"kind": "join", "host": host, "port": port}))
 
-    def _running(self) -> Handle:
+    def _running(self) -> WorkerClient:
         assert self._handle is not None
         return self._handle
 
@@ -247,7 +247,7 @@ class Crew(ABC):
     def _too_late(self) -> None:
         raise ProcessGone(f"the checkpointing process did not start within {_START:.0f} s")
 
-    def _take(self, handle: Handle) -> None:
+    def _take(self, handle: WorkerClient) -> None:
         handle.poll()
         reports, handle.reports = handle.reports, []
         for report in reports:

@@ -100,7 +100,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
         raise LoadFailed(
             "a tensor of this file lies in the dsq_ckpt checkpoint beside it, and where that is cannot be told, since "
             "the file is not read by its path: torch.load(path), or load it "
-            "within dsq_ckpt.storage.stored.stored_in(directory)"
+            "within dsq_ckpt.storage.pickle_refs.stored_in(directory)"
         )
     if (directory / "zero").is_dir() and not (directory / MANIFEST).exists():
         return torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="meta")

@@ -12,9 +12,9 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
-from dsq_ckpt.storage import stored
+from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.stored import Piece, StoredTensor
+from dsq_ckpt.storage.pickle_refs import Piece, StoredTensor
 from tests.helpers.commands import alter, owned
 
 SHAPE = (40, 25)
@@ -42,7 +42,7 @@ def tag(tmp_path):
     flat[:500], flat[500:504] = loaded["model"]["weight"].view(-1)[33:533], loaded["model"]["bias"][2:6]
     flat[504:506], flat[510:] = torch.tensor([1.5, -2.5]), loaded["model"]["weight"].view(-1)[:33]
     yield directory, flat, loaded["model"]["weight"]
-    stored.close()
+    pickle_refs.close()
 
 
 def load(path, **options):
@@ -85,13 +85,13 @@ def test_bytes_without_a_path(tag):
     data = (directory / "x_states.pt").read_bytes()
     with pytest.raises(LoadFailed, match="not read by its path"):
         load(io.BytesIO(data))
-    with stored.stored_in(directory):
+    with pickle_refs.stored_in(directory):
         assert torch.equal(load(io.BytesIO(data))["flat"], flat)
 
 
 def test_base_layer_alone(tag):
     directory, flat, _ = tag
-    with stored.stored_in(directory, refined=False):
+    with pickle_refs.stored_in(directory, refined=False):
         base = load(directory / "x_states.pt")["flat"]
     weight = {"model": {"weight": torch.empty(SHAPE)}}
     dsq_ckpt.load(weight, directory, refinement=False)

@@ -18,11 +18,11 @@ from dsq_ckpt.convert.export import export_torch
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage import attachments
-from dsq_ckpt.storage.attachments import plain_aside
+from dsq_ckpt.storage import foreign_files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FileInfo, file_checksum
 from dsq_ckpt.storage.copying import copy
+from dsq_ckpt.storage.foreign_files import plain_aside
 from dsq_ckpt.storage.gc import collect
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.saving import save_parts
@@ -53,7 +53,7 @@ def no_space(*args, **kwargs):
 
 
 @pytest.mark.parametrize("fails", [
-    "pipeline.commit", "pipeline.write_rank", "collective.attachments.publish", "collective.attachments.write",
+    "pipeline.commit", "pipeline.write_rank", "collective.foreign_files.publish", "collective.foreign_files.write",
 ])
 def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fails):
     path, save = plain_tag
@@ -67,17 +67,17 @@ def test_a_plain_tag_outlives_a_failed_save_over_it(plain_tag, monkeypatch, fail
 
 
 @pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
-@pytest.mark.parametrize("at", ["dsq_ckpt.engine.pipeline.commit", "dsq_ckpt.engine.collective.attachments.journal"])
+@pytest.mark.parametrize("at", ["dsq_ckpt.engine.pipeline.commit", "dsq_ckpt.engine.collective.foreign_files.journal"])
 def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_path, at, how):
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr(at, no_space)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
     assert [name for name in listing(path) if name.endswith(".dsq")]
     if how == "load":
-        attachments.restore(path)
+        foreign_files.restore(path)
     elif how == "copy":
         copy(path, tmp_path / "copied")
         assert (tmp_path / "copied" / STATES).read_bytes() == b"all there is of step 5"
@@ -112,12 +112,12 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
     (path / STATES).write_bytes(b"step 9, newer than what stepped aside")
     if how == "load":
         with pytest.warns(UserWarning, match=f"written again after a save over it was killed.*'{STATES}'"):
-            attachments.restore(path)
+            foreign_files.restore(path)
         assert plain_aside(path), "it is a tag of DeepSpeed's still"
     elif how == "copy":
         copy(path, tmp_path / "copied")
@@ -146,7 +146,7 @@ def test_what_deepspeed_wrote_over_a_checkpoint_outlives_a_failed_save_over_it(p
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
             patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
             patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-            patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
+            patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
             save()
     (path / STATES).write_bytes(b"step 9, of DeepSpeed")
     (path / other).write_bytes(b"step 9, of DeepSpeed")
@@ -164,10 +164,10 @@ def test_an_unchanged_plain_tag_is_told_from_a_newer_one_without_links(plain_tag
     """Where what steps aside is a copy, a save that was killed before it gave names leaves the same bytes twice."""
     path, _ = plain_tag
     monkeypatch.setattr("dsq_ckpt.storage.links.os.link", no_links)
-    attachments.keep_plain(path, False)
+    foreign_files.keep_plain(path, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attachments.restore(path)
+        foreign_files.restore(path)
     assert (path / STATES).read_bytes() == plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
@@ -176,11 +176,11 @@ def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
         patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
-        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr("dsq_ckpt.storage.attachments.file_checksum", no_space)
-        attachments.restore(path)
+        patched.setattr("dsq_ckpt.storage.foreign_files.file_checksum", no_space)
+        foreign_files.restore(path)
     assert plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
@@ -189,10 +189,10 @@ def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, 
     contribution = tag_without_manifest(path, monkeypatch)
     save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     with monkeypatch.context() as patched:
-        patched.setattr("dsq_ckpt.engine.collective.attachments.restore", lambda *_: None)
+        patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         tag_without_manifest(path, monkeypatch)
     (path / STATES).write_bytes(b"newer, of DeepSpeed")
-    attachments.restore(path)
+    foreign_files.restore(path)
     assert (path / STATES).read_bytes() == b"newer, of DeepSpeed"
     with Checkpoint(path) as checkpoint:  # which is told, as by any load of it
         assert [name for name, _, problem in checkpoint.verify() if problem] == [STATES]
@@ -241,14 +241,14 @@ def exported(run):
 
 def test_a_save_that_fails_leaves_what_another_one_published_over_a_plain_tag(plain_tag):
     path, _ = plain_tag
-    attachments.keep_plain(path, False)
+    foreign_files.keep_plain(path, False)
     plant(path, "twin")
-    attachments.journal(path, SAVE, 0, [FileInfo(STATES, *file_checksum(path / "twin"))], False)
+    foreign_files.journal(path, SAVE, 0, [FileInfo(STATES, *file_checksum(path / "twin"))], False)
     os.replace(path / "twin", path / STATES)
-    attachments.restore(path, SAVE[::-1])
+    foreign_files.restore(path, SAVE[::-1])
     assert (path / STATES).read_bytes() == b"x" * 10
     assert plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
-    attachments.restore(path, SAVE)
+    foreign_files.restore(path, SAVE)
     assert (path / STATES).read_bytes() == b"all there is of step 5"
 
 
@@ -263,7 +263,7 @@ def test_a_plain_tag_that_could_not_step_aside_is_left_as_it_was(plain_tag, monk
         os.link(source, target)
 
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
-        patched.setattr("dsq_ckpt.storage.attachments.link_or_copy", second_fails)
+        patched.setattr("dsq_ckpt.storage.foreign_files.link_or_copy", second_fails)
         save()
     assert listing(path) == before
 
@@ -272,7 +272,7 @@ def test_a_save_of_part_of_a_tensor_replaces_no_attachment(plain_tag, monkeypatc
     path, _ = plain_tag
     part = LocalShard(ChunkKey("w", (0, 0), (32, 96)), (64, 96), torch.float32, lambda: torch.randn(32, 96))
     published = []
-    monkeypatch.setattr("dsq_ckpt.engine.collective.attachments.publish", lambda *args: published.append(args))
+    monkeypatch.setattr("dsq_ckpt.engine.collective.foreign_files.publish", lambda *args: published.append(args))
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* was brought so that"):
         save_parts(path, lambda: LocalState([part], attachments={STATES: written_id}), DSQConfig(), SingleProcess(),
                    overwrite=True)

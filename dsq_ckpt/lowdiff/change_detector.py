@@ -12,7 +12,7 @@ from dsq_ckpt.kernels.scan import Samples
 _RUNS = 512
 
 
-class Watch:
+class ChangeDetector:
     """Remembers parameters as they are.
 
     A change is seen by torch's own count of changes in place, by new memory, and, since neither counts what is done to

@@ -13,7 +13,7 @@ from torch import nn
 from dsq_ckpt.deepspeed.partition import has_unknown_names, masters
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.replay import by_parameter
-from dsq_ckpt.lowdiff.subject import MODEL, OPTIMIZER, Entry, Stateful, Subject, dtype_name
+from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, Entry, Stateful, TrainState, dtype_name
 
 ENGINE = "deepspeed"
 """The name under which the engine's own state is logged."""
@@ -58,7 +58,7 @@ class EngineState:
         return {} if found is None else vars(found)
 
 
-class EngineSubject(Subject):
+class MasterState(TrainState):
     """The master weights of an engine, by names.
 
     In ZeRO stage 0 all ranks have the same, by the names of their parameters; in the stages 1 to 3 each rank has flat
@@ -153,7 +153,7 @@ class EngineSubject(Subject):
             yield f"{name}.rank{self._rank}", buffer
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
-        """See `Subject.tensors`; of other ranks' partitions there are none."""
+        """See `TrainState.tensors`; of other ranks' partitions there are none."""
         for name, tensor in self.parameters.items():
             yield (MODEL, name), tensor.detach(), name
         for parameter, name in self._engine.param_names.items():
@@ -171,11 +171,11 @@ class EngineSubject(Subject):
                     yield (OPTIMIZER, "state", name, key), value.detach(), name
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """See `Subject.plain_state`. All ranks do the same steps, so that what is true of one rank is of all."""
+        """See `TrainState.plain_state`. All ranks do the same steps, so that what is true of one rank is of all."""
         return self._of_all(super().plain_state())
 
     def state_keys(self) -> dict[str, list[str]]:
-        """See `Subject.state_keys`; of all ranks."""
+        """See `TrainState.state_keys`; of all ranks."""
         return self._of_all(super().state_keys())
 
     def replace_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
-from dsq_ckpt.quantization.analysis import Analysis, Sketches
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 
 
 @dataclass(frozen=True)
-class Choice:
+class QuantizationPlan:
     """How a save is to be stored, once its sketches are known.
 
     Attributes:
@@ -28,12 +28,12 @@ class Choice:
     quality: dict[str, Any] | None = None
 
 
-class Chooser(Protocol):
+class ConfigPolicy(Protocol):
     """Chooses the configuration of a save; collective."""
 
     def __call__(
-        self, sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
-    ) -> Choice:
+        self, sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+    ) -> QuantizationPlan:
         """Choose.
 
         Args:
@@ -46,14 +46,14 @@ class Chooser(Protocol):
 
 
 def as_configured(
-    sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
-) -> Choice:
+    sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+) -> QuantizationPlan:
     """The policy that takes the configuration as it is."""
-    return Choice(sketches.fit(), config)
+    return QuantizationPlan(sketches.fit(), config)
 
 
 def all_exact(
-    sketches: Sketches, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
-) -> Choice:
+    sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
+) -> QuantizationPlan:
     """The policy of a save that has to be exact."""
-    return Choice(Analysis({}, {}, sketches.nonfinite), config)
+    return QuantizationPlan(Analysis({}, {}, sketches.nonfinite), config)

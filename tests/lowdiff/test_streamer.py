@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from dsq_ckpt.lowdiff import handover
+from dsq_ckpt.lowdiff import streamer
 from tests.lowdiff.loops import Case, Loop, seeded
 from tests.lowdiff.workers.replica import check_same, known_holders, replica_of, restored, until
 
@@ -74,13 +74,13 @@ def wrapped(loop: Loop, kind: str) -> Loop:
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
 def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monkeypatch):
     """The backward pass does not go on before the gradient of the last layer is in shared memory."""
-    loop, copied, done = wrapped(Loop(STACK), kind), handover._copied, {}
+    loop, copied, done = wrapped(Loop(STACK), kind), streamer._copied, {}
 
     def noted(target, *args):
         copied(target, *args)
         done[target.data_ptr()] = threading.current_thread()
 
-    monkeypatch.setattr(handover, "_copied", noted)
+    monkeypatch.setattr(streamer, "_copied", noted)
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 3)  # DDP makes its buckets anew after the first step
         over, last = replica._handover, loop.optimizer.param_groups[0]["params"][-2:]
@@ -109,7 +109,7 @@ def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monke
 @pytest.mark.parametrize("kind", ["alone", "ddp"])
 def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, monkeypatch):
     loop = wrapped(Loop(STACK), kind)
-    copied, done = handover._copied, []
+    copied, done = streamer._copied, []
 
     def slow(*args):
         time.sleep(0.05)
@@ -118,7 +118,7 @@ def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, m
 
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 2)
-        monkeypatch.setattr(handover, "_copied", slow)
+        monkeypatch.setattr(streamer, "_copied", slow)
         for step in range(3):
             loop.optimizer.zero_grad()
             done.clear()
@@ -135,7 +135,7 @@ def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, m
 def test_a_backward_pass_that_fails(tmp_path, holders, late, monkeypatch):
     """A batch that is too large for memory, say, which is left out: later ones are handed over as always."""
     loop = Loop(STACK)
-    copied = handover._copied
+    copied = streamer._copied
     release = threading.Event()
 
     def fails():
@@ -148,13 +148,13 @@ def test_a_backward_pass_that_fails(tmp_path, holders, late, monkeypatch):
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 2)
         if late:  # copies of the pass that failed are still under way
-            monkeypatch.setattr(handover, "_copied", waits)
+            monkeypatch.setattr(streamer, "_copied", waits)
         with pytest.raises(MemoryError):
             backward_through(loop, fails)
-        monkeypatch.setattr(handover, "_copied", copied)
+        monkeypatch.setattr(streamer, "_copied", copied)
         release.set()
         done = []
-        monkeypatch.setattr(handover, "_copied", lambda *args: (time.sleep(0.05), copied(*args), done.append(1)))
+        monkeypatch.setattr(streamer, "_copied", lambda *args: (time.sleep(0.05), copied(*args), done.append(1)))
         loop.optimizer.zero_grad()
         loop.model(torch.ones(2, 12)).square().sum().backward()
         assert len(done) == 8, "waited for, though the pass before did not end"

@@ -15,7 +15,7 @@ _ELEMENTS = 16
 """Of a parameter, beside the largest of its bucket."""
 
 Seen = tuple[Tensor, Tensor]
-"""What `Trace.witness` is."""
+"""What `GradientInfo.witness` is."""
 
 
 @dataclass(frozen=True)

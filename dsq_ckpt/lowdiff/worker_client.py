@@ -36,7 +36,7 @@ class Ready(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Handle:
+class WorkerClient:
     """A checkpointing process.
 
     Args:
