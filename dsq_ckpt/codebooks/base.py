@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from dsq_ckpt.codebooks.histogram import F64, Histogram, Mask
+from dsq_ckpt.codebooks.histogram import Histogram
+from dsq_ckpt.core.arrays import F64, U8, Mask
 
 
 class Measured(NamedTuple):
@@ -68,7 +68,7 @@ class LevelFit:
     pruned: Mask | None = None
     step: float = 0.0
     zero_is_level: bool = True
-    codes: npt.NDArray[np.uint8] | None = None
+    codes: U8 | None = None
     measured: Measured | None = None
 
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from pydantic import Field
 
 from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, as_histogram
+from dsq_ckpt.codebooks.histogram import Histogram, as_histogram
 from dsq_ckpt.codebooks.registry import register_codebook
+from dsq_ckpt.core.arrays import F64, I64, U8, Integers, Mask
 
 MAX_BITS = 7
 """2**8 - 1 levels, zero and the code of protected elements do not fit one byte."""
@@ -47,7 +48,7 @@ class Exponent(CodebookConfig):
 
 def exponent_buckets(
     values: npt.ArrayLike, low_edges: npt.ArrayLike, high_edges: npt.ArrayLike, counts: npt.ArrayLike, bits: int
-) -> tuple[F64, npt.NDArray[np.uint8]]:
+) -> tuple[F64, U8]:
     """LC-Checkpoint's levels and the code of every bin.
 
     A bucket holds what has one sign and one exponent, floor(log2 |x|).  It stands for the average of its smallest and
@@ -87,7 +88,7 @@ def exponent_buckets(
     return levels, np.repeat(codes, ends - starts)
 
 
-def _promoted(sign: I64, exponent: npt.NDArray[np.integer], population: I64, places: int) -> npt.NDArray[np.bool_]:
+def _promoted(sign: I64, exponent: Integers, population: I64, places: int) -> Mask:
     """Which buckets are kept, bool[buckets]: by exponent, then population, then positive before negative."""
     order = np.lexsort((-sign, -population, -exponent))
     order = order[sign[order] != 0]
@@ -96,7 +97,7 @@ def _promoted(sign: I64, exponent: npt.NDArray[np.integer], population: I64, pla
     return kept
 
 
-def _check_edges(values: F64, low: F64, high: F64, exponent: npt.NDArray[np.integer]) -> None:
+def _check_edges(values: F64, low: F64, high: F64, exponent: Integers) -> None:
     """Raise ValueError unless every bin holds its value and, but for that of zero, lies in its value's bucket."""
     if low.shape != values.shape or high.shape != values.shape:
         raise ValueError(f"edges must be as long as values: {low.shape}, {high.shape} and {values.shape}")

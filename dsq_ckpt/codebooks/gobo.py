@@ -17,8 +17,9 @@ import numpy.typing as npt
 from pydantic import Field
 
 from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, as_histogram, nearest
+from dsq_ckpt.codebooks.histogram import Histogram, as_histogram, nearest
 from dsq_ckpt.codebooks.registry import register_codebook
+from dsq_ckpt.core.arrays import F64, I64, Mask
 
 
 @register_codebook
@@ -47,7 +48,7 @@ class Gobo(CodebookConfig):
 
 def gobo_outliers(
     values: npt.ArrayLike, counts: npt.ArrayLike, log_threshold: float = -4.0
-) -> npt.NDArray[np.bool_]:
+) -> Mask:
     """Which bins are outliers: log density under the layer's normal distribution below the threshold.
 
         ln N(x; m, s) = -((x - m) / s)**2 / 2 - ln(s) - ln(2 pi) / 2 < log_threshold
@@ -73,7 +74,7 @@ def gobo_outliers(
     if deviation == 0.0:
         return np.zeros(len(v), bool)
     log_density = -0.5 * np.square(offsets / deviation) - math.log(deviation) - 0.5 * math.log(2.0 * math.pi)
-    outliers: npt.NDArray[np.bool_] = log_density < log_threshold
+    outliers: Mask = log_density < log_threshold
     return outliers
 
 

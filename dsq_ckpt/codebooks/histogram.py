@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F64, I64, Mask
+
 if TYPE_CHECKING:  # it brings Numba, which reading a configuration does not need
     from dsq_ckpt.kernels.keys import KeyWindow
 
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit, Weighing
-from dsq_ckpt.codebooks.histogram import F64, I64, Histogram, Mask, top
+from dsq_ckpt.codebooks.histogram import Histogram, top
 from dsq_ckpt.codebooks.registry import register_codebook
+from dsq_ckpt.core.arrays import F64, I64, Mask
 
 
 @register_codebook

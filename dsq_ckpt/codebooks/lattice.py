@@ -8,8 +8,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dsq_ckpt.codebooks.base import CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import F64, I64, Histogram
+from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
+from dsq_ckpt.core.arrays import F64, I64
 
 _KEEP_STEP = 2**0.25  # a lattice keeps its parent's step while the fresh one is this near; a search moves it by more
 

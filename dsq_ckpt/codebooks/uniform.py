@@ -16,8 +16,9 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit
-from dsq_ckpt.codebooks.histogram import F64, Histogram, as_histogram, nearest
+from dsq_ckpt.codebooks.histogram import Histogram, as_histogram, nearest
 from dsq_ckpt.codebooks.registry import register_codebook
+from dsq_ckpt.core.arrays import F64
 
 
 @register_codebook

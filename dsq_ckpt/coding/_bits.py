@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import U8, Array
 from dsq_ckpt.kernels.jit import jit
 
 MAX_WIDTH = 16
 PADDING = 4  # zero bytes that `padded` appends, so that a read of MAX_WIDTH bits needs no check of each byte
 
-Array = npt.NDArray[Any]
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 
@@ -66,7 +65,7 @@ def read_number(buffer: Array, position: int) -> tuple[int, int]:
     return (1 << k) - 1 + read_bits(buffer, position, k), position + k
 
 
-def padded(data: Array) -> npt.NDArray[np.uint8]:
+def padded(data: Array) -> U8:
     """A copy of the uint8 vector that the readers may be given."""
     return np.concatenate((data, np.zeros(PADDING, np.uint8)))
 

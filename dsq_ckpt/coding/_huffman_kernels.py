@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt.coding._bits import PADDING, read_bits, read_number, write_bits, write_number
+from dsq_ckpt.core.arrays import Array
 from dsq_ckpt.kernels.jit import jit
 
 MAX_LENGTH = 15
@@ -19,7 +19,6 @@ RUN_TOKENS = MAX_PLAIN_RUN + 32  # runs of 1..256, then 2**9 .. 2**40
 
 UNKNOWN_SYMBOL, TRUNCATED, BAD_TABLE, BAD_RUN = -1, -2, -3, -4
 
-Array = npt.NDArray[Any]
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import Array
 from dsq_ckpt.kernels.jit import jit
 
 RESOLUTION = 15
@@ -34,7 +34,6 @@ _RECIPROCAL_SHIFT = np.uint64(32 + RESOLUTION)
 # Columns of Tables.escapes
 _COUNT, _FREQ, _RECIPROCAL, _ESCAPE_FREQ, _ESCAPE_CUM, _ESCAPE_RECIPROCAL = (np.uint64(i) for i in range(6))
 
-Array = npt.NDArray[Any]
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 

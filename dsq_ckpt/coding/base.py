@@ -13,15 +13,12 @@ is a change of the format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import I64, U8, Array
 from dsq_ckpt.errors import CodingError
-
-Array = npt.NDArray[Any]
-U8Array = npt.NDArray[np.uint8]
 
 MAX_SYMBOLS = 256
 _MAX_COUNT = 1 << 43  # the fit multiplies counts by 2**19 in int64
@@ -74,7 +71,7 @@ class Coder(ABC):
         Infinite if a code is counted that the model cannot encode.
         """
 
-    def encode(self, codes: U8Array, parent: U8Array | None) -> bytes:
+    def encode(self, codes: U8, parent: U8 | None) -> bytes:
         """Encode codes, uint8 (n,), given the parent's codes, uint8 (n,), or None for a keyframe.
 
         Raises:
@@ -85,7 +82,7 @@ class Coder(ABC):
             parent = self._checked_parent(parent, codes.size)
         return self._encode(np.ascontiguousarray(codes), parent) if codes.size else b""
 
-    def decode(self, data: bytes | memoryview, parent: U8Array | None, out: U8Array) -> None:
+    def decode(self, data: bytes | memoryview, parent: U8 | None, out: U8) -> None:
         """Decode one block into out, uint8 (n,), contiguous, with the parent that it was encoded with.
 
         After an error the contents of `out` are undefined. Damaged bytes raise an error or give wrong codes,
@@ -105,12 +102,12 @@ class Coder(ABC):
             raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
 
     @abstractmethod
-    def _encode(self, codes: U8Array, parent: U8Array | None) -> bytes: ...
+    def _encode(self, codes: U8, parent: U8 | None) -> bytes: ...
 
     @abstractmethod
-    def _decode(self, data: U8Array, parent: U8Array | None, out: U8Array) -> None: ...
+    def _decode(self, data: U8, parent: U8 | None, out: U8) -> None: ...
 
-    def _checked_parent(self, parent: U8Array, n: int) -> U8Array:
+    def _checked_parent(self, parent: U8, n: int) -> U8:
         _check_vector("parent", parent)
         if parent.size != n:
             raise CodingError(f"parent has {parent.size} codes, expected {n}, one for each code")
@@ -120,7 +117,7 @@ class Coder(ABC):
             )
         return np.ascontiguousarray(parent)
 
-    def _checked_counts(self, counts: Array) -> npt.NDArray[np.int64]:
+    def _checked_counts(self, counts: Array) -> I64:
         counts = check_counts(counts)
         if counts.shape != (self.contexts + 1, self.symbols):
             raise CodingError(
@@ -129,7 +126,7 @@ class Coder(ABC):
         return counts
 
 
-def check_counts(counts: Array) -> npt.NDArray[np.int64]:
+def check_counts(counts: Array) -> I64:
     """Counts as contiguous int64, if they are counts at all; `CodingError` otherwise."""
     if counts.ndim != 2 or counts.dtype.kind not in "iu":
         raise CodingError(f"counts must be a matrix of integers, got {counts.dtype} of shape {counts.shape}")
@@ -141,6 +138,6 @@ def check_counts(counts: Array) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(counts, np.int64)
 
 
-def _check_vector(what: str, array: U8Array) -> None:
+def _check_vector(what: str, array: U8) -> None:
     if array.dtype != np.uint8 or array.ndim != 1:
         raise CodingError(f"{what} must be a uint8 vector, got {array.dtype} of shape {array.shape}")

@@ -36,7 +36,8 @@ import numpy as np
 
 from dsq_ckpt.coding import _bits
 from dsq_ckpt.coding import _huffman_kernels as kernels
-from dsq_ckpt.coding.base import MAX_SYMBOLS, Array, Coder, U8Array, check_counts
+from dsq_ckpt.coding.base import MAX_SYMBOLS, Coder, check_counts
+from dsq_ckpt.core.arrays import U8, Array
 from dsq_ckpt.errors import CodingError
 from dsq_ckpt.kernels.jit import jit
 
@@ -85,7 +86,7 @@ class HuffmanCoder(Coder):
         groups.append((counts[-1], self.symbols))
         return float(sum(_group_bits(row, n, self.run_length) for row, n in groups if row.any()))
 
-    def _layout(self, parent: U8Array | None, n: int) -> tuple[U8Array, int, int, int, Array]:
+    def _layout(self, parent: U8 | None, n: int) -> tuple[U8, int, int, int, Array]:
         """(parent, modulus, n_values, row offset, starts of the groups) of a block."""
         if parent is None:
             return np.zeros(n, np.uint8), 0, self.symbols, self.contexts, np.array([0, n], np.int64)
@@ -98,7 +99,7 @@ class HuffmanCoder(Coder):
             kernels.group_starts(parent, self.contexts if self.rearrange else 1),
         )
 
-    def _encode(self, codes: U8Array, parent: U8Array | None) -> bytes:
+    def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         parent, modulus, n_values, row_offset, starts = self._layout(parent, codes.size)
         values = np.empty(codes.size, np.uint8)
         if not kernels.group_values(
@@ -119,7 +120,7 @@ class HuffmanCoder(Coder):
                 position = kernels.write_group(group, n_values, self.run_length, tokens, buffer, position)
         return buffer[: (position + 7) // 8].tobytes()
 
-    def _decode(self, data: U8Array, parent: U8Array | None, out: U8Array) -> None:
+    def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
         parent, modulus, n_values, _, starts = self._layout(parent, out.size)
         buffer = _bits.padded(data)
         values = np.empty(out.size, np.uint8)

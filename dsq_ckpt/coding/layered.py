@@ -14,14 +14,12 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt import kernels
 from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.rans import RansCoder
+from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.errors import CodingError
-
-Codes = npt.NDArray[np.uint8]
 
 _RANS = 1
 _HEADER = struct.Struct("<BI")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from dsq_ckpt.coding.base import U8Array
+from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CodingError
 
 _SEPARATE = 4096
@@ -69,7 +69,7 @@ def shuffle_decompress(data: bytes | memoryview, itemsize: int, size: int) -> by
     return items.tobytes()
 
 
-def _decompress(frame: memoryview, size: int) -> U8Array:
+def _decompress(frame: memoryview, size: int) -> U8:
     try:
         # The decompressor allocates what the frame declares, so the declaration is compared with `size`
         # first.

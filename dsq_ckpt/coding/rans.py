@@ -48,7 +48,8 @@ from dsq_ckpt.coding._rans_kernels import (
     encode_loop,
     make_tables,
 )
-from dsq_ckpt.coding.base import MAX_SYMBOLS, Array, Coder, U8Array, check_counts
+from dsq_ckpt.coding.base import MAX_SYMBOLS, Coder, check_counts
+from dsq_ckpt.core.arrays import U8, Array
 from dsq_ckpt.errors import CodingError
 from dsq_ckpt.kernels.jit import jit
 
@@ -109,7 +110,7 @@ class RansCoder(Coder):
         ).sum()
         return float(bits)
 
-    def _encode(self, codes: U8Array, parent: U8Array | None) -> bytes:
+    def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         n = codes.size
         # One to spare for the kernel; pages that stay unused are never touched.
         words = np.empty(self._max_words * n + 1, np.uint16)
@@ -124,7 +125,7 @@ class RansCoder(Coder):
             return b""
         return states.astype("<u4").tobytes() + words[position:].astype("<u2", copy=False).tobytes()
 
-    def _decode(self, data: U8Array, parent: U8Array | None, out: U8Array) -> None:
+    def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
         head = 4 * lanes(out.size)
         if data.size == 0:
             states = np.full(lanes(out.size), INITIAL_STATE, np.uint64)
@@ -152,7 +153,7 @@ class RansCoder(Coder):
                 f"{out.size} codes, final states are wrong, or model or parent are not its own"
             )
 
-    def _unknown_symbol(self, codes: U8Array, parent: U8Array | None) -> str:
+    def _unknown_symbol(self, codes: U8, parent: U8 | None) -> str:
         known = np.zeros((self.contexts + 1, MAX_SYMBOLS), bool)
         known[:, : self.symbols] = self._freqs != 0
         at = int(np.argmin(known[self.contexts if parent is None else parent, codes]))

@@ -13,13 +13,12 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
-Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 _HEAD, _SHORT = 8, 4088
 """Bytes of a length, and of a pickle that is gathered in one round; a longer one takes a second."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsq_ckpt.distributed.comm import Counts
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.errors import SaveFailed
 
 # What launchers tell the processes they start. Slurm tells all it starts the same, whether they use MPI or not.

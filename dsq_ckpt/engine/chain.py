@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import (
@@ -24,7 +25,7 @@ from dsq_ckpt.engine.history import (
 )
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import ParentModel
-from dsq_ckpt.quantization.chunk import ChunkKey, Codes, Floats32
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.container import sync_directory
@@ -218,7 +219,7 @@ class Parent:
         """Remove and return the previous codes of a chunk in device memory, None if they are not there."""
         return self._cache.device_codes.pop(key, None)
 
-    def values(self, key: ChunkKey) -> tuple[BaseRecord, Floats32] | None:
+    def values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
         """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers)."""
         try:
             ref = self.checkpoint.find(key.fqn, key.offsets)

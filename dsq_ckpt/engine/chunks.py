@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.engine.chain import BaseRecord, Parent
 from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local import SaveItem
@@ -18,7 +19,6 @@ from dsq_ckpt.quantization.chunk import (
     Chunk,
     ChunkKey,
     CodeSource,
-    Floats32,
     QuantizingChunk,
     all_finite,
     brings_nearer,
@@ -138,7 +138,7 @@ def keep(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
         cache.device_codes[source.key] = source.device_codes
 
 
-def exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, Floats32]:
+def exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, F32]:
     """Return values that the next save takes differences to, of chunks that are stored exactly; float32, flat.
 
     They are copies: training goes on in the tensors, and staged ones may move to shared memory under a view.

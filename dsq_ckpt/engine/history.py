@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
-from dsq_ckpt.quantization.chunk import ChunkKey, Codes, Floats32
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import local_path
 from dsq_ckpt.storage.runs import run_of
@@ -57,7 +58,7 @@ class ChunkCache:
     """
 
     codes: dict[ChunkKey, Codes] = field(default_factory=dict)
-    values: dict[ChunkKey, Floats32] = field(default_factory=dict)
+    values: dict[ChunkKey, F32] = field(default_factory=dict)
     device_codes: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -6,12 +6,10 @@ end of a table must be an error here, before it becomes a read or write outside 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from dsq_ckpt.core.arrays import Array
 
 
 def scale_factor(inv_scale: float) -> np.float32:

@@ -17,8 +17,8 @@ The way back, from codes to values, is in ``cpu_decode``.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F32, F64, I64, U8, U32
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
 from dsq_ckpt.kernels.cpu_decode import dequantize, dequantize_refined, from_bf16, positions_of, to_bf16
 from dsq_ckpt.kernels.jit import jit
@@ -36,11 +36,6 @@ __all__ = [
     "to_bf16",
 ]
 
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
 
 BLOCK = 4096
 """Elements per block: 16 KiB of indices, half an L1 cache."""

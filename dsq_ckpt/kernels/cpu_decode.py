@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F32, F64, I64, U8, U16, U32
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 from dsq_ckpt.kernels.jit import jit
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
 
 BLOCK = 4096
 """Elements per block."""

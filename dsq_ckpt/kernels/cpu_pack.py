@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 from dsq_ckpt.kernels.jit import jit
-
-U8 = npt.NDArray[np.uint8]
 
 
 @jit

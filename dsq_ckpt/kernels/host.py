@@ -8,17 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import Array
 from dsq_ckpt.kernels import migrated as moving
 from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.keys import FULL
 
-Array = npt.NDArray[Any]
 _HALVES = (torch.bfloat16, torch.float16)
 """What is taken for the fp32 number it is."""
 

@@ -10,15 +10,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F32, I64, U8
 from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import FULL, key_edges
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
 
 NORMAL, PRUNE, PROTECT = 0, 1, 2
 """Classes of elements."""

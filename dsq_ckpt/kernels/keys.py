@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F32, F64, I64
+
 MANTISSA_BITS = 6
 KEYS_PER_OCTAVE = 1 << MANTISSA_BITS
 SHIFT = 23 - MANTISSA_BITS
@@ -42,7 +44,7 @@ _ONE = _EXPONENT_BIAS << MANTISSA_BITS
 """Magnitude key of 1.0."""
 
 
-def key_edges(keys: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def key_edges(keys: npt.ArrayLike) -> F64:
     """The smallest magnitude of each magnitude key.
 
     Args:
@@ -100,7 +102,7 @@ class KeyWindow:
         """Bins of a row, both signs."""
         return 2 * self.n
 
-    def bin_of(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    def bin_of(self, x: F32) -> I64:
         """Bin of every element.
 
         Args:
@@ -118,10 +120,10 @@ class KeyWindow:
         magnitude = (bits & 0x7FFFFFFF) >> SHIFT
         inside = np.clip(magnitude - self.lo + 1, 0, self.hi - self.lo + 1)
         # With hi == NON_FINITE the clamp leaves infinities in "over"; the added one moves them on.
-        bins: npt.NDArray[np.int64] = inside + (magnitude >= NON_FINITE) + (bits >> 31) * self.n
+        bins: I64 = inside + (magnitude >= NON_FINITE) + (bits >> 31) * self.n
         return bins
 
-    def values(self) -> npt.NDArray[np.float64]:
+    def values(self) -> F64:
         """The representative of every bin, float64[size].
 
         Resolved ``[a, b)``: ``2ab / (a + b)``, within ``ALPHA`` of every value of the bin.  Under: 0.
@@ -134,7 +136,7 @@ class KeyWindow:
         one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
         return np.concatenate((one_sign, -one_sign))
 
-    def edges(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def edges(self) -> tuple[F64, F64]:
         """Real interval of every bin: two float64[size] with ``low <= x <= high``, the smaller first.
 
         The edge of larger magnitude is excluded: positive bins are ``[low, high)``, negative ones
@@ -145,7 +147,7 @@ class KeyWindow:
         outer = np.concatenate((edge, [2.0**128, np.inf]))
         return np.concatenate((inner, -outer)), np.concatenate((outer, -inner))
 
-    def bit_values(self) -> npt.NDArray[np.float64]:
+    def bit_values(self) -> F64:
         """Representative magnitude in the bits domain, float64[size], the same for both signs.
 
         The bits domain is the magnitude bits read as an integer, over ``2**23``: a piecewise linear
@@ -157,7 +159,7 @@ class KeyWindow:
         return np.concatenate((one_sign, one_sign))
 
     @classmethod
-    def covering(cls, counts_full: npt.NDArray[np.int64], margin_octaves: int) -> KeyWindow:
+    def covering(cls, counts_full: I64, margin_octaves: int) -> KeyWindow:
         """The smallest window over everything counted, plus a margin on both sides, clipped to ``FULL``.
 
         Args:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import U8, Integers
 from dsq_ckpt.kernels.checks import check_array
 
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-Positions = npt.NDArray[np.integer]
 
-
-def migrated(codes: U8, parent: U8) -> tuple[Positions, U8]:
+def migrated(codes: U8, parent: U8) -> tuple[Integers, U8]:
     """The elements whose code is not the previous one, in order.
 
     Args:
         codes, parent: uint8[n].
 
     Returns:
-        Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
+        Integers, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
 
     Raises:
         ValueError: another dtype, or lengths that differ.
@@ -30,7 +26,7 @@ def migrated(codes: U8, parent: U8) -> tuple[Positions, U8]:
     return where.astype(np.int64 if codes.size > 1 << 31 else np.int32), codes[where]
 
 
-def settle(parent: U8, positions: Positions, moved: U8, out: U8) -> None:
+def settle(parent: U8, positions: Integers, moved: U8, out: U8) -> None:
     """The inverse of ``migrated``: ``out`` is ``parent``, but for ``moved`` at ``positions``.
 
     Args:

@@ -9,17 +9,10 @@ multiplies ``x`` in fp32 before its key is taken.  ``parent`` holds the previous
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F32, F64, I64, U8, U16, U32
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits, check_rows, scale_factor
 from dsq_ckpt.kernels.keys import KeyWindow
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
 
 
 def _scaled(x: F32, inv_scale: float) -> F32:

@@ -8,17 +8,15 @@ parameter. Elsewhere they are torch's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numba import carray, types
 from numba.extending import intrinsic
 
+from dsq_ckpt.core.arrays import Array
 from dsq_ckpt.kernels.jit import jit
 
-Array = npt.NDArray[Any]
 _RUN = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -15,15 +15,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
+from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.scan import identical
 from dsq_ckpt.storage.checkpoint import dtype_of
 
-Array = npt.NDArray[Any]
 _ESCAPE = 255
 _SAMPLE = 4096
 _NEAR = 3
@@ -183,7 +182,7 @@ def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Te
     return torch.from_numpy(places)
 
 
-def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[npt.NDArray[np.uint8], torch.Tensor] | None:
+def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[U8, torch.Tensor] | None:
     palette = torch.unique(levels)
     if palette.numel() > 256:
         return None

@@ -18,7 +18,6 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.futures import Future
 from dsq_ckpt import kernels
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.histogram import nearest
+from dsq_ckpt.core.arrays import F32, U8
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
 from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
 from dsq_ckpt.lowdiff.contract import GradientInfo
@@ -38,7 +38,6 @@ _OCTAVES = 12
 """Below the largest magnitude that levels are sought in; what is smaller counts as zero."""
 _TRACED_LEVELS = 256
 
-F32 = npt.NDArray[np.float32]
 
 
 class _Owned(NamedTuple):
@@ -184,7 +183,7 @@ def _trace(levels: Tensor, witness: Callable[[], Seen | None]) -> GradientInfo:
     return GradientInfo(None, None, distinct if known else None, there)
 
 
-def quantized(values: F32, most: int) -> tuple[F32, npt.NDArray[np.uint8]]:
+def quantized(values: F32, most: int) -> tuple[F32, U8]:
     """Levels and codes of a shard, by exact k-means on its sketch.
 
     The level that is nearest to zero becomes zero. Infinite values and NaN must not vanish in a codebook: a shard that
@@ -218,7 +217,7 @@ def quantized(values: F32, most: int) -> tuple[F32, npt.NDArray[np.uint8]]:
     return levels, codes
 
 
-def dequantized(codes: npt.NDArray[np.uint8], levels: F32) -> F32:
+def dequantized(codes: U8, levels: F32) -> F32:
     """The level of each code, float32[n]."""
     values = np.empty(len(codes), np.float32)
     kernels.dequantize(np.ascontiguousarray(codes), levels, 1.0, -1, np.empty(0, np.float32), values)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt import kernels
 from dsq_ckpt.codebooks import CodebookConfig, Weighing
 from dsq_ckpt.config.schema import TensorConfig
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, sum_with_status
@@ -40,7 +40,6 @@ from dsq_ckpt.quantization.passes import (
 from dsq_ckpt.quantization.scales import GRADIENT, OCTAVES, Scales, choose_scales, gauges_of, octaves_of
 from dsq_ckpt.quantization.worst import Worst, worst_tensor
 
-Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 MEASURED = ""

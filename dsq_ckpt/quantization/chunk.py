@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import F32, F64, I64, U16, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import KeyWindow
@@ -21,10 +21,6 @@ from dsq_ckpt.quantization.moments import Frame
 
 _BLOCK = 1 << 18  # elements looked at together
 _LARGEST = float(np.finfo(np.float32).max)
-Codes = npt.NDArray[np.uint8]
-Bits = npt.NDArray[np.uint32]
-Floats32 = npt.NDArray[np.float32]
-Floats64 = npt.NDArray[np.float64]
 
 
 class ChunkKey(NamedTuple):
@@ -54,7 +50,7 @@ class Chunk:
     parent: Codes | None = None
     gradient: torch.Tensor | None = None
     """Averaged gradient, of the tensor's shape, on the CPU; where elements are weighed by sensitivity."""
-    base_values: Floats32 | None = None
+    base_values: F32 | None = None
     """Values the parent decodes to without refinement, flat; what is decoded of this chunk is added to them."""
     device_codes: torch.Tensor | None = None
     """The previous codes in device memory, where the last save left them there."""
@@ -103,7 +99,7 @@ class CodeSource(Protocol):
     codes: Codes
     parent: Codes | None
     refinement_bits: int
-    values: Floats32 | None
+    values: F32 | None
     second_moment: str | None
 
     def block(self, where: slice) -> BlockData:
@@ -128,7 +124,7 @@ class QuantizingChunk:
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
-        self.values: Floats32 | None = None
+        self.values: F32 | None = None
         if chunk.base_values is not None:
             self.values = np.empty_like(chunk.base_values)
             self._dequantizer = Dequantizer(fitted.codebook, self.exponent, 0)
@@ -185,7 +181,7 @@ class CodedChunk:
     refinement_bits: int
     data: dict[int, BlockData]
     second_moment: str | None = None
-    values: Floats32 | None = None
+    values: F32 | None = None
     """Not carried: the next save asks the process that made them."""
 
     @classmethod
@@ -212,12 +208,12 @@ def settle_streams(tensors: Iterable[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def block_values(flat: torch.Tensor) -> Floats32:
+def block_values(flat: torch.Tensor) -> F32:
     """A piece of a flat tensor as float32 on the CPU; a copy only for other dtypes and devices."""
     return flat.to("cpu", torch.float32).numpy()
 
 
-def flat_values(tensor: torch.Tensor) -> Floats32:
+def flat_values(tensor: torch.Tensor) -> F32:
     """A tensor's values as float32 on the CPU, row-major and flat; a view where its layout and dtype allow."""
     return block_values(tensor.detach().contiguous().view(-1))
 
@@ -244,7 +240,7 @@ def brings_nearer(chunk: Chunk) -> bool:
     return bool(sums[1] <= 4 * sums[0] and np.isfinite(sums[1]))
 
 
-def coded_values(flat: torch.Tensor, base_values: Floats32 | None, where: slice, frame: Frame | None) -> Floats32:
+def coded_values(flat: torch.Tensor, base_values: F32 | None, where: slice, frame: Frame | None) -> F32:
     """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `base_values`.
 
     Differences of infinities, and those past the largest number, are not finite.
@@ -253,12 +249,12 @@ def coded_values(flat: torch.Tensor, base_values: Floats32 | None, where: slice,
     if base_values is None:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
-        difference: Floats32 = values - base_values[where]
+        difference: F32 = values - base_values[where]
     return difference
 
 
 def sketch_block(
-    values: Floats32, parent: Codes | None, window: KeyWindow, exponent: float, counts: npt.NDArray[np.int64]
+    values: F32, parent: Codes | None, window: KeyWindow, exponent: float, counts: I64
 ) -> None:
     """Add a block to a group's joint counts, int64[rows, window.size]; without parent, to the last row."""
     last = counts.shape[0] - 1
@@ -290,7 +286,7 @@ class Dequantizer:
         self._low, self._width = padded(low), padded(width)
         self._sign = padded(np.where(levels < 0, -1.0, 1.0))
 
-    def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: Floats32) -> None:
+    def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: F32) -> None:
         """Values of a block.
 
         Args:
@@ -343,21 +339,21 @@ class Dequantizer:
         return [torch.from_numpy(part).to(device) for part in (self._levels, self._low, self._width, self._sign)]
 
 
-def protected_bf16(bits: Bits) -> npt.NDArray[np.uint16]:
+def protected_bf16(bits: Bits) -> U16:
     """Protected values as the base layer stores them: nearest bf16, but never rounded up to infinity."""
     halves = kernels.to_bf16(bits)
     infinite = (halves & 0x7FFF) == 0x7F80
     return np.where(infinite, halves - 1, halves).astype(np.uint16)
 
 
-def add(values: Floats32, residual: Floats32, out: Floats32) -> None:
+def add(values: F32, residual: F32, out: F32) -> None:
     """The sum of fp32 numbers as every reader computes it: what is past the largest number becomes that."""
     with np.errstate(over="ignore"):
         np.add(values, residual, out=out)
     np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)
 
 
-def padded(per_code: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def padded(per_code: F64) -> F64:
     """What kernels take for every code: float64[256]."""
     full = np.zeros(256)
     full[: len(per_code)] = per_code

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, SHIFT, KeyWindow
 
@@ -26,10 +26,9 @@ _NOT_FINITE = 255
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _SIGN = -(1 << 31)
 
-Floats32 = npt.NDArray[np.float32]
 
 
-def _units() -> Floats32:
+def _units() -> F32:
     exponent = np.arange(256, dtype=np.float64)
     # Of zero and subnormal numbers too: a first moment there is past all levels, so it is protected, and not lost.
     return np.exp2((exponent - 127 + 0.5) / 2).astype(np.float32)
@@ -114,7 +113,7 @@ def units_on(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(UNITS).to(device)
 
 
-def from_units(values: Floats32, squares: Floats32) -> None:
+def from_units(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by the units of their second moments, in place; both float32, flat.
 
     What is past the largest number becomes that.

@@ -9,10 +9,10 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import F32, F64, Counts
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE, KeyWindow
 from dsq_ckpt.quantization import device
@@ -20,7 +20,6 @@ from dsq_ckpt.quantization.chunk import Chunk, block_values, coded_values, settl
 from dsq_ckpt.quantization.device.passes import add_joint as add_joint_on_device
 from dsq_ckpt.quantization.device.passes import full_sketches
 
-Counts = npt.NDArray[np.int64]
 _SMALLEST = float(np.finfo(np.float32).tiny) * 2.0**24
 
 
@@ -95,7 +94,7 @@ def _joint_share(share: Sequence[Chunk], window: KeyWindow, like: Counts, worker
     return counts
 
 
-def importance_of(chunk: Chunk, where: slice) -> npt.NDArray[np.float32]:
+def importance_of(chunk: Chunk, where: slice) -> F32:
     """Sensitivity of a block of a chunk with gradients: of its values, or of what a residual adds to the parent's."""
     assert chunk.gradient is not None
     values = coded_values(chunk.flat(), chunk.base_values, where, chunk.frame)
@@ -103,7 +102,7 @@ def importance_of(chunk: Chunk, where: slice) -> npt.NDArray[np.float32]:
 
 
 def add_by_class(
-    chunk: Chunk, window: KeyWindow, edges: npt.NDArray[np.float64], neutral: int, counts: Counts, workers: Workers
+    chunk: Chunk, window: KeyWindow, edges: F64, neutral: int, counts: Counts, workers: Workers
 ) -> None:
     """Add a chunk to its group's sketch by class of sensitivity.
 

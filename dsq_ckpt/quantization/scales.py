@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt.config.schema import TensorConfig
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
-
-Counts = npt.NDArray[np.int64]
 
 OCTAVES = 256
 GRADIENT = "gradient of "

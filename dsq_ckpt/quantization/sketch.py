@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import F32, F64, I64
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 
 BLOCK_ELEMENTS = 1 << 20
@@ -47,7 +47,7 @@ def _blocks(x: Any) -> Iterator[Any]:
         yield from _blocks(x[(slice(None),) * axis + (slice(start, start + slab),)])
 
 
-def _fp32_blocks(x: Any) -> Iterator[npt.NDArray[np.float32]]:
+def _fp32_blocks(x: Any) -> Iterator[F32]:
     """The elements of a NumPy array or torch tensor as flat fp32 blocks; their order is not kept."""
     # A tensor can only exist where torch was imported, so this never imports it.
     torch = sys.modules.get("torch")
@@ -78,10 +78,10 @@ class Sketch:
 
     window: KeyWindow
     """The magnitudes that are resolved."""
-    counts: npt.NDArray[np.int64]
+    counts: I64
     """int64[window.size].  Summing these over processes merges their sketches."""
 
-    def __init__(self, window: KeyWindow = FULL, counts: npt.NDArray[np.int64] | None = None) -> None:
+    def __init__(self, window: KeyWindow = FULL, counts: I64 | None = None) -> None:
         if counts is None:
             counts = np.zeros(window.size, np.int64)
         if counts.shape != (window.size,) or counts.dtype != np.int64:
@@ -166,7 +166,7 @@ class Sketch:
         return float(magnitudes @ self.window.values()[: n - 1] ** 2) / total if total else 0.0
 
 
-def _at_rank(counts: npt.NDArray[np.int64], values: npt.NDArray[np.float64], q: float) -> float:
+def _at_rank(counts: I64, values: F64, q: float) -> float:
     """The value of the first bin whose cumulative count exceeds ``q * (n - 1)`` (DDSketch, Algorithm 2)."""
     if not 0.0 <= q <= 1.0:
         raise ValueError(f"quantile {q} is not in [0, 1]")

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import F32, I64, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.quantization.chunk import Codes, Floats32, add
+from dsq_ckpt.quantization.chunk import add
 from dsq_ckpt.quantization.codebook.base import float_array
 
 MOST_CODES = 255
@@ -35,8 +35,8 @@ class SuperStep:
     """
 
     codes: Codes
-    steps: Floats32
-    own: Floats32
+    steps: F32
+    own: F32
 
     @property
     def last(self) -> int:
@@ -44,7 +44,7 @@ class SuperStep:
         return self.steps.shape[1]
 
     @classmethod
-    def checked(cls, codes: Codes, steps: Any, own: Floats32, where: str) -> SuperStep:
+    def checked(cls, codes: Codes, steps: Any, own: F32, where: str) -> SuperStep:
         """From what a file says.
 
         Raises:
@@ -64,7 +64,7 @@ class SuperStep:
             raise CorruptCheckpoint(f"{where}: its codes do not fit {last} levels and {own.shape[1]} single elements")
         return cls(codes, table, own)
 
-    def add_to(self, values: Floats32, workers: Workers) -> None:
+    def add_to(self, values: F32, workers: Workers) -> None:
         """Add all steps to the chunk's values, float32[n], in place."""
         blocks = list(workers.blocks(len(values)))
         before = np.cumsum([0, *(np.count_nonzero(self.codes[where] == self.last) for where in blocks)])
@@ -80,10 +80,10 @@ class SuperStep:
         for _ in workers.map(work, range(len(blocks))):
             pass
 
-    def at(self, places: npt.NDArray[np.int64]) -> Floats32:
+    def at(self, places: I64) -> F32:
         """What each step adds to some elements: float32[m, len(places)]."""
         codes = self.codes[places]
-        found: Floats32 = np.pad(self.steps, ((0, 0), (0, 1)))[:, codes]
+        found: F32 = np.pad(self.steps, ((0, 0), (0, 1)))[:, codes]
         single = codes == self.last
         found[:, single] = self.own[:, np.searchsorted(np.flatnonzero(self.codes == self.last), places[single])]
         return found

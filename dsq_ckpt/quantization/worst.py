@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsq_ckpt.core.arrays import F64, Counts
 from dsq_ckpt.quantization.codebook import Fitted
-from dsq_ckpt.quantization.codebook.base import Floats
-from dsq_ckpt.quantization.scales import CENTRES, OCTAVES, Counts
+from dsq_ckpt.quantization.scales import CENTRES, OCTAVES
 
 _AT_ONCE = 1024  # tensors
 
@@ -55,7 +55,7 @@ def worst_tensor(
     return found
 
 
-def _lost_by_octave(fitted: Fitted, joint: Counts) -> Floats:
+def _lost_by_octave(fitted: Fitted, joint: Counts) -> F64:
     """Return the mean squared error of values by octave, float64[256]; where none are, that of the nearest below."""
     book, values = fitted.codebook, fitted.window.values()
     if len(fitted.table) < len(joint):  # the previous codes did not pay

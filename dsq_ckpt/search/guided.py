@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Iterator
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsq_ckpt.config.space import Point
+from dsq_ckpt.core.arrays import F64, Mask
 
 Search = Generator[list[Point], list[bool], Point | None]
 """Yields distinct points to try, is sent for each whether it meets the bound, returns the choice (see `drive`)."""
@@ -41,7 +41,7 @@ class Known:
             raise ValueError(f"shape {shape} has no points: every axis needs at least one value")
         self.shape = shape
         points = product(*map(range, shape))
-        self.size: NDArray[np.float64] = np.array([size(point) for point in points], dtype=np.float64).reshape(shape)
+        self.size: F64 = np.array([size(point) for point in points], dtype=np.float64).reshape(shape)
         if np.isnan(self.size).any():
             raise ValueError("the size of a point is NaN: every size must be a number")
         self.floor = self.size.copy()
@@ -51,13 +51,13 @@ class Known:
         for axis in range(len(shape)):
             below, above = np.moveaxis(gentler, axis, 0)[:-1], np.moveaxis(self.floor, axis, 0)[1:]
             np.minimum(below, above, out=below)
-        self.worthy: NDArray[np.bool_] = self.size < gentler
+        self.worthy: Mask = self.size < gentler
         self.low = np.zeros(shape, dtype=np.bool_)
         self.best: Point | None = None
         self.best_size = math.inf
 
     @property
-    def open(self) -> NDArray[np.bool_]:
+    def open(self) -> Mask:
         """Points whose outcome is not implied and matters."""
         return ~self.low & (self.floor < self.best_size)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsq_ckpt.coding import coder_class, layered
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.core.arrays import F32, U32, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.quantization.analysis import ParentModel
-from dsq_ckpt.quantization.chunk import Codes, Dequantizer, Floats32, add
+from dsq_ckpt.quantization.chunk import Dequantizer, add
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.moments import from_units
@@ -64,7 +64,7 @@ class Checkpoint(CheckpointFiles):
         return codes
 
     @names_file
-    def values(self, ref: RecordRef, workers: Workers) -> Floats32:
+    def values(self, ref: RecordRef, workers: Workers) -> F32:
         """What a chunk decodes to without refinement, flat, before it is converted to its dtype.
 
         Raises:
@@ -112,7 +112,7 @@ class Checkpoint(CheckpointFiles):
         self._from_units(record, values, workers)
         return within(torch.from_numpy(values), dtype).view(shape)
 
-    def _from_units(self, record: dict[str, Any], values: Floats32, workers: Workers) -> None:
+    def _from_units(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
         """Multiply first moments by the units of their second moments, if they were measured in these."""
         if "unit" not in record:
             return
@@ -131,7 +131,7 @@ class Checkpoint(CheckpointFiles):
         for _ in workers.map(lambda where: from_units(values[where], squares[where]), workers.blocks(len(values))):
             pass
 
-    def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: Floats32) -> None:
+    def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
         """Values of a record with codes into `out`, float32 flat: those it is added to, oldest first, and its own."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
@@ -174,16 +174,16 @@ class Checkpoint(CheckpointFiles):
         return SuperStep.checked(codes, steps, own, f"'{record['fqn']}'")
 
     @names_file
-    def _plain_values(self, ref: RecordRef, workers: Workers) -> Floats32:
+    def _plain_values(self, ref: RecordRef, workers: Workers) -> F32:
         tensor = self.tensor(ref, False, workers)
         if tensor.dtype not in QUANTIZABLE:
             raise CorruptCheckpoint(f"record {ref.record} does not fit its chain: {tensor.dtype}")
-        values: Floats32 = tensor.to(torch.float32).view(-1).numpy()
+        values: F32 = tensor.to(torch.float32).view(-1).numpy()
         return values
 
     @names_file
     def _values(
-        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: Floats32,
+        self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: F32,
         onto: bool,
     ) -> None:
         """Dequantize a record into `out`, float32 flat, its blocks in parallel; `onto`: add it to what is there."""
@@ -269,7 +269,7 @@ class Checkpoint(CheckpointFiles):
             pass
         return out
 
-    def _protected(self, file: str, record: dict[str, Any]) -> npt.NDArray[np.uint32]:
+    def _protected(self, file: str, record: dict[str, Any]) -> U32:
         if not (count := _protected_count(record)):
             return np.empty(0, np.uint32)
         raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.flat import is_contiguous, place_of
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
-from dsq_ckpt.quantization.chunk import ChunkKey, Codes
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.manifest import MANIFEST
 from dsq_ckpt.storage.shard import RecordRef

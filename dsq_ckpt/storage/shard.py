@@ -14,9 +14,10 @@ import torch
 from dsq_ckpt.coding import HuffmanCoder, coder_class, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
+from dsq_ckpt.core.arrays import Bits
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.quantization.chunk import Bits, BlockData, ChunkKey, CodeSource, protected_bf16
+from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 

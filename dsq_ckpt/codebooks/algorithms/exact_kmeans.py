@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F64, I32, I64
 from dsq_ckpt.kernels.jit import jit
-
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
 
 
 @jit(error_model="numpy")
@@ -91,7 +89,7 @@ class KMeansPath:
     """float64[n], positive."""
     k_max: int
     """Largest number of clusters: no more than asked for, and no more than there are points."""
-    _starts: npt.NDArray[np.int32]
+    _starts: I32
 
     def starts(self, k: int) -> I64:
         """Index into ``points`` of the first point of each of the k clusters, int64[k].

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-F64 = npt.NDArray[np.float64]
+from dsq_ckpt.core.arrays import F64
 
 
 def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float = 0.2) -> F64:

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F64, I64
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import KeyWindow
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class SensitivitySplit:
         limits: sensitivity below which an element is pruned, and from which it is protected.
     """
 
-    pruned: npt.NDArray[np.int64]
-    protected: npt.NDArray[np.int64]
+    pruned: I64
+    protected: I64
     limits: tuple[float, float]
 
 
@@ -63,12 +61,12 @@ class Codebook:
             refinement layer divides a cell evenly, and values decode to the middle of a part.
     """
 
-    levels: Floats
+    levels: F64
     window: KeyWindow
     domain: Literal["linear", "log"]
     step: float
-    cell_low: Floats
-    cell_high: Floats
+    cell_low: F64
+    cell_high: F64
 
     @property
     def symbols(self) -> int:
@@ -109,7 +107,7 @@ class Codebook:
         return book
 
 
-def float_array(tree: Any) -> Floats:
+def float_array(tree: Any) -> F64:
     """Return numbers of JSON, nested in arrays of equal lengths, as float64.
 
     Raises:

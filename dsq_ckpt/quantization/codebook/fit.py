@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit
 from dsq_ckpt.codebooks.histogram import nearest
+from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
-from dsq_ckpt.quantization.codebook.base import Codebook, Floats, PartitionTurn, SensitivitySplit
-from dsq_ckpt.quantization.codebook.table import Codes, Counts, code_counts, entropy_bits, rate_distortion_table
+from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, SensitivitySplit
+from dsq_ckpt.quantization.codebook.table import code_counts, entropy_bits, rate_distortion_table
 
 MOST_LEVELS = 254
 """With zero and the code of protected elements, all that a byte holds."""
@@ -199,7 +199,7 @@ def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> Non
 
 
 def _refined_error(
-    joint: Counts, table: Codes, window: KeyWindow, base: float, low: Floats, high: Floats
+    joint: Counts, table: Codes, window: KeyWindow, base: float, low: F64, high: F64
 ) -> Callable[[int], float]:
     """Return the function from bits to the mean squared error that they leave, relative to the mean square.
 
@@ -211,7 +211,7 @@ def _refined_error(
         low, high: Bounds of the cells.
     """
     @cache
-    def held() -> tuple[Codes, Floats, Floats, float]:
+    def held() -> tuple[Codes, F64, F64, float]:
         rows, bins = np.nonzero(joint)
         codes = table[rows, bins]
         kept = codes < len(low)
@@ -232,7 +232,7 @@ def _refined_error(
     return error
 
 
-def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:
+def _ascending(levels: F64, log: bool) -> tuple[F64, Codes]:
     """Levels with zero among them in ascending order, and the code of each; zero has no place on a log axis."""
     if log:
         return levels, np.arange(1, len(levels) + 1, dtype=np.uint8)
@@ -241,12 +241,12 @@ def _ascending(levels: Floats, log: bool) -> tuple[Floats, Codes]:
     return positions[order], order.astype(np.uint8)
 
 
-def _from_bits(levels: Floats) -> Floats:
+def _from_bits(levels: F64) -> F64:
     """Floats whose bits, read as an integer, are level * 2^23."""
     return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[Floats, Floats]:
+def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
     """Bounds of the values that each code stands for, over all occupied table entries."""
     if log:
         n = window.n
@@ -266,7 +266,7 @@ def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: 
     return low, high
 
 
-def _centre_zero(low: Floats, high: Floats, parts: float) -> None:
+def _centre_zero(low: F64, high: F64, parts: float) -> None:
     """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
 
     Values are decoded to the middle of a part, and zeros must come back as zeros: a first moment of 1e-6 in place of
@@ -281,7 +281,7 @@ def _centre_zero(low: Floats, high: Floats, parts: float) -> None:
     low[around], high[around] = -place * part, (parts - place) * part
 
 
-def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> KeyWindow:
+def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool) -> KeyWindow:
     """Magnitudes worth resolving next time: what was seen, with three octaves to grow into.
 
     Below a 64th of the smallest level nothing is decided any more, except on a log axis, where only true zeros may
@@ -303,8 +303,8 @@ def _next_window(held: Counts, window: KeyWindow, levels: Floats, log: bool) -> 
 
 
 def _error(
-    joint: Counts, table: Codes, window: KeyWindow, levels: Floats, protected: int, aside: SensitivitySplit | None,
-    unforced: npt.NDArray[np.bool_],
+    joint: Counts, table: Codes, window: KeyWindow, levels: F64, protected: int, aside: SensitivitySplit | None,
+    unforced: Mask,
 ) -> float:
     """Mean squared error of what is not protected, taking values as spread evenly over their bins."""
     values, (low, high) = window.values(), window.edges()

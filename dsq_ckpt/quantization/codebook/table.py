@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.kernels.jit import jit
-
-Floats = npt.NDArray[np.float64]
-Codes = npt.NDArray[np.uint8]
-Counts = npt.NDArray[np.int64]
 
 
 def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
@@ -22,7 +18,7 @@ def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
     return counts
 
 
-def code_bits(counts: Counts) -> Floats:
+def code_bits(counts: Counts) -> F64:
     """-log2 of each code's share of its row; codes not seen in a row cost as much as half an occurrence."""
     smoothed = np.maximum(counts, 0.5)
     return np.log2(smoothed.sum(1, keepdims=True)) - np.log2(smoothed)
@@ -37,7 +33,7 @@ def entropy_bits(counts: Counts) -> float:
 
 
 def rate_distortion_table(
-    joint: Counts, points: Floats, base: Codes, movable: npt.NDArray[np.bool_], positions: Floats,
+    joint: Counts, points: F64, base: Codes, movable: Mask, positions: F64,
     codes: Codes, price: float, iterations: int = 3,
 ) -> Codes:
     """Refine a nearest-level assignment: each entry minimises (point - level)^2 + price * bits(code | row).

@@ -7,26 +7,16 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import F32, I64, Array, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.migrated import settle
-from dsq_ckpt.quantization.chunk import (
-    Bits,
-    BlockData,
-    Chunk,
-    Codes,
-    CodeSource,
-    Dequantizer,
-    Floats32,
-    padded,
-    scale_of,
-)
+from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantizer, padded, scale_of
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
@@ -40,7 +30,7 @@ _SPARE = 1 << 20  # protected values of a chunk for which there is room before t
 class _Arrived(NamedTuple):
     """What came to the host: of the codes those that changed, or all of them, packed."""
 
-    moved: tuple[npt.NDArray[Any], Codes] | None
+    moved: tuple[Array, Codes] | None
     packed: Codes
     protected: Bits
     refinement: bytes
@@ -129,7 +119,7 @@ class DeviceChunk:
         self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
         self.refinement_bits = chunk.refinement_bits
         self.parent: Codes | None = chunk.parent if fitted.uses_parent else None
-        self.values: Floats32 | None = None
+        self.values: F32 | None = None
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
         self._width, self._protected = tables.width, fitted.codebook.protected
@@ -159,7 +149,7 @@ class DeviceChunk:
                     "while it was saved?"
                 )
             values = transfer.fetch(protected[0][:count]).view(np.uint32)
-            found: tuple[npt.NDArray[Any], Codes] | None = None
+            found: tuple[Array, Codes] | None = None
             all_codes = np.empty(0, np.uint8)
             if moved is None or (count := int(moved[2])) > changes:
                 all_codes = self._fetch_packed(backend, transfer, codes)
@@ -171,7 +161,7 @@ class DeviceChunk:
             return _Arrived(found, all_codes, values, refinement)
 
         self._lock = threading.Lock()
-        self._positions: npt.NDArray[np.int64] | None = None
+        self._positions: I64 | None = None
         self._arrival: Future[_Arrived] | _Arrived | Exception = transfer.submit(size, bring)
 
     def _fetch_packed(self, backend: Backend, transfer: Transfer, codes: torch.Tensor) -> Codes:
@@ -180,7 +170,7 @@ class DeviceChunk:
         pieces = (codes[start : start + _PIECE] for start in range(0, codes.numel(), _PIECE))
         return np.concatenate([transfer.fetch(backend.pack(piece, self._width)) for piece in pieces])
 
-    def _arrived(self) -> tuple[_Arrived, npt.NDArray[np.int64]]:
+    def _arrived(self) -> tuple[_Arrived, I64]:
         """What came, with `codes` filled by the first to ask, and where the protected elements are."""
         with self._lock:
             arrived = self._arrival.result() if isinstance(self._arrival, Future) else self._arrival

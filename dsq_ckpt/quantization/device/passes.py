@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk, scale_of
 
-Counts = npt.NDArray[np.int64]
 _TOGETHER = 64  # full sketches of 254 KiB that cross to the host at once
 
 

@@ -13,12 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.core.notices import warn
 
-Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
 
 SLOT = 32 << 20
@@ -76,7 +75,7 @@ class Transfer:
             self._waiting -= size
             self._room.notify_all()
 
-    def fetch(self, source: torch.Tensor) -> Bytes:
+    def fetch(self, source: torch.Tensor) -> U8:
         """The bytes of a contiguous tensor, copied through the pinned buffers; only inside submitted work."""
         target = np.empty(source.numel() * source.element_size(), np.uint8)
         if not len(target):
@@ -119,7 +118,7 @@ class Transfer:
         return self._stream.record_event().synchronize if self._stream is not None else lambda: None
 
 
-def _empty(arrived: Callable[[], None], slot: torch.Tensor, where: slice, target: Bytes) -> None:
+def _empty(arrived: Callable[[], None], slot: torch.Tensor, where: slice, target: U8) -> None:
     arrived()
     target[where] = slot.numpy()
 
