@@ -1,4 +1,4 @@
-"""DCP's background process: what it needs, whether it still lives, and another one in its place."""
+"""DCP's background process: its requirements, its end, and its replacement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsq_ckpt.distributed.comm import Communicator
 
 
 def without_cpu(backends: str) -> str | None:
-    """Why a process cannot save in the background over a group with these backends by device; None if it can."""
+    """Return why DCP's background process cannot save over a group with these backends; None if it can."""
     if any(part.partition(":")[0] == "cpu" for part in backends.split(",")):
         return None
     return (
@@ -36,7 +36,7 @@ def how_it_ended(after_error: bool = False) -> str | None:
 
 
 def replace_dead(comm: Communicator) -> None:
-    """Let DCP start new background processes on all ranks if that of any has ended; collective over the default group.
+    """Let DCP start new background processes on all ranks if one has ended; collective over the default group.
 
     DCP keeps the process that it started first for good, and the processes of all ranks are one gloo world, so none of
     them is of use without the others.
@@ -46,6 +46,6 @@ def replace_dead(comm: Communicator) -> None:
 
 
 def _process() -> Any:
-    """The `multiprocessing.Process` that DCP keeps; None where there is none, or where a later torch hides it."""
+    """Return the `multiprocessing.Process` that DCP keeps; None if there is none, or a later torch hides it."""
     known = getattr(_async_process_executor, "_CHECKPOINT_PROCESS", None)
     return getattr(known, "_save_process", None)

@@ -28,7 +28,7 @@ class AsyncCall:
     Attributes:
         default_planner: items are planned as by `DefaultSavePlanner()`.
         no_dist: this rank saves alone.
-        process_group: of the save in the background; None: the default one.
+        process_group: process group of the save in the background; None: the default one.
         processes: the save is done by DCP's background process, not by a thread.
         use_collectives: ranks save one checkpoint together.
         checkpoint_id: the path, where it is not that of the writer.

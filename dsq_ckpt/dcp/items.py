@@ -1,4 +1,4 @@
-"""Between DCP's items, metadata and results and those of a save."""
+"""Conversions between DCP's items, metadata and results and those of a save."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 def key_of(item: WriteItem) -> ChunkKey:
-    """Name, offsets and shape of an item's chunk."""
+    """Return name, offsets and shape of an item's chunk."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return ChunkKey(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def name_of(item: WriteItem) -> ChunkKey | str:
-    """The chunk of an item, or the name of an object."""
+    """Return the chunk of an item, or the name of an object."""
     return item.index.fqn if item.tensor_data is None else key_of(item)
 
 
@@ -67,7 +67,7 @@ def _resolved(planner: SavePlanner | None, item: WriteItem) -> Any:
 
 
 def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
-    """The same chunk of another tensor: planners deal the replicas of two tensors to ranks as they like."""
+    """Return the same chunk of another tensor, whose replicas the planner may have dealt to another rank."""
     assert planner is not None, "shards that are only planned hold no data"
     try:
         return planner.resolve_data(replace(item, index=replace(item.index, fqn=fqn)))
@@ -80,7 +80,7 @@ def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
 
 
 def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of what is no tensor.
+    """Yield names and bytes of objects.
 
     Raises:
         SaveFailed: on iteration, if the planner cannot pickle one.
@@ -93,7 +93,7 @@ def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterat
 
 
 def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResult]:
-    """DCP's record of each item; the first one carries what the rank wrote as a whole."""
+    """Return DCP's result of each item; the first one carries the `RankResult`."""
     results: list[WriteResult] = []
     for item in items:
         written = result.written[name_of(item)]
@@ -103,7 +103,7 @@ def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResul
 
 
 def contents_of(metadata: Metadata, nesting: dict[str, Any]) -> SaveContents:
-    """Return what a whole save is to hold."""
+    """Return the contents of a whole save."""
     tensors, objects = {}, []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -117,7 +117,7 @@ def contents_of(metadata: Metadata, nesting: dict[str, Any]) -> SaveContents:
 
 
 def check_promised(contents: SaveContents, results: list[RankResult], planner: str) -> None:
-    """Refuse a save of which something was written that its metadata does not name.
+    """Check that the metadata of a save names everything that was written.
 
     Whether all that it names was written is for `commit`, which serves other integrations too.
 

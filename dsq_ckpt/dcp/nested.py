@@ -22,7 +22,7 @@ from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 
 
 class NestedSavePlanner(DefaultSavePlanner):
-    """DCP's planner; `planner_data` of its metadata is a `Nesting` of all ranks."""
+    """DCP's save planner, with a `Nesting` of all ranks as `planner_data`."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -37,7 +37,7 @@ class NestedSavePlanner(DefaultSavePlanner):
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which finds objects below keys that are no strings, too.
+    """DCP's load planner, which also finds objects below keys that are no strings.
 
     Args:
         filled: paths of the dicts that were empty. What is stored there was not asked for by name, so it is unpickled
@@ -95,7 +95,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
 def fillings(
     state_dict: dict[str, Any], checkpoint: Checkpoint
 ) -> list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]:
-    """Placeholders for all that a checkpoint holds below the empty dicts of a state dict; nothing is changed.
+    """Return placeholders for everything that a checkpoint holds below the empty dicts of a state dict.
 
     Args:
         state_dict: to be loaded; tensors are made on the CPU.

@@ -1,4 +1,4 @@
-"""What planners keep in DCP's metadata beside the state dict, as JSON for the index of a checkpoint."""
+"""Planner data of DCP's metadata, as JSON for the index of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsq_ckpt.core.nesting import Nesting
 
 
 class NotPlain(Exception):
-    """A value is no plain data; the text says which."""
+    """Raised for a value that is no plain data; the text names its type."""
 
 
 def planner_json(planner_data: Any, names: Collection[str]) -> tuple[dict[str, Any], str | None]:
@@ -45,7 +45,7 @@ def _is_path(entry: tuple[Any, Any]) -> bool:
 
 
 def encoded(value: Any) -> Any:
-    """Return plain data as JSON: what JSON has no form for is an object with one key, the name of its type.
+    """Return plain data as JSON; a type that JSON lacks becomes an object with one key, the name of the type.
 
     Raises:
         NotPlain: it is more than None, booleans, numbers, strings, bytes, and lists, tuples and dicts of these.
@@ -67,7 +67,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(tree: Any) -> Any:
-    """Return what `encoded` was given.
+    """Return the value that `encoded` was given.
 
     Raises:
         TypeError, KeyError: it is not as documented.

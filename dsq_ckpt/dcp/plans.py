@@ -19,11 +19,11 @@ from dsq_ckpt.quantization.analysis import Layout
 def layout_of_plan(
     write_items: list[WriteItem], options: SaveOptions, averaged: bool, others: Iterable[WriteItem] = ()
 ) -> Layout:
-    """Return which of DCP's items are lossy, and how.
+    """Return the lossy tensors among DCP's items, and their settings.
 
     Args:
         write_items: items of one rank.
-        options: of the save.
+        options: options of the save.
         averaged: whether weights come with averaged gradients.
         others: items of other ranks in the same save.
     """
@@ -39,7 +39,7 @@ def items_of_plan(
     Args:
         write_items: items of this rank.
         planner: resolves their data.
-        options: of the save.
+        options: options of the save.
         layout: agreed layout of all ranks, once there is one.
     """
     return items_of(shards_of(write_items, planner), options, layout)
@@ -48,7 +48,7 @@ def items_of_plan(
 def items_beside(
     write_items: list[WriteItem], planner: SavePlanner, options: SaveOptions, context: SaveContext
 ) -> list[SaveItem]:
-    """Return the tensors of this rank's state dict that another rank writes, as far as a planner of DCP tells."""
+    """Return tensors of this rank's state dict that another rank writes; none if the planner is not DCP's."""
     if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or _apart(planner.state_dict):
         return []
     whole = DefaultSavePlanner()  # the hooks of a planner are called no oftener than DCP does it
@@ -59,7 +59,7 @@ def items_beside(
 
 
 def _apart(state: Any) -> bool:
-    """Return whether no two tensors can share memory, so that the whole state need not be planned to find those."""
+    """Return whether no two tensors of a state can share memory, so that it need not be planned again as a whole."""
     seen: set[int] = set()
     left = [state]
     while left:

@@ -27,7 +27,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 def stage_codes(
     state_dict: dict[str, Any], pipeline: SavePipeline, gradients: Mapping[str, torch.Tensor], comm: Communicator
 ) -> tuple[dict[str, Any], StagedCodes]:
-    """Sketch, merge, quantize; collective over `comm`.
+    """Quantize a state dict on the training thread; collective over `comm`.
 
     Args:
         state_dict: state of this rank.

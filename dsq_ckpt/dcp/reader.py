@@ -42,7 +42,7 @@ Refinement = Literal["auto"] | bool
 
 
 class DSQStorageReader(StorageReader):
-    """Reads a compressed checkpoint; an argument of `dcp.load`.
+    """A reader of compressed checkpoints, for `dcp.load`.
 
     Each stored chunk is decoded once and sliced. The checkpoint becomes the parent of the next save in its run.
 
@@ -52,7 +52,7 @@ class DSQStorageReader(StorageReader):
         exact: patterns (or one) of names that must have been stored bit for bit; each must match a stored tensor.
         allow_cast: load into tensors of another dtype than was saved.
         threads: worker threads; 0 as in `StorageConfig`.
-        history: takes note of the checkpoint; None: that of the process.
+        history: history that the checkpoint is added to; None: that of the process.
 
     Raises:
         LossyTensor: an `exact` name was stored lossy, or a dtype differs without `allow_cast`.
@@ -87,7 +87,7 @@ class DSQStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Local paths; not URLs."""
+        """Return whether a path is local, not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -109,13 +109,13 @@ class DSQStorageReader(StorageReader):
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: the checkpoint is opened where it is read."""
+        """Do nothing: the checkpoint is opened when it is read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The coordinator decides for all ranks whether the refinement is used: it may be dropped at any moment."""
+        """Decide for all ranks whether the refinement is used, since it may be dropped at any moment."""
         # A planner that makes plans anew leaves out what a reader told.
         _refuse_different([plan.storage_data for plan in plans if plan.storage_data is not None])
         with self._open() as checkpoint:
@@ -228,7 +228,7 @@ class DSQStorageReader(StorageReader):
 
 
 def _refuse_different(opened: Sequence[Any]) -> None:
-    """Make sure that all ranks load the same save.
+    """Check that all ranks load the same save.
 
     Args:
         opened: save ids and paths of what they opened, in rank order.
@@ -260,7 +260,7 @@ def _load_object(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -
 
 
 def metadata_of(checkpoint: Checkpoint) -> Metadata:
-    """DCP's metadata, rebuilt from the index; nothing is unpickled."""
+    """Return DCP's metadata, rebuilt from the index without unpickling."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     with checkpoint.naming():
         for fqn, tensor in checkpoint.index["tensors"].items():
@@ -283,11 +283,11 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
 
 
 def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
-    """The path to each name in the nested state dict; None where the writer's planner kept none."""
+    """Return the path to each name in the nested state dict; None if the planner of the save kept none."""
     paths = checkpoint.index["planner"]
     return None if paths is None else {fqn: tuple(path) for fqn, path in paths.items()}
 
 
 def _whole(items: list[ReadItem], key: ChunkKey) -> bool:
-    """Whether this rank reads all of a chunk: then it may well save the same one, and its codes are kept."""
+    """Return whether this rank reads a chunk completely, so that its codes are worth keeping for its next save."""
     return any(tuple(item.lengths) == key.shape for item in items)

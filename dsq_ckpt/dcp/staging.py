@@ -1,4 +1,4 @@
-"""What an asynchronous save leaves to DCP: codes in place of tensors, where the planner is known, else whole copies."""
+"""State dicts that asynchronous saves leave to DCP: codes in place of tensors if the planner is known, else copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dsq_ckpt.quantization.plan import QuantizationPlan
 
 @dataclass(frozen=True)
 class ExactCopy:
-    """A chunk that is not quantized, and its settings; no tensor, so that a planner which would change it fails."""
+    """A chunk that is not quantized, with its settings; not a tensor, so that a planner that changes tensors fails."""
 
     tensor: torch.Tensor
     config: TensorConfig | None
@@ -44,7 +44,7 @@ Payload = QuantizedChunk | ExactCopy
 
 
 class Offer(NamedTuple):
-    """What a rank tells the coordinator with its plan.
+    """The message of a rank to the coordinator, with its plan.
 
     Attributes:
         settings: path and configuration that it was given.
@@ -60,7 +60,7 @@ class StagedCodes:
     """A save whose chunks were quantized on the training thread.
 
     Attributes:
-        context: what all ranks agreed on.
+        context: context of the save.
         plan: how the state is stored.
         staged: chunks and names of objects of this rank.
     """
@@ -75,8 +75,8 @@ class StagedCopy:
     """A save whose state dict was copied, and no more; the rest is done in the background.
 
     Attributes:
-        save_id: of the checkpoint, if this rank coordinates.
-        group: that DCP saves on; None: the default one, or that of the writer.
+        save_id: id of the save, if this rank coordinates.
+        group: process group that DCP saves on; None: the default one, or that of the writer.
         history: checkpoints that the save may come after.
         known: these checkpoints, for another process.
         failure: why the state dict was not copied; raised where DCP tells the other ranks.
@@ -165,7 +165,7 @@ class StagedTensor(torch.Tensor):
 def staged_state_dict(
     state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
 ) -> dict[str, Any]:
-    """The state dict with every tensor replaced by its staged chunks and every object copied."""
+    """Return the state dict with every tensor replaced by its staged chunks and every object copied."""
     flat, mappings = flatten_state_dict(state_dict)
     by_name: dict[str, list[WriteItem]] = {}
     for item in items:
@@ -215,7 +215,7 @@ def _tensor(payload: ExactCopy) -> torch.Tensor:
 
 
 def check_arrival(staged: Sequence[frozenset[ChunkKey | str]], plans: Sequence[SavePlan]) -> None:
-    """Compare what was staged with what DCP planned, both by rank: everything arrives, once, where it was staged.
+    """Check that every staged chunk and object is planned exactly once, on the rank that staged it.
 
     Raises:
         SaveFailed: it does not; the first tensor or object is named.

@@ -47,7 +47,7 @@ from dsq_ckpt.storage.manifest import local_path
 
 
 class DSQStorageWriter(StorageWriter):
-    """Writes a compressed checkpoint; an argument of `dcp.save`, `dcp.async_save` and of what is built on them.
+    """A writer of compressed checkpoints, for `dcp.save`, `dcp.async_save` and everything built on them.
 
     Args:
         path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.save` and `dcp.async_save` instead.
@@ -118,7 +118,7 @@ class DSQStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Local paths; not URLs."""
+        """Return whether a path is local, not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -137,7 +137,7 @@ class DSQStorageWriter(StorageWriter):
 
     @property
     def quality(self) -> dict[str, Any] | None:
-        """What the policy measured about the last save."""
+        """Measurements of the policy about the last save; None if it made none."""
         plan = None if self._save is None else self._save.plan
         return None if plan is None else plan.quality
 
@@ -269,10 +269,10 @@ class DSQStorageWriter(StorageWriter):
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` returns when training may go on."""
+        """Do nothing: `stage` returns when training may go on."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     @held_signals()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class DSQStorageWriter(StorageWriter):
         return copy
 
     def _check(self, call: AsyncCall) -> None:
-        """Refuse what cannot work, on all ranks alike, before anything is done."""
+        """Raise for calls that cannot work, on all ranks alike, before anything is done."""
         alone = call.no_dist or self.no_dist
         if not call.use_collectives and not alone and len(ranks_of(call.process_group)) > 1:
             raise SaveFailed(_NO_COLLECTIVES)
@@ -385,7 +385,7 @@ def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a process group, as numbers of the default one; one where torch.distributed is not in use."""
+    """Return the ranks of a process group, as ranks of the default group; [0] if torch.distributed is not in use."""
     return dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
 
 

@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_under_way.clear)  # without their threads th
 
 
 class _Check:
-    """This rank's share of the files that a delta builds on, compared with their checksums in a thread of its own.
+    """A check of this rank's share of the files that a delta builds on, in a thread of its own.
 
     Attributes:
         saves: ids of the delta and of its parent, one of which the next save of the chain comes after.
@@ -57,7 +57,7 @@ class _Check:
             self._run()
 
     def result(self) -> Findings:
-        """Wait for the end, unless a signal's handler raises meanwhile; return what is wrong."""
+        """Wait until the check ends, unless a signal handler raises meanwhile; return the problems."""
         while self._thread.is_alive():
             self._thread.join(_POLLED_EVERY)
             let_signals_through()
@@ -80,7 +80,7 @@ class _Check:
 def with_sound_parent(
     context: SaveContext, comm: Communicator, workers: Workers, history: SaveHistory
 ) -> SaveContext:
-    """Return the context of a save, without its parent if a file of that was found to be damaged; collective.
+    """Return the context of a save, without its parent if a file of the parent is damaged; collective.
 
     The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
     What is found here was looked for since the save before, and is told of whatever this save builds upon; if that is a
@@ -124,7 +124,7 @@ def with_sound_parent(
 
 
 def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bool:
-    """Restore what is damaged, as far as there are copies, and warn; return whether the parent's own files were."""
+    """Restore damaged files from copies, as far as there are any, and warn; return whether the parent was damaged."""
     names = {name for _, name in found}
     own: Findings = {}
     if parent is not None:
@@ -144,7 +144,7 @@ def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bo
 
 
 def _checked(parent: ParentRef, chosen: Callable[[], Sequence[ManifestFile]], workers: Workers) -> Findings:
-    """Return what is wrong with some files of the parent, or with what tells of them."""
+    """Return the problems of some files of the parent, or of the manifest that lists them."""
     try:
         found = damaged(Path(parent.path), chosen(), workers)
     except (DSQError, OSError) as error:
@@ -161,7 +161,7 @@ def _joined(found: Sequence[Findings]) -> Findings:
 
 
 def _gone(path: Path) -> bool:
-    """Return whether there is nothing at a path; an error of its device does not tell that."""
+    """Return whether there is nothing at a path; an error of the device does not count as absence."""
     try:
         path.stat()
     except OSError as error:
@@ -177,7 +177,7 @@ def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
 
 
 def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) -> dict[str, str]:
-    """Return what is wrong with files of a checkpoint, by their names."""
+    """Return the problems of files of a checkpoint, by file name."""
     found: dict[str, str] = {}
     for name, problem in workers.map(lambda file: (file.name, problem_of(directory / file.name, file)), files):
         let_signals_through()
@@ -191,7 +191,7 @@ def _is_due(name: str, depth: int) -> bool:
 
 
 def problem_of(path: Path, expected: ManifestFile) -> str | None:
-    """Return what is wrong with a file, None if it is what was written."""
+    """Return the problem of a file, None if it is as it was written."""
     try:
         _forget_pages(path)
         size, checksum = file_checksum(path)
@@ -203,7 +203,7 @@ def problem_of(path: Path, expected: ManifestFile) -> str | None:
 
 
 def _forget_pages(path: Path) -> None:
-    """Let the system read a file anew: what it still has in memory was right when it was written."""
+    """Drop a file from the page cache, so that it is read from the device."""
     with suppress(AttributeError, OSError):  # not on this system, or not for this file
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -213,7 +213,7 @@ def _forget_pages(path: Path) -> None:
 
 
 def _settled(directory: Path, name: str, problem: str) -> str:
-    """Restore a damaged file wherever an intact copy allows; return what was found and done, for people."""
+    """Restore a damaged file from an intact copy, if there is one; return what was found and done, for people."""
     if not name:
         return f"the check of '{directory}' failed: {problem}"
     text = f"'{directory / name}' {problem}"
@@ -238,7 +238,7 @@ def _settled(directory: Path, name: str, problem: str) -> str:
 
 
 def _sorted_by_soundness(files: Mapping[Path, ManifestFile]) -> tuple[list[Path], list[Path]]:
-    """Return the checkpoints whose link to a file is to a damaged one, and the others; each file is read once."""
+    """Return the checkpoints that link to a damaged file, and those that link to a sound one; reads each file once."""
     sound: dict[tuple[int, int], bool] = {}
     bad: list[Path] = []
     good: list[Path] = []
@@ -256,7 +256,7 @@ def _sorted_by_soundness(files: Mapping[Path, ManifestFile]) -> tuple[list[Path]
 
 
 def _restore(intact: Path, damaged: Sequence[Path], expected: ManifestFile) -> None:
-    """Put one copy of an intact file in the place of all damaged ones."""
+    """Replace all damaged files by links to one copy of an intact one."""
     first, *others = damaged
     copy_file(intact, first, True, expected)
     for path in others:

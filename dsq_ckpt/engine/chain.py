@@ -1,4 +1,4 @@
-"""Chains of checkpoints: which is the parent, what it leaves to its child, links between them, retention."""
+"""Chains of checkpoints: the parent of a save, its codes and values, retention of refinements, the latest one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _told: set[Path] = set()  # run directories that were said to hold several state
 
 
 class Lineage(NamedTuple):
-    """The checkpoints that a state which is to be saved comes from.
+    """The checkpoints that a state to be saved comes after.
 
     Attributes:
         previous: the checkpoint that it comes after in its run, whether it is coded against it or not.
@@ -81,7 +81,7 @@ def lineage(
 
 
 def _last(run: Path, shapes: Shapes, history: SaveHistory, told: bool = False) -> ParentRef | None:
-    """Return the last checkpoint of a state in a run directory; having loaded it is a resume, if it is lossy."""
+    """Return the last checkpoint of a state in a run directory, counting a load of it as a resume if it is lossy."""
     candidates = [(one, one.shapes) for one in history.checkpoints(run) if has_shapes(one) and one.shapes is not None]
     older = [(shared(shapes, other), one) for one, other in candidates if continues(shapes, other)]
     # A part of the state may have been saved by itself since: of both, the whole is what is continued.
@@ -107,7 +107,7 @@ def _last(run: Path, shapes: Shapes, history: SaveHistory, told: bool = False) -
 
 
 def _resumes(run: Path, history: SaveHistory) -> int:
-    """Return how often any state was restored in a run: one whose tensors have new names may come from any."""
+    """Return how often any state of a run was restored, for a state whose tensors have new names."""
     counts = [0]
     for one in history.checkpoints(run):
         with suppress(DSQError):
@@ -117,7 +117,7 @@ def _resumes(run: Path, history: SaveHistory) -> int:
 
 
 def _tell_apart(run: Path, other: Path) -> None:
-    """Say, once for a run directory, that several states are saved in it."""
+    """Warn, once for a run directory, that several states are saved in it."""
     if run not in _told:
         _told.add(run)
         warn(
@@ -130,7 +130,7 @@ def _tell_apart(run: Path, other: Path) -> None:
 def choose_parent(
     base: ParentRef | None, parent: str | os.PathLike[str] | None, config: DSQConfig
 ) -> ParentRef | None:
-    """Return `base`, if a delta against it is wanted and possible; only the coordinator decides.
+    """Return `base` if a delta against it is wanted and possible, else None; on the coordinator.
 
     Args:
         base: see `lineage`.
@@ -173,7 +173,7 @@ class BaseRecord(NamedTuple):
 
 
 class Parent:
-    """The parent checkpoint as seen by one rank: from memory where what is needed is still there, else from disk."""
+    """The parent checkpoint on one rank; codes and values come from memory if they are cached, else from disk."""
 
     def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers, history: SaveHistory) -> None:
         self.ref = ref
@@ -237,7 +237,7 @@ class Parent:
 
 
 def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
-    """Unlink refinements of all but the newest checkpoints of a run; pinned ones keep theirs.
+    """Delete the refinement of all but the newest checkpoints of a run; pinned checkpoints keep theirs.
 
     Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
     the same directory; and none, if it is lossy and has no refinement, or holds NaN, since the one before it is then
@@ -284,7 +284,7 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
 
 
 def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
-    """Return a sentence or two on what is lost where a checkpoint that dropped its refinement is loaded, for people."""
+    """Return a message on what is lost when a checkpoint without its refinement is loaded."""
     errors: dict[str, float] = {}
     for group, report in manifest.groups.items():
         kind = group.partition("/")[0]

@@ -38,7 +38,7 @@ class QuantizedChunk:
 
 
 class ChunkLoader:
-    """Loads the chunks of one rank, each with its codes or values in the parent checkpoint.
+    """A loader of the chunks of one rank, each with its codes or values in the parent checkpoint.
 
     Args:
         parent: the parent checkpoint; None for a keyframe.
@@ -123,10 +123,10 @@ def quantized(
 
 
 def keep(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
-    """Keep what the next save needs of a chunk; valid once all its blocks were asked for.
+    """Cache the codes or values of a chunk for the next save; call it once all its blocks are written.
 
     Args:
-        cache: takes it.
+        cache: cache of the checkpoint.
         source: codes of the chunk.
         deltas: whether the next save may be a delta.
     """
@@ -139,7 +139,7 @@ def keep(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
 
 
 def exact_values(exact: Iterable[SaveItem], layout: Layout) -> dict[ChunkKey, F32]:
-    """Return values that the next save takes differences to, of chunks that are stored exactly; float32, flat.
+    """Return the values of exact chunks that the next save takes differences to; float32, flat.
 
     They are copies: training goes on in the tensors, and staged ones may move to shared memory under a view.
     """

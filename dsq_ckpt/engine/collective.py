@@ -37,7 +37,7 @@ from dsq_ckpt.storage.index import uncovered
 
 @dataclass
 class _RankReport:
-    """What the coordinator needs to know of a rank; it is pickled."""
+    """The result of one rank, for the coordinator; pickled."""
 
     result: RankResult
     tensors: dict[str, dict[str, Any]]
@@ -68,7 +68,7 @@ def save_collectively(
 
 
 class _CollectiveSave:
-    """One save: its pipeline, and what the ranks tell each other between the steps."""
+    """One save over a communicator: the steps of its pipeline, and the messages of the ranks in between."""
 
     def __init__(self, path: Path, options: SaveOptions, comm: Communicator) -> None:
         self._pipeline, self._comm = SavePipeline(path, options), comm
@@ -134,7 +134,7 @@ class _CollectiveSave:
         return _RankReport(result, _inventory(own.shards), list(own.objects), nesting, files)
 
     def _commit(self, context: SaveContext, reports: Sequence[_RankReport]) -> None:
-        """Give attachments their names, then write index and manifest."""
+        """Publish the attachments, then write index and manifest."""
         comm, contents = self._comm, list[SaveContents]()
 
         def publish() -> None:
@@ -168,7 +168,7 @@ class _CollectiveSave:
 
 
 def _contents(reports: Sequence[_RankReport]) -> SaveContents:
-    """Return what all ranks wrote together.
+    """Return the contents of the checkpoint, from the reports of all ranks.
 
     Raises:
         SaveFailed: it is not whole tensors, or two ranks wrote the same.
@@ -188,7 +188,7 @@ def _contents(reports: Sequence[_RankReport]) -> SaveContents:
             known["chunks"] += tensor["chunks"]
     for fqn, tensor in tensors.items():
         if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
-            raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was brought so that {problem}")
+            raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was given so that {problem}")
     return SaveContents(
         tensors, [name for report in reports for name in report.objects],
         Nesting.merged(paths, [report.nesting for report in reports]).as_json(),
@@ -198,7 +198,7 @@ def _contents(reports: Sequence[_RankReport]) -> SaveContents:
 
 def _once(seen: dict[ChunkKey | str, int], key: ChunkKey | str, rank: int) -> None:
     if key in seen:
-        raise SaveFailed(f"{key} was brought by rank {seen[key]} and by rank {rank}; one of them must write it")
+        raise SaveFailed(f"{key} was given by rank {seen[key]} and by rank {rank}; only one of them may write it")
     seen[key] = rank
 
 
@@ -216,4 +216,4 @@ def _inventory(shards: Sequence[LocalShard]) -> dict[str, dict[str, Any]]:
 def _alike(fqn: str, known: dict[str, Any], tensor: dict[str, Any]) -> None:
     for what in ("dtype", "shape"):
         if known[what] != tensor[what]:
-            raise SaveFailed(f"parts of '{fqn}' were brought with {what} {known[what]} and {tensor[what]}")
+            raise SaveFailed(f"parts of '{fqn}' were given with {what} {known[what]} and {tensor[what]}")

@@ -37,7 +37,7 @@ _told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by
 
 
 class Committed(NamedTuple):
-    """A checkpoint that is complete; `flushed`: its name is on the device, so that what is older may go."""
+    """A complete checkpoint; `flushed`: whether its name is on the device, so that older files may be deleted."""
 
     manifest: Manifest
     flushed: bool
@@ -45,7 +45,7 @@ class Committed(NamedTuple):
 
 @dataclass
 class SaveContents:
-    """What a checkpoint is to hold, from all ranks.
+    """The contents of a checkpoint, from all ranks.
 
     Attributes:
         tensors: {name: {"dtype", "shape", "chunks": [ChunkKey, ...]}} of all tensors.
@@ -68,10 +68,10 @@ def commit(
 
     Args:
         path: directory of the checkpoint.
-        options: of the save.
-        context: of all ranks.
-        results: of all ranks.
-        contents: what it is to hold.
+        options: options of the save.
+        context: context of the save.
+        results: results of all ranks, in rank order.
+        contents: contents of the checkpoint.
         plan: how it was stored.
 
     Raises:
@@ -239,7 +239,7 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig)
 
 
 def retire(directory: Path, config: DSQConfig) -> None:
-    """After the commit: drop the refinement of what came before, as far as `config.refinement` asks for it."""
+    """Delete the refinement of older checkpoints, as `config.refinement` asks; after the commit."""
     try:
         chain.drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
     except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
@@ -247,7 +247,7 @@ def retire(directory: Path, config: DSQConfig) -> None:
 
 
 def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]) -> None:
-    """Say, once for a run, which rules and groups decide about no tensor: what a slip leaves out is stored lossily."""
+    """Warn, once for a run, of rules and groups that match no tensor, as a typo in them leaves tensors lossy."""
     texts = []
     for pattern, earlier in without_effect(config.quantize.rules, names).items():
         text = f"quantize.rules: the pattern '{pattern}' matches no tensor"
@@ -268,7 +268,7 @@ def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], se
 
 
 def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequence[RankResult]) -> str:
-    """Why files that ranks wrote are not there for the coordinator, as far as can be told."""
+    """Return a message on files that ranks wrote and the coordinator does not see."""
     here = platform.node()
     wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
     shown = []
@@ -292,7 +292,7 @@ def _size(path: Path) -> int:
 
 
 def _tied(results: Sequence[RankResult]) -> dict[str, str]:
-    """Return one name for all names that are tied on any rank: another rank may have them apart, or tied otherwise."""
+    """Return, for each tied name, the one under which it is stored, joined over the ties of all ranks."""
     one: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -309,7 +309,7 @@ def _tied(results: Sequence[RankResult]) -> dict[str, str]:
 
 
 def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, str | None]:
-    """Save id of the checkpoint before, and its name if it lies in the same run directory.
+    """Return the save id of the previous checkpoint, and its name if it lies in the same run directory.
 
     A checkpoint saved over itself comes after what its predecessor came after, which nothing else would remember.
     """
@@ -323,13 +323,13 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
 
 
 def _name_of(path: Path) -> str | None:
-    """The name of a directory as text, in which bytes that are none become question marks; None for a backslash."""
+    """Return the name of a directory as text, with undecodable bytes as question marks; None if it has a backslash."""
     name = path.name.encode("utf-8", "replace").decode()
     return name if is_plain(name) else None
 
 
 def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
-    """Files of the checkpoint that is being overwritten which the new one does not need."""
+    """Return files of the overwritten checkpoint that the new one does not need."""
     kept = {file.name for file in files}
     try:
         return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]

@@ -26,7 +26,7 @@ class RankSettings(NamedTuple):
     Attributes:
         path: the checkpoint directory, absolute.
         place: the same without links to its run.
-        settings: of the configuration, by dotted key, where they are not the defaults.
+        settings: values of the configuration that are not the defaults, by dotted key.
     """
 
     path: str
@@ -44,7 +44,7 @@ class RankSettings(NamedTuple):
 
 
 def refuse_different(given: Sequence[RankSettings]) -> None:
-    """Make sure that all ranks were given the same path and configuration.
+    """Check that all ranks were given the same path and configuration.
 
     Args:
         given: settings of all ranks, in rank order.

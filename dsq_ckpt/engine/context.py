@@ -1,4 +1,4 @@
-"""`SaveContext`: what the coordinator decides about a save before any data is touched, and all ranks follow."""
+"""`SaveContext`: the decisions of the coordinator about a save, before any rank reads its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What all ranks of a save agree on; plain data, which travels in DCP's plans.
+    """The decisions that all ranks of a save follow; plain data, which travels in DCP's plans.
 
     Attributes:
         save_id: id of the save, of 16 hexadecimal digits.
@@ -52,7 +52,7 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
 
     Args:
         path: directory of the new checkpoint.
-        options: of the save.
+        options: options of the save.
         ranks: number of ranks that save.
         layouts: layouts of all ranks.
 

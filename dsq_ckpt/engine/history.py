@@ -1,4 +1,4 @@
-"""What a training process knows of its checkpoints: what its next save comes after, and the codes of that one.
+"""`SaveHistory`: the checkpoints that a training process wrote or read, and the codes of the newest.
 
 A process may train several states, such as a generator and its discriminator, and save them in one run directory or in
 several. A `SaveHistory` is a short list of checkpoints, newest first, each with the names and shapes of its tensors,

@@ -13,7 +13,7 @@ from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 
 
 def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool) -> None:
-    """Make the files that a new checkpoint needs of its parent appear in it, keyframe files in several copies.
+    """Link the files of the parent that a new checkpoint needs into it; keyframe files may have several copies.
 
     Of `copies` checkpoints of a chain that follow each other, no two share a keyframe file: each has it from the
     checkpoint that many before it, or copies it where that one is gone.
@@ -21,8 +21,8 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
     Args:
         parent: directory of the parent.
         target: directory of the new checkpoint.
-        names: of the parent's data files.
-        copies: of each file that needs no other, on the device; 1: all checkpoints share it.
+        names: names of the parent's data files.
+        copies: number of copies of each keyframe file on the device; 1: all checkpoints share it.
         fsync: flush copies to the device.
 
     Raises:
@@ -40,7 +40,7 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
 
 
 def _newest_first(parent: Path, count: int) -> list[Path]:
-    """Return a checkpoint and those before it in its run, as far as they are there."""
+    """Return a checkpoint and its predecessors in the run, as far as they exist."""
     found, manifest = [parent], Manifest.read(parent)
     while len(found) < count and manifest.previous_name is not None:
         expected, directory = manifest.previous, parent.parent / manifest.previous_name
@@ -55,7 +55,7 @@ def _newest_first(parent: Path, count: int) -> list[Path]:
 
 
 def _other_copy(holders: list[Path], target: Path, file: ManifestFile, copies: int, fsync: bool) -> None:
-    """Link a file from the oldest of `copies` holders, if that shares it with none of the others; else copy it."""
+    """Link a file from the oldest of `copies` holders if no other holder shares it, else copy it."""
     inodes = []
     for path in holders:
         with suppress(FileNotFoundError):

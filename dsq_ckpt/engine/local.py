@@ -39,15 +39,15 @@ class LocalShard:
 
 
 class Attachment(Protocol):
-    """Writes a file of another format, which lies beside the data files."""
+    """A writer of a file of another format, which lies beside the data files."""
 
     def __call__(self, stream: IO[bytes], save_id: str) -> None:
-        """Write to a stream; `save_id` is the save's."""
+        """Write to a stream; `save_id` is the id of the save."""
 
 
 @dataclass
 class LocalState:
-    """What one rank gives to a save that no framework plans.
+    """The state of one rank, for a save that no framework plans.
 
     Attributes:
         shards: chunks that this rank writes; no other rank may write the same chunk.
@@ -69,7 +69,7 @@ class LocalState:
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """The same chunk of the second moments, whose roots are the units of a first moment."""
+    """The chunk of the second moments whose roots are the units of a first moment."""
 
     fqn: str
     load: Callable[[], torch.Tensor]
@@ -77,7 +77,7 @@ class SecondMoment:
 
 @dataclass
 class SaveItem:
-    """A chunk with how it is stored.
+    """A chunk and its settings.
 
     Attributes:
         key: name, offsets and shape of the chunk.
@@ -87,7 +87,7 @@ class SaveItem:
         config: settings of the tensor; None: exact.
         load: returns the chunk.
         on_device: whether it may be quantized on its device.
-        second_moment: of a first moment that is quantized in units of Adam's update.
+        second_moment: second moment of a first moment that is quantized in units of Adam's update.
     """
 
     key: ChunkKey
@@ -125,11 +125,11 @@ def layout_of(
     shards: Sequence[LocalShard], options: SaveOptions, averaged: bool = False,
     others: Mapping[ChunkKey, torch.dtype] | None = None,
 ) -> Layout:
-    """Return which of a rank's chunks are lossy, and how.
+    """Return the lossy tensors among a rank's chunks, and their settings.
 
     Args:
         shards: chunks that it writes.
-        options: of the save.
+        options: options of the save.
         averaged: whether weights come with averaged gradients.
         others: dtypes of the chunks of the save that are not among `shards`.
     """
@@ -157,11 +157,11 @@ def layout_of(
 
 
 def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:
-    """Return chunks with how each of them is stored.
+    """Return chunks with their settings.
 
     Args:
         shards: chunks that lie on this rank.
-        options: of the save.
+        options: options of the save.
         layout: agreed layout of all ranks; None: the chunks of this rank are all there are.
     """
     config = options.config

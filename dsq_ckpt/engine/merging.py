@@ -45,12 +45,12 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge wrote.
+    """The result of a merge.
 
     Attributes:
         path: the new checkpoint.
         links_before, links: differences that the longest chain of a chunk adds up, in the source and now.
-        bytes: of the files it wrote; the keyframe's are linked.
+        bytes: bytes of the files it wrote; the keyframe's are linked.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Merged:
 
 
 def merge(source: StrPath, target: StrPath) -> Merged:
-    """Write a checkpoint of differences anew, its chains merged.
+    """Write a copy of a checkpoint of differences in which chains are merged.
 
     Runs in one process, whatever number of ranks saved. `target` is a checkpoint like others: it needs `source` no
     longer, and may be the parent of further saves.
@@ -95,7 +95,7 @@ def merge(source: StrPath, target: StrPath) -> Merged:
 
 
 def _chain(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
-    """A record and all that it is added to, newest first."""
+    """Return a record and the records that it is added to, newest first."""
     return checkpoint.chain(ref, "residual", ("coded", "merged", "plain"))
 
 
@@ -182,7 +182,7 @@ class _Rank:
         }
 
     def _record(self, number: int, record: Tree, copied: _Copies) -> Tree:
-        """What takes the place of a record: itself, or what its chain is merged into."""
+        """Return the record in the merged checkpoint: itself, or the super-step of its chain."""
         ref = RecordRef(self._name, number)
         if record["type"] not in ("coded", "merged"):
             return record
@@ -217,7 +217,7 @@ class _Rank:
         return new
 
     def _runs(self, steps: Sequence[RecordRef]) -> Iterator[SuperStep]:
-        """Differences, the oldest first, merged as far as they can be."""
+        """Yield differences, oldest first, merged as far as possible."""
         current: SuperStep | None = None
         for link in steps:
             step = self._checkpoint.superstep(link, self._checkpoint.codes(link, self._workers))
@@ -229,7 +229,7 @@ class _Rank:
             yield current
 
     def _merged(self, like: Tree, step: SuperStep, older: list[Any]) -> Tree:
-        """A record of a super-step, written."""
+        """Write a super-step and return its record."""
         coder = RansCoder.fit(np.bincount(step.codes, minlength=step.last + 1)[None])
         size = int(self._reader.contents["block_elements"])
         parts = [step.codes[start : start + size] for start in range(0, len(step.codes), size)]
@@ -246,7 +246,7 @@ class _Rank:
 
 
 class _Copies:
-    """Blocks of one file that are added to another."""
+    """A copier of blocks from one file to another."""
 
     def __init__(self, source: ContainerReader, target: ContainerWriter) -> None:
         self._source, self._target = source, target
@@ -256,6 +256,6 @@ class _Copies:
 
 
 def _size(record: Tree) -> int:
-    """Bytes of a record's blocks."""
+    """Return the bytes of a record's blocks."""
     places = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]
     return sum(int(place[1]) for place in places if place is not None)

@@ -1,4 +1,4 @@
-"""What the caller of a save asks for."""
+"""`SaveOptions`: the arguments of a save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Everything that a save is told but its path and the state; see `DSQStorageWriter`.
+    """The arguments of a save, except its path and the state; see `DSQStorageWriter`.
 
     Attributes:
         config: the configuration, the same on all ranks except for the keys that `consistency` leaves to each.

@@ -39,11 +39,11 @@ class SavePipeline:
 
     Args:
         path: directory of the checkpoint.
-        options: what the caller asks for.
+        options: arguments of the save.
 
     Attributes:
         started: when the save began, in seconds since the epoch.
-        context: what all ranks agreed on, once they did.
+        context: context of the save, once the ranks agreed on it.
         plan: how the state is stored, once it is quantized.
     """
 
@@ -59,7 +59,7 @@ class SavePipeline:
 
     @property
     def settings(self) -> RankSettings:
-        """What all ranks must have been given alike."""
+        """Path and configuration, which must be equal on all ranks."""
         return RankSettings.of(self.path, self.options.config)
 
     def workers(self) -> Workers:
@@ -87,7 +87,7 @@ class SavePipeline:
         return self._claim(replace(context, started=self.started, save_id=save_id or context.save_id))
 
     def resume(self, context: SaveContext) -> SaveContext:
-        """Go on in the background with what was agreed on when the state was staged.
+        """Continue in the background with the context that was agreed on when the state was staged.
 
         Raises:
             CheckpointExists, SaveFailed: as in `agree`.

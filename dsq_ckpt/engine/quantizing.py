@@ -33,7 +33,7 @@ from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configure
 
 @dataclass
 class QuantizedState:
-    """What a rank writes.
+    """The state of one rank, ready to be written.
 
     Attributes:
         chunks: chunks that are quantized as they are asked for, one by one, so that only their codes stay in memory.
@@ -58,8 +58,8 @@ def quantize(
     """Sum the sketches of all ranks, choose, then quantize lazily, chunk by chunk; collective.
 
     Args:
-        options: of the save; the policy is not asked if the context says that everything is exact.
-        context: of all ranks.
+        options: options of the save; the policy is not asked if the context says that everything is exact.
+        context: context of the save.
         local: chunks of this rank.
         comm: communicator of the ranks that save.
         workers: threads.
@@ -161,7 +161,7 @@ class _Sketching:
 
 
 def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:
-    """Quantize chunk by chunk; none is held longer than that takes, and with it go the previous codes on a device."""
+    """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
     fitted = plan.analysis.fitted
     chunks = deque(
         replace(chunk, refinement_bits=fitted[chunk.group].refinement_bits)
@@ -186,7 +186,7 @@ def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
 def _report(
     local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, config: DSQConfig, comm: Communicator
 ) -> None:
-    """Warn of what is stored otherwise than asked for; collective."""
+    """Warn of tensors that are stored otherwise than configured; collective."""
     if sketches.nonfinite:
         told = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
         beyond = sketches.nonfinite.difference(*told)
@@ -243,7 +243,7 @@ def _state(local: LocalItems, workers: Workers) -> dict[ChunkKey, Hashable]:
 
 
 def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
-    """Name groups of first moments whose bound on the error of the update asks for more bits than are allowed."""
+    """Warn of groups of first moments whose bound on the update error cannot be kept with the configured bits."""
     for group, fitted in analysis.fitted.items():
         codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
         if fitted.update_error is None or not most or not codebook.update_bound:
@@ -257,7 +257,11 @@ def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
 
 
 def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKey, Hashable]) -> None:
-    """Refuse to store what is no longer what the sketches were made of."""
+    """Check that the state is still the one that was sketched.
+
+    Raises:
+        SaveFailed: `evaluate` or `check` changed it.
+    """
     changed = sorted({key.fqn for key, found in before.items() if after[key] != found})
     if changed:
         raise SaveFailed(

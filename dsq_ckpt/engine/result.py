@@ -1,4 +1,4 @@
-"""`SaveResult`: what a save returns, in one line for people and as numbers for a logger."""
+"""`SaveResult`: the result of a save, in one line for people and as numbers for a logger."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class SaveResult:
 
     Attributes:
         path: its directory.
-        save_id: of this save; an overwritten checkpoint has another one.
-        bytes_written: of all files that this save wrote, on all ranks.
-        bytes_logical: of what was saved, uncompressed.
+        save_id: id of this save; an overwritten checkpoint has another one.
+        bytes_written: bytes of all files that this save wrote, on all ranks.
+        bytes_logical: bytes of the state, uncompressed.
         depth: deltas since the keyframe; 0: it is one.
         seconds: from the call until the commit.
         refinement: "kept", or "none" where nothing has one.
-        quality: what the search of a `Compressor` measured, as in the manifest; None where there was none.
+        quality: measurements of the search of a `Compressor`, as in the manifest; None without a search.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class SaveResult:
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> SaveResult:
-        """From what was just committed."""
+        """Return the result of a save that was just committed."""
         written = manifest.bytes_in("own", "index", "refinement", "attachment") + (path / MANIFEST).stat().st_size
         logical = sum(sizes.logical for sizes in manifest.kinds.values())
         return cls(
@@ -47,7 +47,7 @@ class SaveResult:
 
     @property
     def keyframe(self) -> bool:
-        """Whether it is coded by itself, not against a parent."""
+        """Whether the checkpoint is coded by itself, not against a parent."""
         return self.depth == 0
 
     @property
@@ -62,8 +62,9 @@ class SaveResult:
         return None if found is None else float(found)
 
     def scalars(self) -> dict[str, float]:
-        """Numbers for TensorBoard or Weights & Biases: bytes_written, bytes_logical, ratio, depth, keyframe, seconds,
-        and degradation where it was measured.
+        """Return numbers for TensorBoard or Weights & Biases.
+
+        They are bytes_written, bytes_logical, ratio, depth, keyframe, seconds, and degradation if it was measured.
         """
         found = {
             "bytes_written": float(self.bytes_written), "bytes_logical": float(self.bytes_logical),

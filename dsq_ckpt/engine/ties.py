@@ -19,7 +19,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 
 @dataclass(frozen=True)
 class Ties:
-    """Which of a rank's items share memory.
+    """The items of a rank that share memory.
 
     Attributes:
         first: the item that each of those is stored as which are not stored themselves.
@@ -35,7 +35,7 @@ class Ties:
         """Find the ties among the items that this rank writes.
 
         Args:
-            items: that it writes.
+            items: items that this rank writes.
             beside: others that lie here and that another rank writes; their settings count.
         """
         alive: list[torch.Tensor] = []  # what is made for the asking must not give its memory to the next
@@ -75,7 +75,7 @@ class Ties:
         return cls(first, frozenset(exact))
 
     def kept(self, items: Iterable[SaveItem]) -> list[SaveItem]:
-        """Return the items that are stored themselves, as they are to be stored."""
+        """Return the items that are stored under their own name, with the settings that apply."""
         return [
             replace(item, config=None, second_moment=None) if item.key in self.exact else item
             for item in items if item.key not in self.first
@@ -98,7 +98,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _unit(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
-    """Return the memory of what an item is measured by."""
+    """Return the memory of the second moment that an item is measured by; None if it has none."""
     if item.second_moment is None:
         return None
     try:
@@ -109,7 +109,7 @@ def _unit(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
 
 
 def _overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hashable]]:
-    """Return groups of two or more ranges of addresses that overlap, by what stands beside them."""
+    """Return groups of two or more memories whose address ranges overlap."""
     groups: list[list[Hashable]] = []
     reached = 0
     for start, stop, memory in sorted(ranges, key=lambda one: one[:2]):
@@ -122,7 +122,7 @@ def _overlapping(ranges: list[tuple[int, int, Hashable]]) -> Iterable[list[Hasha
 
 
 def _strictest(group: Sequence[tuple[SaveItem, Hashable]]) -> SaveItem | None:
-    """Return the item whose settings are as strict as those of all others, or None for all to be exact."""
+    """Return the item whose settings are as strict as those of all others; None if all are to be exact."""
     for item, unit in group:
         if all(unit == other and _as_strict(item.config, one.config) for one, other in group):
             return item

@@ -154,7 +154,7 @@ ALL: tuple[Group, ...] = ("save", "load", "more")
 
 
 class _Background:
-    """The thread that compiles: what it is asked for, and what it has done."""
+    """The thread that compiles, with a queue of kernel groups."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -190,7 +190,7 @@ class _Background:
                 self.changed.notify_all()
 
     def has_yet_to_do(self, group: Group) -> bool:
-        """Whether a group is not done and a thread lives to do it; waits for a moment where it is so."""
+        """Return whether a thread still has to compile a group, after a second at most."""
         with self.changed:
             def waits() -> bool:
                 return group not in self.done and self.thread is not None and self.thread.is_alive()
@@ -210,14 +210,14 @@ _background = _Background()
 
 
 def start() -> None:
-    """Begin to compile in the background what a save and a load need, if that has not begun; returns at once."""
+    """Begin to compile the kernels of saves and loads in the background, unless that has begun; return at once."""
     _background.ask(("save", "load"))
 
 
 def wait(group: Group) -> None:
-    """Wait until kernels are compiled; says so on rank 0 where it takes longer than a moment.
+    """Wait until the kernels of a group are compiled; after a second, say so on rank 0.
 
-    What a signal's handler raises is raised here.
+    Exceptions of a signal handler are raised here.
     """
     if group in _background.done:
         return
@@ -234,7 +234,7 @@ def wait(group: Group) -> None:
 
 
 def _tell() -> None:
-    """One line, before the wait: a log record where logging is set up, else on stderr, where Python logs warnings."""
+    """Say that kernels are compiled: in a log record where logging is set up, else on stderr."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0") or 0)
     if rank:
         return
@@ -249,7 +249,7 @@ def _tell() -> None:
 
 
 def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> list[Exception]:
-    """Compile the kernels of a group, or read them from files; what other processes compile just now comes last.
+    """Compile the kernels of a group, or read them from files; kernels that other processes compile come last.
 
     Returns:
         What failed; it is left to the call that needs it, which raises.
@@ -283,7 +283,7 @@ def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> 
 
 @contextmanager
 def _turn(number: int) -> Iterator[bool]:
-    """Whether a piece of the work is this process's to do: True unless another one is at it.
+    """Yield whether this process is to compile a kernel: True unless another process does so.
 
     Locks of `lockf` are not inherited by forked processes, and end with the process that holds them.
     """
@@ -307,7 +307,7 @@ def _turn(number: int) -> Iterator[bool]:
 
 
 def _take_over() -> None:
-    """Copy machine code from beside the package, where it cannot be written, to where this user's is kept.
+    """Copy machine code from beside the package, if that cannot be written, to this user's cache.
 
     Numba itself reads only what it can write too, so it would compile again what an image was built with.
     """
@@ -324,14 +324,14 @@ def _take_over() -> None:
 
 
 def _forked() -> None:
-    """In a child: the thread is not there."""
+    """Start without a thread in a forked child."""
     global _background
     _background = _Background()
 
 
 @atexit.register
 def _stop() -> None:
-    """The interpreter ends: LLVM must not be at work while it is taken down."""
+    """Wait for the thread at exit, since LLVM must not run while the interpreter is taken down."""
     _background.stopped = True
     thread = _background.thread
     if thread is not None:

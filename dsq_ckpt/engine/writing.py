@@ -25,10 +25,10 @@ from dsq_ckpt.storage.shard import Piece, ShardWriter, Written
 
 @dataclass
 class RankResult:
-    """What one rank wrote; the coordinator makes the index and the manifest of these.
+    """The files and records of one rank, from which the coordinator makes the index and the manifest.
 
     Attributes:
-        rank: of the rank.
+        rank: number of the rank.
         host: its name.
         files: base files.
         refinement: refinement file, None if it wrote none.
@@ -58,8 +58,8 @@ def write_rank(
 
     Args:
         path: directory of the checkpoint, which is made.
-        context: of all ranks.
-        rank: of this rank.
+        context: context of the save.
+        rank: number of this rank.
         state: its chunks, which are quantized one by one as they are written.
         objects: names and bytes of its objects.
         workers: threads.

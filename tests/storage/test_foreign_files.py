@@ -273,7 +273,7 @@ def test_a_save_of_part_of_a_tensor_replaces_no_attachment(plain_tag, monkeypatc
     part = LocalShard(ChunkKey("w", (0, 0), (32, 96)), (64, 96), torch.float32, lambda: torch.randn(32, 96))
     published = []
     monkeypatch.setattr("dsq_ckpt.engine.collective.foreign_files.publish", lambda *args: published.append(args))
-    with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* was brought so that"):
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* was given so that"):
         save_parts(path, lambda: LocalState([part], attachments={STATES: written_id}), DSQConfig(), SingleProcess(),
                    overwrite=True)
     assert published == [] and listing(path) == [STATES]
