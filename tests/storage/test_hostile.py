@@ -324,14 +324,14 @@ def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch)
 def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
     from dsq_ckpt.dcp import writer
 
-    original = writer.inventory
+    original = writer.contents_of
 
-    def without(metadata):
-        tensors, objects = original(metadata)
-        tensors["w"]["shape"] = [41, 60]
-        return tensors, objects
+    def larger(*args):
+        contents = original(*args)
+        contents.tensors["w"]["shape"] = [41, 60]
+        return contents
 
-    monkeypatch.setattr(writer, "inventory", without)
+    monkeypatch.setattr(writer, "contents_of", larger)
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* 60 of 2460 elements are missing"):
         dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
     assert not (tmp_path / "a" / "manifest.json").exists()
