@@ -11,6 +11,7 @@ import torch
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arrays import F32, Codes
+from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import (
@@ -314,9 +315,11 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     with checkpoints in it, and, where it does not exist, of one with checkpoints and nearly the same name.
 
     Raises:
+        ConfigError: `run` is no path.
         CheckpointNotFound: `run` is a file, a checkpoint or a dangling link.
         DSQError: a manifest cannot be read, and its checkpoint may be the newest.
     """
+    expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path: latest(run)")
     problems: list[tuple[Path, DSQError]] = []
     directory = existing_run(run)
     found = list(checkpoints(directory, lambda path, error: problems.append((path, error))))

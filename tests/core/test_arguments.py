@@ -169,3 +169,9 @@ def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
             alone.load(tmp_path / "a")
         assert told[0].filename == __file__
         assert ("'optimizer'" in str(told[0].message)) == (alone is not compressor)
+
+
+@pytest.mark.parametrize("run", [None, 3, STATE])
+def test_latest_of_what_is_no_path(run):
+    with pytest.raises(ConfigError, match=r"run is .*, expected the directory of a run"):
+        dsq_ckpt.latest(run)
