@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import (
