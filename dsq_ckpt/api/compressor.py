@@ -306,9 +306,10 @@ def _outline(optimizer: Optimizer) -> Any:
 
 
 def _check_search(config: DSQConfig, sharded: bool) -> None:
-    if config.search.spread and sharded:
+    if config.search.parallel_trials and sharded:
         raise ConfigError(
-            "search.spread is true, but the model is sharded (FSDP): its ranks evaluate together; leave spread out"
+            "search.parallel_trials is true, but the model is sharded (FSDP): its ranks evaluate together; leave "
+            "parallel_trials out"
         )
     space = SYSTEMS[config.system].space
     if space is None:

@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped import State
 from dsq_ckpt.convert.partitioner import deal
@@ -68,7 +69,7 @@ def compress(
 
     With `max_degradation`, the smallest configuration is searched whose base layer keeps `evaluate` to it; the
     refinement layer is left out, of moments too, unless `config` sets `refinement_bits`: what is loaded is then what
-    was measured. If no configuration keeps to it, weights are stored exactly, unless `config` sets `search.otherwise`.
+    was measured. If no configuration keeps to it, weights are stored exactly, unless `config` sets `search.fallback`.
     With `evaluate` alone, the search is that of `config.search`; with neither, the configuration is taken as it is.
 
     With `communicator`, the call is collective: all ranks give the same arguments, each reads and writes its share, and
@@ -265,7 +266,7 @@ def _bounded(config: ConfigLike, max_degradation: float) -> DSQConfig:
         )
     whole = as_config(config)  # says what is wrong with it, and where
     snapshot = {
-        "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"otherwise": "exact"},
+        "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"fallback": "exact"},
     }
     bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
     return DSQConfig.create(merged(merged(snapshot, _said(config)), bound))
@@ -275,10 +276,9 @@ def _said(config: ConfigLike) -> Tree:
     """What a configuration says itself; of a `DSQConfig`, which has every key, what differs from the defaults."""
     if config is None:
         return {}
-    if isinstance(config, Mapping):
-        return {str(key): value for key, value in config.items()}
-    if not isinstance(config, DSQConfig):
-        return named_tree(config)
+    if not isinstance(config, DSQConfig):  # whose former keys were warned of when it was checked
+        tree = dict(config) if isinstance(config, Mapping) else named_tree(config)
+        return current_keys({str(key): value for key, value in tree.items()}, silent=True)
     tree, usual = config.model_dump(), DSQConfig(system=config.system).model_dump()
     said = difference(tree, usual)
     if "groups" in said.get("quantize", {}):  # a group's defaults are what weights are set to

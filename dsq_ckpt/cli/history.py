@@ -112,7 +112,7 @@ def chosen_of(manifest: Manifest) -> str:
     record = manifest.quality or {}
     chosen = record.get("chosen")
     if not chosen:
-        return f"none: {manifest.config.get('search', {}).get('otherwise', '-')}"
+        return f"none: {manifest.config.get('search', {}).get('fallback', '-')}"
     variant = chosen.get(VARIANT, "default")
     bits = manifest.config.get("quantize", {}).get("weights", {}).get("refinement_bits", 0)
     return ", ".join([

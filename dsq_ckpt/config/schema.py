@@ -18,6 +18,7 @@ from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook
 from dsq_ckpt.codebooks.update import Update
+from dsq_ckpt.config.renamed import RENAMED, current_keys
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.hints import NOT_REGISTERED, explained, group_hint
@@ -101,7 +102,7 @@ class QuantizeConfig(_Strict):
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
     )
     rules: tuple[Rule, ...] = Field(default=(), description="first match wins; exact: true means bit for bit")
-    share: Literal["layer", "tensor"] = Field(
+    granularity: Literal["layer", "tensor"] = Field(
         "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
     )
     min_elements: int = Field(4096, ge=1, description="smaller tensors are not quantized; weights are exact")
@@ -121,7 +122,7 @@ class QuantizeConfig(_Strict):
         """A block that sets some keys of a kind keeps that kind's defaults for the others, not those of weights."""
         if not isinstance(tree, dict):
             return tree
-        tree = dict(tree)
+        tree = current_keys(tree, section="quantize")
         for kind in ("weights", "exp_avg", "exp_avg_sq", "momentum"):
             if isinstance(tree.get(kind), dict):
                 tree[kind] = merged(_defaults_for(kind, cls.model_fields[kind].default, tree[kind]), tree[kind])
@@ -176,24 +177,26 @@ class SearchConfig(_Strict):
     """How a `Compressor` looks for the smallest configuration that keeps the model's quality."""
 
     bound: Literal["progress", "relative"] = Field(
-        "progress", description="progress: a restore may lose at most `share` of what training gained since the "
-        "parent, and the base layer at most `epsilon`; relative: `epsilon` alone, as in the papers"
+        "progress", description="progress: a restore may lose at most `max_progress_loss` of what training "
+        "gained since the parent, and the base layer at most `epsilon`; relative: `epsilon` alone, as in the papers"
     )
     epsilon: float = Field(0.05, gt=0, lt=10, description="relative degradation of the metric by the base layer")
-    share: float = Field(0.1, gt=0, le=1, description="of the metric's gain since the parent checkpoint")
+    max_progress_loss: float = Field(
+        0.1, gt=0, le=1, description="fraction of the metric's gain since the parent checkpoint that a restore may lose"
+    )
     floor: float = Field(
         0.0002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
     )
     higher_is_better: StrictBool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
     trials: int = Field(2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known")
     radius: int = Field(1, ge=1, le=8, description="how far from the last configuration these look, in steps")
-    gentler_only: StrictBool = Field(
+    monotone: StrictBool = Field(
         False, description="as the papers: never more aggressive than the checkpoint before"
     )
-    spread: StrictBool = Field(
+    parallel_trials: StrictBool = Field(
         False, description="each replica tries another configuration; only where `evaluate` does not communicate"
     )
-    otherwise: Literal["gentlest", "exact"] = Field(
+    fallback: Literal["gentlest", "exact"] = Field(
         "gentlest", description="how weights are stored when nothing satisfies the bound"
     )
     window: int = Field(50, ge=1, le=100_000, description="batches before a checkpoint whose gradients are averaged")
@@ -201,6 +204,12 @@ class SearchConfig(_Strict):
     max_lossy_resumes: int | None = Field(
         None, ge=0, description="from so many lossy restores of a run on, checkpoints are stored exactly"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_keys(cls, tree: Any) -> Any:
+        """Read keys by their former names."""
+        return current_keys(tree, section="search") if isinstance(tree, dict) else tree
 
 
 class RefinementConfig(_Strict):
@@ -278,10 +287,12 @@ class DSQConfig(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _over_the_system(cls, tree: Any) -> Any:
-        """What the user gives goes over the defaults of the chosen system."""
-        if isinstance(tree, dict) and (system := SYSTEMS.get(str(tree.get("system", "dsq")))) is not None:
-            return merged(dict(system.defaults), tree)
-        return tree
+        """Lay what the user gives over the defaults of the chosen system."""
+        if not isinstance(tree, dict):
+            return tree
+        tree = current_keys(tree)
+        system = SYSTEMS.get(str(tree.get("system", "dsq")))
+        return tree if system is None else merged(current_keys(dict(system.defaults)), tree)
 
     def __init__(self, **values: Any) -> None:
         """From keyword arguments.
@@ -292,7 +303,7 @@ class DSQConfig(_Strict):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explained("configuration", error, DSQConfig, CODEBOOKS)) from None
+            raise ConfigError(explained("configuration", error, DSQConfig, CODEBOOKS, RENAMED)) from None
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
@@ -330,7 +341,7 @@ class DSQConfig(_Strict):
     def with_values(self, **dotted: Any) -> DSQConfig:
         """A copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
         tree = self.model_dump()
-        for path, value in dotted.items():
+        for path, value in current_keys(dotted).items():
             node = tree
             *parents, leaf = path.split(".")
             for name in parents:

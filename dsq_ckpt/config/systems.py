@@ -54,10 +54,10 @@ EXACT_MOMENTS: dict[str, Any] = {kind: {"method": "exact"} for kind in ("exp_avg
 """The papers compress weights and do not speak of the optimizer's state; it is kept bit for bit."""
 
 
-def _weights(embedding: Mapping[str, Any] | None = None, share: str = "tensor", **codebook: Any) -> dict[str, Any]:
+def _weights(embedding: Mapping[str, Any] | None = None, granularity: str = "tensor", **codebook: Any) -> dict[str, Any]:
     """A tree for `quantize`: codebooks of weights, and of embeddings where they have their own; no refinement."""
     own = {} if embedding is None else {"groups": {"embedding": _block({**codebook, **embedding})}}
-    return {"weights": _block(codebook), "share": share, **EXACT_MOMENTS, **own}
+    return {"weights": _block(codebook), "granularity": granularity, **EXACT_MOMENTS, **own}
 
 
 def _block(codebook: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ _TABLE = (
         "Agrawal et al., Inshrinkerator, SoCC 2024, sections 4 to 6, Table 9",
         {
             "quantize": _weights(
-                fit="lloyd", bins=16, prune=0.2, protect=0.005, sigma=0.2, rate_distortion=0.0, share="layer",
+                fit="lloyd", bins=16, prune=0.2, protect=0.005, sigma=0.2, rate_distortion=0.0, granularity="layer",
                 embedding={"bins": 32, "prune": 0.0},
             ),
             "delta": {"coder": "huffman"},

@@ -54,7 +54,8 @@ _UNION = ("bool", "constrained-int")
 
 
 def explained(
-    where: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]]
+    where: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]],
+    renamed: Mapping[str, str],
 ) -> str:
     """All that is wrong with a configuration, a line for each key.
 
@@ -63,6 +64,7 @@ def explained(
         error: what pydantic found.
         root: the configuration's model.
         codebooks: by the value of `fit`, which pydantic names among the keys.
+        renamed: present dotted key by former dotted key.
     """
     problems: dict[str, list[str]] = {}
     found: dict[str, str] = {}
@@ -70,13 +72,23 @@ def explained(
         key = ".".join(str(part) for part in issue["loc"] if part not in (*codebooks, *_UNION))
         if issue["type"] == "extra_forbidden":
             fit = next((str(part) for part in issue["loc"] if part in codebooks), None)
-            problems[key] = [f"unknown key{key_hint(root, key.split('.'), codebooks, fit)}"]
+            hint = _former_hint(key, renamed) or key_hint(root, key.split("."), codebooks, fit)
+            problems[key] = [f"unknown key{hint}"]
         else:
             text, hint = _problem(issue)
             problems.setdefault(key, []).append(text)
             found[key] = f" (found {_short(issue.get('input'))}){hint}"
     lines = [f"  {key or '(root)'}: {', or '.join(texts)}{found.get(key, '')}" for key, texts in problems.items()]
     return f"{where}: {len(lines)} problem(s)\n" + "\n".join(lines)
+
+
+def _former_hint(key: str, renamed: Mapping[str, str]) -> str:
+    """Return the present names of a former key that is given in a wrong place, or besides its present name."""
+    if key in renamed:
+        return f"; it is the former name of '{renamed[key]}', which is given too: leave out '{key}'"
+    leaf = key.rpartition(".")[2]
+    present = [f"'{new}'" for former, new in renamed.items() if former.rpartition(".")[2] == leaf]
+    return f"; '{leaf}' is the former name of {_either(present)}" if present else ""
 
 
 def _problem(issue: Any) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 _PASSED = frozenset({
-    "dsq_ckpt", "triton_kernels", "torch", "deepspeed",  # libraries between the caller and here
+    "dsq_ckpt", "triton_kernels", "torch", "deepspeed", "pydantic",  # libraries between the caller and here
     "concurrent", "multiprocessing", "threading", "contextlib", "importlib", "runpy",  # where threads and such begin
 })
 

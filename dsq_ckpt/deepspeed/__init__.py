@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dsq_ckpt.api.compressor import fractions_of, weighs_elements
+from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect_folds
 from dsq_ckpt.core.notices import warn
@@ -67,10 +68,10 @@ def initialize(
     expect_folds(evaluate, check)
     deepspeed = _deepspeed()
     if isinstance(tree := kwargs.get("config"), dict):
-        block_of(tree)  # what is wrong with it is said before the engine is built
+        block_of(tree, silent=True)  # what is wrong with it is said before the engine is built
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     tree = made[0]._config._param_dict
-    if block_of(tree) is not None:
+    if block_of(tree, silent=True) is not None:
         attach(made[0], evaluate=evaluate, check=check)
     elif not _warn_of_others(tree) and tree.get(BLOCK) is None:
         warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
@@ -107,10 +108,10 @@ def attach(
             f"{BLOCK} needs a directory that all nodes share, and checkpoint.use_node_local_storage is true; set it to "
             "false, and save to shared storage"
         )
-    if evaluate is not None and chosen.search.spread:
+    if evaluate is not None and chosen.search.parallel_trials:
         raise ConfigError(
-            f"{BLOCK}.search.spread is true, but ranks of DeepSpeed hold parts of one model and evaluate it together; "
-            "leave spread out"
+            f"{BLOCK}.search.parallel_trials is true, but ranks of DeepSpeed hold parts of one model and evaluate it "
+            "together; leave parallel_trials out"
         )
     inner = engine.checkpoint_engine
     if isinstance(inner, DSQCheckpointEngine):
@@ -144,7 +145,7 @@ def install() -> None:
         result = original(self, *args, **kwargs)
         tree = self._config._param_dict
         _blocks.append(tree.get(BLOCK) is not None)
-        if block_of(tree) is not None:
+        if block_of(tree, silent=True) is not None:
             attach(self)
         elif not _warn_of_others(tree) and not _blocks[-1]:
             _remind_when_it_saves(self)
@@ -229,8 +230,12 @@ def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> C
     return ConfigManager(engine.module, evaluate, refresh=refresh_of(engine), check=check)
 
 
-def block_of(settings: dict[str, Any]) -> DSQConfig | None:
-    """The block in a configuration of DeepSpeed; None if there is none, or it is not enabled.
+def block_of(settings: dict[str, Any], *, silent: bool = False) -> DSQConfig | None:
+    """Return the block of a configuration of DeepSpeed; None if there is none, or it is not enabled.
+
+    Args:
+        settings: DeepSpeed's configuration.
+        silent: do not warn of former keys; for all readings of a block but the one that uses it.
 
     Raises:
         ConfigError: it has unknown keys or wrong values; all of them are named.
@@ -243,7 +248,8 @@ def block_of(settings: dict[str, Any]) -> DSQConfig | None:
     enabled = tree.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigError(f"{BLOCK}.enabled: {enabled!r} found, expected true or false")
-    config = _as_config({key: value for key, value in tree.items() if key != "enabled"})
+    block = {key: value for key, value in tree.items() if key != "enabled"}
+    config = _as_config(current_keys(block, silent=True) if silent else block)
     return config if enabled else None
 
 

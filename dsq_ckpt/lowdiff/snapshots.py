@@ -46,12 +46,11 @@ class Piece(NamedTuple):
         return ".".join(self.path)
 
 
-def config_of(base: str | Mapping[str, Any], residuals: bool = False) -> DSQConfig:
-    """How snapshots are stored.
+def config_of(base: str | Mapping[str, Any]) -> DSQConfig:
+    """Return the configuration of snapshots.
 
     Args:
         base: "exact", "dsq" (the engine's defaults), or a configuration of the engine's.
-        residuals: they have what error feedback holds back.
 
     Raises:
         ConfigError: it is none.
@@ -61,10 +60,14 @@ def config_of(base: str | Mapping[str, Any], residuals: bool = False) -> DSQConf
     else:
         tree = dict(base) if isinstance(base, Mapping) else {"system": base}
     try:
-        config = DSQConfig.create(dict(tree))
+        return DSQConfig.create(dict(tree))
     except ConfigError as error:
         raise ConfigError(f"base is {base!r}; expected 'exact', 'dsq' or a configuration. {error}") from None
-    if not (residuals and is_lossy(config)):
+
+
+def with_residuals(config: DSQConfig) -> DSQConfig:
+    """Return the configuration of snapshots that hold the residuals of error feedback too."""
+    if not is_lossy(config):
         return config
     # What was not sent yet is distributed unlike weights, so it has codebooks of its own.
     rules = [*(rule.model_dump() for rule in config.quantize.rules), _RESIDUALS]

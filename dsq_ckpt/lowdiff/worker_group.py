@@ -60,8 +60,8 @@ class WorkerGroup(ABC):
         self.run = run
         self._subject = subject
         self._comm = comm
-        self._base = base
-        self._threads = snapshots.config_of(base).storage.thread_count()
+        self._config = snapshots.config_of(base)
+        self._threads = self._config.storage.thread_count()
         self._queue, self._keep, self._cores, self._timeout = queue, keep, sorted(cores or ()), timeout
         self._handle: WorkerClient | None = None
         self._pending: Captured | None = None
@@ -168,10 +168,11 @@ class WorkerGroup(ABC):
         self._entries: list[Entry] = self._subject.entries(self._comm.size)
         self._owner = {entry.name: entry.owner for entry in self._entries}
         self._own = [entry for entry in self._entries if entry.owner == self._comm.rank]
+        config = snapshots.with_residuals(self._config) if self._held_back() else self._config
         self._handle = WorkerClient({
             "run": str(self.run), "session": self._session, "rank": self._comm.rank, "ranks": self._comm.size,
             "parameters": [list(entry) for entry in self._own], "keep": self._keep,
-            "config": snapshots.config_of(self._base, bool(self._held_back())).model_dump(mode="json"),
+            "config": config.model_dump(mode="json"),
             "cores": self._cores,
             "threads": len(self._cores) or self._threads, "timeout": self._timeout,
             **self._begin(),

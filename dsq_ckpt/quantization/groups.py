@@ -111,7 +111,7 @@ def assign(
     chosen: TensorConfig = config.groups[settings] if settings is not None else getattr(config, kind)
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
-    own = f"/{fqn}" if config.share == "tensor" else ""
+    own = f"/{fqn}" if config.granularity == "tensor" else ""
     second = None
     if chosen.codebook.coordinates == "update":
         second = _second_moment(fqn, shape, dtype, config, types) if measured else None

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig, SearchConfig
 from dsq_ckpt.config.space import Point
 from dsq_ckpt.config.systems import SYSTEMS
@@ -88,6 +89,7 @@ class ConfigManager:
         """
         if not quality or quality.get("chosen") is None:
             return
+        config = current_keys(config, silent=True)
         try:
             loaded = DSQConfig.create(config)
         except ValueError:  # of another version
@@ -176,13 +178,13 @@ class ConfigManager:
     def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
         """The smallest configuration whose base layer keeps to epsilon."""
         search, known, space = save.config.search, self._known, save.space
-        batch = save.comm.size if search.spread else 1
+        batch = save.comm.size if search.parallel_trials else 1
         if known.point is not None and known.point in space:
             variant = self._better_variant(save, known.point, known.variant)
             point, _ = drive(
                 neighbourhood(
                     space.shape, known.point, lambda p: save.size(p, variant), search.radius, batch, search.trials,
-                    search.gentler_only,
+                    search.monotone,
                 ),
                 lambda points: self._try(save, points, variant),
             )
@@ -244,7 +246,7 @@ class ConfigManager:
         gained = 0.0 if fold.metric is None else max(0.0, fold.metric - exact)
         if search.higher_is_better:
             gained = 0.0 if fold.metric is None else max(0.0, exact - fold.metric)
-        allowed = max(search.share * gained, search.floor * abs(exact))
+        allowed = max(search.max_progress_loss * gained, search.floor * abs(exact))
         bits = max(self._known.refinement_bits or 0, configured)
         if self._known.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:  # there is one to spare
             bits -= 1
@@ -273,7 +275,7 @@ class ConfigManager:
         """Nothing satisfies the bound, or it cannot be told: as gently as can be, or exactly, and said so."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known()
-        if save.config.search.otherwise == "exact":
+        if save.config.search.fallback == "exact":
             warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
             kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
             analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
@@ -318,9 +320,9 @@ class ConfigManager:
     def _metrics(
         self, save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], bits: int = 0
     ) -> list[float]:
-        """Metrics of several configurations, all ranks together, or (`spread`) a share on each replica."""
-        spread, comm = save.config.search.spread and len(analyses) > 1, save.comm
-        mine = [i for i in range(len(analyses)) if not spread or i % comm.size == comm.rank]
+        """Metrics of several configurations, all ranks together, or with `parallel_trials` some on each replica."""
+        parallel, comm = save.config.search.parallel_trials and len(analyses) > 1, save.comm
+        mine = [i for i in range(len(analyses)) if not parallel or i % comm.size == comm.rank]
         found: dict[int, float] = {}
         failure: str | None = None
         changed: str | None = None
@@ -335,7 +337,7 @@ class ConfigManager:
             failure = str(error)
         except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
             stopped = error
-        save.evaluations[fold.name] += -(-len(analyses) // comm.size) if spread else len(analyses)
+        save.evaluations[fold.name] += -(-len(analyses) // comm.size) if parallel else len(analyses)
         gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))
         if stopped is not None:
             raise stopped

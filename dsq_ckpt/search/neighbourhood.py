@@ -18,7 +18,7 @@ def neighbourhood(
     radius: int = 1,
     batch: int = 1,
     limit: int | None = None,
-    gentler_only: bool = True,
+    monotone: bool = True,
 ) -> Search:
     """Find the smallest feasible point near `centre`, trying points by increasing size.
 
@@ -39,7 +39,7 @@ def neighbourhood(
         radius: steps from the centre at most.
         batch: trials per round.
         limit: stop after so many trials.
-        gentler_only: no point more aggressive than the centre on any axis, the paper's rule: models grow more
+        monotone: no point more aggressive than the centre on any axis, the paper's rule: models grow more
             sensitive as training goes on.
 
     Returns:
@@ -56,7 +56,7 @@ def neighbourhood(
 
     def size_if_near(point: Point) -> float:
         steps = [index - middle for index, middle in zip(point, centre, strict=True)]
-        near = sum(map(abs, steps)) <= radius and not (gentler_only and min(steps) < 0)
+        near = sum(map(abs, steps)) <= radius and not (monotone and min(steps) < 0)
         return size(point) if near else math.inf
 
     return _by_size(Known(shape, size_if_near), batch, limit)

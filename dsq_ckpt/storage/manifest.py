@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.regular import read_regular, unreadable
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
@@ -154,6 +155,12 @@ class Manifest(BaseModel):
         if save_id is not None and _SAVE_ID.fullmatch(save_id) is None:
             raise ValueError(f"{save_id!r} is not a save id: 16 lower-case hexadecimal digits")
         return save_id
+
+    @field_validator("config")
+    @classmethod
+    def _by_present_keys(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Give keys that an earlier version wrote their present names."""
+        return current_keys(config, silent=True)
 
     @field_validator("parent_name", "previous_name")
     @classmethod

@@ -173,9 +173,9 @@ def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
     assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
 
 
-@pytest.mark.parametrize("otherwise", ["gentlest", "exact"])
+@pytest.mark.parametrize("fallback", ["gentlest", "exact"])
 @pytest.mark.parametrize("bad", ["nan", "never good enough"])
-def test_a_bound_that_cannot_be_kept_is_said(tmp_path, otherwise, bad):
+def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
     model, optimizer = trained()
     exact = bits_of(model)
 
@@ -184,12 +184,12 @@ def test_a_bound_that_cannot_be_kept_is_said(tmp_path, otherwise, bad):
             return math.nan
         return 1.0 if same_bits(model, exact) else 2.0
 
-    compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"otherwise": otherwise}}, evaluate)
-    with pytest.warns(UserWarning, match="stored exactly" if otherwise == "exact" else "gentlest configuration"):
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"fallback": fallback}}, evaluate)
+    with pytest.warns(UserWarning, match="stored exactly" if fallback == "exact" else "gentlest configuration"):
         compressor.save(tmp_path / "a")
     quality = Manifest.read(tmp_path / "a").quality
     assert quality["chosen"] is None and not quality["satisfied"] and quality["reason"]
-    if otherwise == "exact":
+    if fallback == "exact":
         assert base_loss(tmp_path / "a") == loss_of(model)
     compressor.save(tmp_path / "b")  # and the next one goes the same way, instead of failing
     assert Manifest.read(tmp_path / "b").quality["chosen"] is None

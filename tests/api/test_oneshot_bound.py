@@ -124,7 +124,7 @@ def test_a_bound_that_nothing_keeps_means_exact(tmp_path):
     with pytest.warns(UserWarning, match="stored exactly"):
         dsq_ckpt.compress(model, tmp_path / "a", evaluate=evaluate, max_degradation=0.01)
     assert differences(loaded(tmp_path / "a", exact), exact) == []
-    gentlest = {"search": {"otherwise": "gentlest"}}
+    gentlest = {"search": {"fallback": "gentlest"}}
     with pytest.warns(UserWarning, match="gentlest"):
         dsq_ckpt.compress(model, tmp_path / "b", config=gentlest, evaluate=evaluate, max_degradation=0.01)
     assert differences(loaded(tmp_path / "b", exact), exact) != []
@@ -152,7 +152,7 @@ def test_what_a_configuration_says_goes_over_the_bound(tmp_path):
     bound = _bounded(step, 0.02)
     assert bound.quantize.weights.codebook.step == 1.0 and bound.quantize.exp_avg == DSQConfig().quantize.exp_avg \
         .model_copy(update={"refinement_bits": 0})
-    assert (bound.search.epsilon, bound.search.bound, bound.search.otherwise) == (0.02, "relative", "exact")
+    assert (bound.search.epsilon, bound.search.bound, bound.search.fallback) == (0.02, "relative", "exact")
     groups = DSQConfig.create({"quantize": {"groups": {"embedding": {"codebook": {"step": 0.3}}}}})
     for config in (groups, {"quantize": {"groups": {"embedding": {"codebook": {"step": 0.3}}}}}):
         group = _bounded(config, 0.02).quantize.groups["embedding"]

@@ -98,11 +98,11 @@ def test_log_notes(tmp_path):
     assert "NaN, Inf or values that cannot be quantized, stored exactly: weight" in text
 
 
-def searched(path, chosen, bits=0, otherwise="gentlest", resumes=0, **quality):
+def searched(path, chosen, bits=0, fallback="gentlest", resumes=0, **quality):
     """Make a manifest look as if a search had chosen its configuration."""
     manifest = Manifest.read(path)
     config = DSQConfig.create(manifest.config).with_values(
-        **{"quantize.weights.refinement_bits": bits, "search.otherwise": otherwise}
+        **{"quantize.weights.refinement_bits": bits, "search.fallback": fallback}
     )
     record = {
         "system": "dsq", "bound": "progress", "metric": 2.5, "search": "neighbourhood", "chosen": chosen,
@@ -143,7 +143,7 @@ def test_log_of_searches_that_found_nothing(run):
     chosen = {"variant": "default", "step": 0.5}
     searched(run / NAMES[0], chosen, 4, restore_loses=0.005, degradation=0.0, evaluations=3)
     searched(run / NAMES[1], None, 8, satisfied=False, reason="`evaluate` raised", evaluations=1, seconds=0.5)
-    searched(run / NAMES[2], None, otherwise="exact", satisfied=False, metric=None)
+    searched(run / NAMES[2], None, fallback="exact", satisfied=False, metric=None)
     table = printed("log", run, columns=100).split("\n\n")[1].splitlines()
     assert re.fullmatch(rf"{NAMES[0]} +step 0\.5, 4 bits +0 % +0\.2 % +3 +- +kept", table[1].rstrip())
     assert re.fullmatch(rf"{NAMES[1]} +none: gentlest +- +- +1 +0\.50 s +missed", table[2].rstrip())

@@ -11,7 +11,7 @@ import torch
 
 CONFIG = {
     "quantize": {
-        "weights": {"codebook": {"fit": "exponent", "bits": 2}, "refinement_bits": 0}, "share": "tensor",
+        "weights": {"codebook": {"fit": "exponent", "bits": 2}, "refinement_bits": 0}, "granularity": "tensor",
         **{kind: {"method": "exact"} for kind in ("exp_avg", "exp_avg_sq", "momentum")},
     },
     "delta": {"against": "values"}, "storage": {"fsync": False, "threads": 2, "block_elements": 2048},

@@ -13,10 +13,10 @@ from dsq_ckpt.search import drive, neighbourhood
 CUBE = (6, 6, 3)
 
 
-def neighbours(shape, centre, radius, gentler_only):
+def neighbours(shape, centre, radius, monotone):
     for point in product(*map(range, shape)):
         steps = [one - two for one, two in zip(point, centre, strict=True)]
-        if sum(map(abs, steps)) <= radius and (not gentler_only or min(steps) >= 0):
+        if sum(map(abs, steps)) <= radius and (not monotone or min(steps) >= 0):
             yield point
 
 
@@ -71,10 +71,10 @@ def assert_promises(rounds, near, size, feasible, batch):
 
 @settings(deadline=None, max_examples=200)
 @given(problems(), st.integers(0, 4), st.integers(1, 9), st.booleans())
-def test_it_finds_the_optimum_of_the_neighbourhood(problem, radius, batch, gentler_only):
+def test_it_finds_the_optimum_of_the_neighbourhood(problem, radius, batch, monotone):
     shape, centre, size, feasible = problem
-    point, rounds = solve(*problem, radius=radius, batch=batch, gentler_only=gentler_only)
-    near = set(neighbours(shape, centre, radius, gentler_only))
+    point, rounds = solve(*problem, radius=radius, batch=batch, monotone=monotone)
+    near = set(neighbours(shape, centre, radius, monotone))
     assert_promises(rounds, near, size, feasible, batch)
     good = [size[one] for one in near if feasible[one]]
     if not good:
@@ -121,7 +121,7 @@ def test_the_centre_wins_if_it_still_holds():
 def test_more_aggressive_points_only_if_asked():
     size = monotone(np.random.default_rng(0), CUBE)
     everything = np.ones(CUBE, dtype=bool)
-    point, rounds = solve(CUBE, (2, 2, 1), size, everything, radius=1, gentler_only=False)
+    point, rounds = solve(CUBE, (2, 2, 1), size, everything, radius=1, monotone=False)
     below = [(1, 2, 1), (2, 1, 1), (2, 2, 0)]
     assert point == min(below, key=lambda one: size[one]) and rounds == [[point]]
 

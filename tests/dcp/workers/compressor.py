@@ -27,10 +27,10 @@ def wrapped(kind: str, size: int, seed: int = 0) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def check(kind: str, system: str, spread: bool, run: Path, rank: int, size: int) -> None:
+def check(kind: str, system: str, parallel: bool, run: Path, rank: int, size: int) -> None:
     model = wrapped(kind, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = {"system": system, "search": {"spread": spread}}
+    config = {"system": system, "search": {"parallel_trials": parallel}}
     looked_at = model.module if isinstance(model, DistributedDataParallel) else model
     compressor = dsq_ckpt.Compressor(
         model, optimizer, config, lambda: loss_of(looked_at), check=lambda: loss_of(looked_at, 10_001 + rank)
@@ -61,17 +61,17 @@ def check(kind: str, system: str, spread: bool, run: Path, rank: int, size: int)
     train(other, fresh, 80, 85, rank)
     resumed.save(run / "2")
     assert Manifest.read(run / "2").lossy_resumes == 1
-    done(f"{kind} {system} {'spread' if spread else 'together'}")
+    done(f"{kind} {system} {'parallel' if parallel else 'together'}")
 
 
 def refused(size: int) -> None:
     """Ranks that hold parts of one model cannot try different configurations."""
     model = wrapped("fsdp", size)
     fails_everywhere(
-        lambda: dsq_ckpt.Compressor(model, config={"search": {"spread": True}}, evaluate=lambda: loss_of(model)),
-        "ConfigError: search.spread is true, but the model is sharded",
+        lambda: dsq_ckpt.Compressor(model, config={"search": {"parallel_trials": True}}, evaluate=lambda: loss_of(model)),
+        "ConfigError: search.parallel_trials is true, but the model is sharded",
     )
-    done("fsdp dsq spread")
+    done("fsdp dsq parallel")
 
 
 def changed_on_one_rank(kind: str, path: Path, rank: int, size: int) -> None:
@@ -142,10 +142,10 @@ def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with world() as (rank, size):
-        for number, (kind, system, spread) in enumerate(
+        for number, (kind, system, parallel) in enumerate(
             [("fsdp", "dsq", False), ("ddp", "dsq", False), ("ddp", "dsq", True), ("fsdp", "uniform", False)]
         ):
-            check(kind, system, spread, Path(sys.argv[1]) / str(number), rank, size)
+            check(kind, system, parallel, Path(sys.argv[1]) / str(number), rank, size)
         refused(size)
         for kind in ("fsdp", "ddp"):
             changed_on_one_rank(kind, Path(sys.argv[1]) / kind / "a", rank, size)

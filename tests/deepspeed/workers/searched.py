@@ -16,7 +16,7 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.storage.manifest import Manifest
 
-SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "share": 1.0, "floor": 0.1}}
+SEARCH = {"quantize": {"min_elements": 64}, "search": {"epsilon": 0.5, "max_progress_loss": 1.0, "floor": 0.1}}
 
 
 def everything(engine: Any) -> list[torch.Tensor]:
