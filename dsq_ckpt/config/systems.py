@@ -54,8 +54,10 @@ EXACT_MOMENTS: dict[str, Any] = {kind: {"method": "exact"} for kind in ("exp_avg
 """The papers compress weights and do not speak of the optimizer's state; it is kept bit for bit."""
 
 
-def _weights(embedding: Mapping[str, Any] | None = None, granularity: str = "tensor", **codebook: Any) -> dict[str, Any]:
-    """A tree for `quantize`: codebooks of weights, and of embeddings where they have their own; no refinement."""
+def _weights(
+    embedding: Mapping[str, Any] | None = None, granularity: str = "tensor", **codebook: Any
+) -> dict[str, Any]:
+    """Return a tree for `quantize`: codebooks of weights, and of embeddings if they have their own; no refinement."""
     own = {} if embedding is None else {"groups": {"embedding": _block({**codebook, **embedding})}}
     return {"weights": _block(codebook), "granularity": granularity, **EXACT_MOMENTS, **own}
 

@@ -119,12 +119,12 @@ def test_both_names_are_an_error(path):
         lambda: block_of({BLOCK: both}, silent=True),
         lambda: DSQConfig().with_values(**{path: VALUES[path], RENAMED[path]: VALUES[path]}),
     ):
-        with pytest.raises(ConfigError, match=f"{path}: unknown key; .* former name of '{RENAMED[path]}', .* too: leav"):
+        with pytest.raises(ConfigError, match=f"{path}: unknown key; .* former name of '{RENAMED[path]}', .* too: "):
             create()
 
 
 @pytest.mark.parametrize("tree, says", [
-    ({"share": "tensor"}, "share: unknown key; 'share' is the former name of 'quantize.granularity' or 'search.max_pro"),
+    ({"share": "tensor"}, "share: unknown key; 'share' is the former name of 'quantize.granularity' or 'search.max_"),
     ({"quantize": {"otherwise": "exact"}}, "'otherwise' is the former name of 'search.fallback'"),
     ({"search": {"monoton": True}}, "did you mean 'monotone'?"),
     ({"granularity": "tensor"}, "it belongs elsewhere: 'quantize.granularity'"),

@@ -68,7 +68,9 @@ def refused(size: int) -> None:
     """Ranks that hold parts of one model cannot try different configurations."""
     model = wrapped("fsdp", size)
     fails_everywhere(
-        lambda: dsq_ckpt.Compressor(model, config={"search": {"parallel_trials": True}}, evaluate=lambda: loss_of(model)),
+        lambda: dsq_ckpt.Compressor(
+            model, config={"search": {"parallel_trials": True}}, evaluate=lambda: loss_of(model)
+        ),
         "ConfigError: search.parallel_trials is true, but the model is sharded",
     )
     done("fsdp dsq parallel")
