@@ -12,7 +12,6 @@ runs every line on interpreted kernels; its times mean nothing, and the JSON say
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import platform
 import statistics
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dsq_ckpt
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
@@ -119,7 +119,7 @@ def main(
         table.add_row(key, *(f"{row[part]:.3g}" for part in ("median", "min", "max")), aim)
     Console(width=120).print(table)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+        json_files.write(json_path, result)
 
 
 def measure_kernels(where: torch.device, n: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:

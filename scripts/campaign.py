@@ -9,7 +9,6 @@ Each prints a table of what was tried and what came of it; exit status 1 unless 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
@@ -34,6 +33,8 @@ from campaigns.logs import Logs
 from campaigns.long import Long
 from campaigns.power import Power
 from campaigns.tags import Tags
+
+from dsq_ckpt.cli import json_files
 
 CAMPAIGNS: dict[str, type[Campaign]] = {
     campaign.name: campaign for campaign in (Accidents, Forged, Logs, Tags, Faults, Power, Kills, Crowds, Long)
@@ -85,24 +86,8 @@ def one(
             **tally.as_json(), "seconds": round(time.monotonic() - started),
             "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         }
-        results.mkdir(parents=True, exist_ok=True)
-        (results / f"campaign-{campaign.name}.json").write_text(compact(tree) + "\n")
+        json_files.write(results / f"campaign-{campaign.name}.json", tree)
     return tally.good
-
-
-def compact(tree: dict[str, object]) -> str:
-    """JSON with a line for each key of the first two levels."""
-    lines = []
-    for key, value in tree.items():
-        if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
-            parts = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(part)}" for name, part in value.items())
-            lines.append(f"{json.dumps(key)}: {{\n  {parts}\n }}")
-        elif isinstance(value, list) and value:
-            parts = ",\n  ".join(map(json.dumps, value))
-            lines.append(f"{json.dumps(key)}: [\n  {parts}\n ]")
-        else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    return "{\n " + ",\n ".join(lines) + "\n}"
 
 
 if __name__ == "__main__":

@@ -306,7 +306,9 @@ def main() -> int:
             console.print(str(error), markup=False)
             return 1
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        from dsq_ckpt.cli import json_files
+
+        json_files.write(arguments.json, figures)
     show(figures, console)
     return 0 if all(figures["checks"].values()) else 1
 

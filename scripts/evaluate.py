@@ -33,6 +33,7 @@ from evaluation.recording import record as record_run
 from rich.console import Console
 
 from dsq_ckpt import DSQError
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -86,7 +87,7 @@ def offline(
         rows.append(row)
         # After each system: what was measured is kept, should the program be stopped.
         against = comparison.versus(rows)
-        results.write(json_path, results.document("offline", settings, rows, versus=against))
+        json_files.write(json_path, results.document("offline", settings, rows, versus=against))
     comparison.print_comparison(rows, against)
 
 
@@ -119,7 +120,7 @@ def ablations(
     for name in (name for name in parts.PARTS if name in part):
         rows += work[name]()
         # After each part: what was measured is kept, should a later one fail.
-        results.write(json_path, results.document("ablations", settings, rows))
+        json_files.write(json_path, results.document("ablations", settings, rows))
     for name in part:
         results.show(name, parts.COLUMNS[name], [row for row in rows if row["part"] == name])
 

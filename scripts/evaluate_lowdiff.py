@@ -40,6 +40,8 @@ from evaluation.lowdiff.systems import COMPARED, NAMES, OURS, WITHOUT
 from evaluation.simulation import Failures
 from rich.console import Console
 
+from dsq_ckpt.cli import json_files
+
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
 results.PANELS.update(plots.PANELS)
@@ -266,7 +268,7 @@ def _done(
         "core_checkpointing": bench.cores.checkpointing, **more,
     }
     document = results.document(measured, settings, rows)
-    results.write(json_path, document)
+    json_files.write(json_path, document)
     results.show(measured, columns, document["rows"], notes)
     _print_targets(measured, document["rows"])
 
@@ -288,7 +290,7 @@ def _simulated(
         "restart": restart, "seed": cases[0].seed,
     }
     document = results.document(measured, settings, rows, constants=made)
-    results.write(json_path, document)
+    json_files.write(json_path, document)
     results.show(measured, wasted.COLUMNS, document["rows"], wasted.NOTES)
     _print_targets(measured, document["rows"])
 

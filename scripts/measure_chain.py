@@ -2,18 +2,19 @@
 
     python scripts/measure_chain.py --json chain.json
     python scripts/measure_chain.py --workload vit --saves 18 --json bytes.json
+    python scripts/measure_chain.py --workload gpt --saves 44 --every 36 --json growth.json
 
 A random walk of weights and Adam's moments is saved 33 times in one chain, with `refinement.keep_last` 1 and 3, and
 with `storage.replicate_keyframes`. Bytes are those on the device, each hard-linked file once.
 
 With `--workload`, one of `scripts/evaluate.py` is trained instead, and saved by a `Compressor` with its defaults: what
-the bytes that are kept were spent on, with moments of small tensors in bf16, as by default, and exact.
+the bytes that are kept were spent on, with moments of small tensors in bf16, as by default, and exact. With `--every`,
+the sizes of the run after each checkpoint instead, beside those of plain ones; `scripts/evaluate.py report` draws them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.ancestry import CHECKED_EVERY, damaged, due
 from dsq_ckpt.engine.history import ParentRef
@@ -168,23 +170,46 @@ def train(workload: str, saves: int, directory: Path) -> dict[str, Any]:
     return {"workload": workload, "saves": saves, "small_moments": rows}
 
 
+def grow(workload: str, saves: int, every: int, directory: Path) -> dict[str, Any]:
+    """Return the sizes of a run after each of its checkpoints: plain, written and kept, in bytes, all summed up."""
+    from evaluation import create
+    from evaluation.report import document
+
+    torch.set_num_threads(1)
+    made = create(workload)
+    rows: list[dict[str, Any]] = []
+    plain = written = 0
+    with dsq_ckpt.Compressor(made.model, made.optimizer, evaluate=made.evaluate) as compressor:
+        for step in range(every, saves * every + 1, every):
+            made.train(step - every, step)
+            compressor.save(directory / f"{step:06d}")
+            saved = dsq_ckpt.describe(directory / f"{step:06d}")
+            plain, written = plain + saved["bytes_logical"], written + saved["bytes_written"]
+            rows.append({"step": step, "plain": plain, "written": written, "kept": on_device(directory)})
+            print(rows[-1], flush=True)
+    return document("growth", {"saves": saves, "every": every, **made.settings()}, rows)
+
+
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=10, help="of a million weights each")
     parser.add_argument("--saves", type=int, default=33)
     parser.add_argument("--workload", help="of scripts/evaluate.py, to be trained and saved by a Compressor")
+    parser.add_argument("--every", type=int, help="steps between checkpoints: measure the sizes after each")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if arguments.workload is None:
             result = measure(arguments.layers, arguments.saves, Path(directory))
+        elif arguments.every is not None:
+            result = grow(arguments.workload, arguments.saves, arguments.every, Path(directory))
         else:
             result = train(arguments.workload, arguments.saves, Path(directory))
-    text = json.dumps({"command": shlex.join(["python", *sys.argv]), **result}, indent=1)
-    print(text)
+    result = {"command": shlex.join(["python", *sys.argv]), **result}
+    print(json_files.dumps(result), end="")
     if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+        json_files.write(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ which the first does not show. Everything is in one process, with fixed seeds.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import platform
 import statistics
@@ -32,6 +31,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dsq_ckpt
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.storage.manifest import Manifest
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -228,11 +228,10 @@ def _report(title: str, rows: list[dict[str, Any]], path: Path, about: dict[str,
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in keys))
     console.print(table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({
+    json_files.write(path, {
         "measured": title, **about, "rows": rows, "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__, "dsq_ckpt": dsq_ckpt.__version__, "date": time.strftime("%Y-%m-%d"),
-    }, indent=1))
+    })
 
 
 def _cell(value: Any) -> str:

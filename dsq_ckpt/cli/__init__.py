@@ -6,7 +6,6 @@ ends with one line that says why, and exit status 1. Each command imports what i
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from enum import Enum
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from dsq_ckpt.cli import output
+from dsq_ckpt.cli import json_files, output
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.manifest import Manifest, expanded
 from dsq_ckpt.version import __version__
@@ -370,7 +369,7 @@ def bench(
     result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats)
     benchmark.print_bench(result, output.console())
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        json_files.write(json_file, result)
 
 
 def main() -> None:

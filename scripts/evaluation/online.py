@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 import dsq_ckpt
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.storage.manifest import checkpoints
-from evaluation.recording import _atomic, _one_thread, default_directory
+from evaluation.recording import _one_thread, default_directory
 from evaluation.report import Column, Row, digits, document, machine, percent, ratio
 from evaluation.workloads import Workload, create
 
@@ -74,7 +75,7 @@ class Results:
         made = self._document()
         self.rows = made["rows"]
         if self._path is not None:
-            _write(self._path, made)
+            json_files.write(self._path, made)
         return self.rows[-1]
 
     def _document(self) -> Row:
@@ -103,7 +104,7 @@ def reference(name: str, seed: int, directory: Path | None = None, report: Repor
         report(f"{name}: the run without failures, {workload.steps} steps")
         workload.train(0, workload.steps)
         found = {"settings": settings, "loss": workload.evaluate(), "accuracy": workload.accuracy()}
-    _write(path, found)
+    json_files.write(path, found)
     return found
 
 
@@ -335,12 +336,6 @@ COLUMNS = (
     Column("share", "save_share", percent),
     *(Column(f"at {hours} h", f"save_share_{hours}_h", lambda share: f"{100 * share:.4f} %") for hours in PAPER_HOURS),
 )
-
-
-def _write(path: Path, made: Row) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _atomic(path) as stream:
-        stream.write((json.dumps(made, indent=1, allow_nan=False) + "\n").encode())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from dsq_ckpt.cli import json_files
 from evaluation.workloads import Workload, cache_directory, create
 
 INFO_FILE = "record.json"
@@ -101,8 +102,7 @@ def record(
         "torch": torch.__version__, "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(), "date": time.strftime("%Y-%m-%d"),
     }
-    with _atomic(directory / INFO_FILE) as stream:
-        stream.write(json.dumps(info, indent=1).encode())
+    json_files.write(directory / INFO_FILE, info)
     return directory
 
 

@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 
 import dsq_ckpt
-from dsq_ckpt.cli import output
+from dsq_ckpt.cli import json_files, output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +74,8 @@ def document(measured: str, settings: Mapping[str, Any], rows: Sequence[Row], **
         "machine": machine(), "torch": torch.__version__, "python": platform.python_version(),
         "dsq_ckpt": dsq_ckpt.__version__, "date": time.strftime("%Y-%m-%d"),
     }
-    plain: dict[str, Any] = _plain(made)
+    plain: dict[str, Any] = json_files.finite(made)
     return plain
-
-
-def write(path: Path, made: Mapping[str, Any]) -> None:
-    """Write a document as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
 
 
 def command_line() -> str:
@@ -108,17 +102,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become None."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
-
-
 class PlotError(RuntimeError):
     """A document cannot be plotted; the message says why."""
 
@@ -127,7 +110,7 @@ def plot(source: Path, target: Path) -> None:
     """Draw what a command wrote.
 
     Args:
-        source: a JSON file that `write` wrote.
+        source: a JSON file with a `document`.
         target: a PNG file.
 
     Raises:
@@ -246,6 +229,25 @@ def _steps(row: Row) -> list[int]:
     return [RESTART_EVERY * number for number in range(len(row["losses"]))]
 
 
+def _growth(axis: Axes, rows: Sequence[Row]) -> None:
+    """Draw the size of all checkpoints of a run so far, each curve with its name and its last value."""
+    steps = [row["step"] for row in rows]
+    for key, label, colour in (
+        ("plain", "plain checkpoints", "dimgrey"), ("written", "dsq_ckpt, written", "C0"),
+        ("kept", "dsq_ckpt, kept on disk", "C2"),
+    ):
+        sizes = [row[key] / 1e6 for row in rows]
+        axis.plot(steps, sizes, color=colour, linewidth=2)
+        less = "" if key == "plain" else f"\n{ratio(rows[-1]['plain'] / rows[-1][key])} smaller"
+        axis.annotate(f"{label}\n{sizes[-1]:,.0f} MB{less}", (steps[-1], sizes[-1]), xytext=(6, 0), color=colour,
+                      textcoords="offset points", verticalalignment="center", annotation_clip=False)
+    axis.set(yscale="log", xlabel="training step", ylabel="MB", xlim=(0, 1.32 * steps[-1]),
+             title=f"All checkpoints of a run so far ({len(rows)} in the end)")
+    axis.set_xticks([step for step in axis.get_xticks() if 0 <= step <= steps[-1]])
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def _ratios(axis: Axes, rows: Sequence[Row], title: str) -> None:
     """Ratio of every checkpoint along the run."""
     for number, row in enumerate(rows):
@@ -328,5 +330,6 @@ def _timings(axis: Axes, rows: Sequence[Row]) -> None:
 
 PANELS: dict[str, Callable[[Sequence[Row]], list[Panel]]] = {
     "offline": _offline, "ablations": _ablations, "online": _online, "resume": _resume,
+    "growth": lambda rows: [partial(_growth, rows=rows)] if rows else [],
 }
 """By what was measured: from a document's rows to what is drawn of it."""

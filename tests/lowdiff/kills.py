@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.lowdiff import compressor
 from tests.lowdiff.loops import Case, Loop, digest
 from tests.lowdiff.nursery import Nursery, listen
@@ -385,7 +386,7 @@ def main() -> int:
     for result in found["problems"]:
         print("PROBLEM", json.dumps(result))
     if given.json is not None:
-        given.json.write_text(json.dumps({"seed": given.seed, "summary": found, "trials": results}, indent=1))
+        json_files.write(given.json, {"seed": given.seed, "summary": found, "trials": results})
     return 0 if len(results) == given.trials and not found["problems"] else 1
 
 

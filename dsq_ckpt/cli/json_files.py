@@ -1,0 +1,61 @@
+"""JSON files of measurements: one row of a table per line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_LINE = 120  # characters; a table that fits is not divided
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document, and replace a file of that name only when the new one is complete.
+
+    Args:
+        path: file to write. Its directory is created if it does not exist.
+        document: JSON values with string keys. NaN and infinities, which JSON does not have, become null.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(dumps(document))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """Return JSON text with one line for each key, and for each row of a table.
+
+    A table is a list or an object that holds nothing but lists and objects, which are its rows.
+    """
+    return _text(finite(document), "", whole=True) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Return JSON values with None for NaN and infinities, and strings for keys."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def _text(value: Any, indent: str, whole: bool = False) -> str:
+    line = json.dumps(value, allow_nan=False)
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    table = bool(parts) and all(isinstance(part, dict | list) for part in parts)
+    if not whole and (not table or len(line) + len(indent) <= _LINE):
+        return line
+    inner = indent + " "
+    lines = [_text(part, inner) for part in parts]
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {text}" for key, text in zip(value, lines, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
