@@ -56,7 +56,7 @@ _MODULES = {
     "api.oneshot": ("compress",),
     "engine.history": ("SaveHistory", "forget"),
     "engine.result": ("SaveResult",),
-    "storage.stored": ("decode",),
+    "storage.pickle_refs": ("decode",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,7 +1,9 @@
-"""The source distribution: all that is tracked, and a description without dead links."""
+"""The package and its source distribution: public names, all that is tracked, a description without dead links."""
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import re
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ import tarfile
 import pytest
 import tomllib
 
+import dsq_ckpt
 from tests.helpers.processes import ROOT
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
@@ -68,3 +71,11 @@ def test_the_documentation_shows_the_contract_between_rooms():
     text = (ROOT / "docs" / "design.md").read_text()
     table = text[text.index("| room of `dsq_ckpt/` |") :].split("\n\n")[0].splitlines()[2:]
     assert [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table] == layers
+
+
+@pytest.mark.parametrize("module", ["dsq_ckpt", "dsq_ckpt.lowdiff", "dsq_ckpt.mpi"])
+def test_every_public_name_is_there(module):
+    """The names of `dsq_ckpt` are imported when they are asked for; checkpoints of DeepSpeed name `decode`."""
+    package = importlib.import_module(module)
+    assert all(hasattr(package, name) for name in {*package.__all__, *dir(package)})
+    assert pickle.loads(b"cdsq_ckpt\ndecode\n.") is dsq_ckpt.decode
