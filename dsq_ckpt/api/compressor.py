@@ -45,7 +45,8 @@ from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.manifest import Manifest, existing_path
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import existing_path
 
 
 class Compressor:

@@ -41,8 +41,9 @@ from dsq_ckpt.quantization.groups import layer_types
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.description import describe
-from dsq_ckpt.storage.manifest import Manifest, expanded, local_path
-from dsq_ckpt.storage.targets import refuse_checkpoint
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import expanded, local_path
+from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
 Evaluate = Callable[[], float]
 Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]

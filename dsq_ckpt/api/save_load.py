@@ -34,7 +34,8 @@ from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import SaveResult
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.manifest import Manifest, existing_path
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import existing_path
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typer.core import TyperGroup
 
 from dsq_ckpt.cli import json_files, output
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.manifest import Manifest, expanded
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.version import __version__
 
 

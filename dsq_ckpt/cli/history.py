@@ -10,9 +10,10 @@ from typing import Any
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.gradients import LogSession, sessions, show
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.storage.gc import is_ours
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete, is_temporary
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
 
 VARIANT = "variant"  # as in search.space, which would import torch
 CLASSES = ("weights", "moments", "everything")
@@ -269,7 +270,7 @@ def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
             continue  # lost+found and the like
         if not ours:
             continue
-        if not os.path.lexists(entry / MANIFEST) or is_temporary(entry.name):
+        if not os.path.lexists(entry / MANIFEST) or is_hidden(entry.name):
             incomplete.append(entry)
             continue
         try:

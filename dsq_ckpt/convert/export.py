@@ -28,10 +28,10 @@ from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
+from dsq_ckpt.storage.atomic_io import new_directory, new_file, sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.storage.container import sync_directory
-from dsq_ckpt.storage.manifest import expanded, local_path
-from dsq_ckpt.storage.targets import publish, refuse, replace_directory, temporary
+from dsq_ckpt.storage.paths import expanded, local_path
+from dsq_ckpt.storage.target_directory import refuse_existing
 
 StrPath = str | os.PathLike[str]
 Progress = Callable[[int], None]
@@ -77,24 +77,24 @@ def export_dcp(
         ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint.
     """
     goal = Path(os.path.normpath(local_path(target)))
-    refuse(goal, overwrite)
+    refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
-    with Opened(source, refinement, progress) as opened, temporary(goal) as hidden:
+    with Opened(source, refinement, progress) as opened:
         flat: dict[str, Any] = {
             fqn: torch.empty(tensor["shape"], dtype=dtype_of(tensor["dtype"]), device="meta")
             for fqn, tensor in opened.tensors.items()
         }
         flat.update(dict.fromkeys(opened.objects))
-        writer = dcp.FileSystemWriter(hidden, single_file_per_rank=True, thread_count=1)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": that is so
-                dcp.save(flat, storage_writer=writer, planner=_Planner(opened), no_dist=True)
-        except CheckpointException as error:
-            raise cause_of(error) from error
-        sync_directory(hidden)
-        replace_directory(hidden, goal)
+        with new_directory(goal, overwrite) as hidden:
+            writer = dcp.FileSystemWriter(hidden, single_file_per_rank=True, thread_count=1)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # "assuming a single process": that is so
+                    dcp.save(flat, storage_writer=writer, planner=_Planner(opened), no_dist=True)
+            except CheckpointException as error:
+                raise cause_of(error) from error
+            sync_directory(hidden)
         return opened.result(goal)
 
 
@@ -117,15 +117,14 @@ def export_torch(
         ExportError: an object is more than plain data and `allow_pickle` was not given.
     """
     goal = Path(os.path.normpath(local_path(file)))
-    refuse(goal, overwrite)
+    refuse_existing(goal, overwrite)
     with Opened(source, refinement, progress) as opened:
         nested = opened.nested(allow_pickle)
-        with temporary(goal) as hidden, open(hidden, "xb") as stream:
+        with new_file(goal) as stream:
             try:
                 torch.save(nested, stream)
             except RuntimeError as error:
                 raise cause_of(error) from error
-            publish(stream, hidden, goal)
         return opened.result(goal)
 
 
@@ -165,7 +164,7 @@ def export_safetensors(
         ExportError: safetensors has no name for a tensor's dtype.
     """
     goal = Path(os.path.normpath(local_path(file)))
-    refuse(goal, overwrite)
+    refuse_existing(goal, overwrite)
     with Opened(source, refinement, progress) as opened:
         # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
         names = sorted(opened.tensors, key=lambda fqn: (-opened.dtype(fqn).itemsize, fqn))
@@ -180,13 +179,12 @@ def export_safetensors(
             header[fqn] = {"dtype": _safetensors_dtype(fqn, opened), "shape": shape, "data_offsets": [start, end]}
         head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)
-        with temporary(goal) as hidden, open(hidden, "xb") as stream:
+        with new_file(goal) as stream:
             stream.write(len(head).to_bytes(8, "little") + head)
             for fqn in names:
                 tensor = opened.tensor(fqn)
                 if tensor.numel():
                     stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            publish(stream, hidden, goal)
         result = opened.result(goal)
         result.left_out += opened.objects
         return result

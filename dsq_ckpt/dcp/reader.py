@@ -36,7 +36,7 @@ from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.storage.manifest import local_path
+from dsq_ckpt.storage.paths import local_path
 
 Refinement = Literal["auto"] | bool
 

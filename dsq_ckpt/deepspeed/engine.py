@@ -34,11 +34,11 @@ from dsq_ckpt.quantization.analysis import Fractions
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage import pickle_refs
+from dsq_ckpt.storage.atomic_io import new_file
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.foreign_files import plain_aside, restore
 from dsq_ckpt.storage.manifest import Manifest, is_complete
 from dsq_ckpt.storage.runs import run_of
-from dsq_ckpt.storage.targets import publish, temporary
 
 
 class DSQCheckpointEngine(CheckpointEngine):
@@ -303,7 +303,6 @@ def _pickles(value: Any) -> bool:
 def _write_plain(queue: Mapping[Path, Any]) -> None:
     """Files that are no part of a tag, such as those of `save_16bit_model`: as they are, complete or not at all."""
     for path, state in queue.items():
-        with temporary(path) as hidden, open(hidden, "xb") as stream:
+        with new_file(path) as stream:
             torch.save(state, stream)
-            publish(stream, hidden, path)
 

@@ -28,7 +28,7 @@ from dsq_ckpt.lowdiff.recovery import Recovered, recover_subject
 from dsq_ckpt.lowdiff.train_state import Entry, Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import Layout, WorkerClient
 from dsq_ckpt.storage.checkpoint import dtype_of
-from dsq_ckpt.storage.manifest import local_path
+from dsq_ckpt.storage.paths import local_path
 
 
 class EngineLog(GradientLog):

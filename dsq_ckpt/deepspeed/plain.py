@@ -12,9 +12,10 @@ from dsq_ckpt.convert.export import Exported, ExportError, Opened, Progress, Str
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CorruptCheckpoint, LoadFailed
 from dsq_ckpt.storage import pickle_refs
-from dsq_ckpt.storage.container import file_checksum, sync_directory
-from dsq_ckpt.storage.manifest import expanded, local_path
-from dsq_ckpt.storage.targets import refuse, replace_directory, temporary
+from dsq_ckpt.storage.atomic_io import flush, new_directory, sync_directory
+from dsq_ckpt.storage.container import file_checksum
+from dsq_ckpt.storage.paths import expanded, local_path
+from dsq_ckpt.storage.target_directory import refuse_existing
 
 
 def export_deepspeed(
@@ -40,7 +41,7 @@ def export_deepspeed(
         CorruptCheckpoint: a file is not what was written.
     """
     source, goal = expanded(source), Path(os.path.normpath(local_path(target)))
-    refuse(goal, overwrite)
+    refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_tag(goal):
         raise ExportError(f"'{goal}' holds more than files of DeepSpeed and is not overwritten; choose another target")
     with Opened(source, refinement, None) as opened:
@@ -53,7 +54,7 @@ def export_deepspeed(
                 "pass allow_pickle=True, --allow-pickle for a checkpoint that you trust"
             )
         refined, count, total = opened.refined, 0, 0
-    with temporary(goal) as hidden:
+    with new_directory(goal, overwrite) as hidden:
         hidden.mkdir()
         for file in files:
             path = source / file.name
@@ -66,14 +67,12 @@ def export_deepspeed(
                     raise LoadFailed(f"'{path}' holds objects of '{error.name}', which is not installed") from error
             with open(hidden / file.name, "xb") as stream:
                 torch.save(state, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
+                flush(stream, True)
             sizes = list(_tensor_sizes(state))
             count, total = count + len(sizes), total + sum(sizes)
             if progress is not None:
                 progress(sum(sizes))
         sync_directory(hidden)
-        replace_directory(hidden, goal)
     pickle_refs.close()
     return Exported(goal, count, total, refined)
 

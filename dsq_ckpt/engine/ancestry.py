@@ -24,7 +24,8 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, described
-from dsq_ckpt.storage.container import file_checksum, sync_directory
+from dsq_ckpt.storage.atomic_io import sync_directory
+from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.links import copy_file, replace_by_link
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints
 from dsq_ckpt.storage.runs import canonical, run_of

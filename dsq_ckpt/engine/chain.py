@@ -28,10 +28,11 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import ParentModel
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
+from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.storage.container import sync_directory
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.manifest import Manifest, checkpoints, local_path
+from dsq_ckpt.storage.manifest import Manifest, checkpoints
+from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.runs import existing_run, run_of, warn_of_other
 from dsq_ckpt.storage.shard import RecordRef
 

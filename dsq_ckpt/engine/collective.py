@@ -31,6 +31,7 @@ from dsq_ckpt.quantization.analysis import Layout
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.storage import foreign_files, gc
+from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.container import FileInfo, file_checksum
 from dsq_ckpt.storage.index import uncovered
 
@@ -125,7 +126,7 @@ class _CollectiveSave:
         let_signals_through()
         files = []
         for name, write in own.attachments.items():
-            temporary = self._path / f".{name}.dsq-{context.save_id[:8]}.tmp"
+            temporary = hidden_name(self._path / name, context.save_id[:8])
             self._hidden[name] = temporary
             foreign_files.write(temporary, partial(write, save_id=context.save_id), self._fsync)
             files.append(FileInfo(name, *file_checksum(temporary)))

@@ -26,7 +26,8 @@ from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import without_effect
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst import Worst
-from dsq_ckpt.storage.container import FileInfo, sync_directory, write_index
+from dsq_ckpt.storage.atomic_io import sync_directory
+from dsq_ckpt.storage.container import FileInfo, write_index
 from dsq_ckpt.storage.index import uncovered
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
 from dsq_ckpt.storage.runs import canonical, run_of

@@ -25,7 +25,7 @@ from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.manifest import local_path
+from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.runs import run_of
 
 Shapes = Mapping[str, tuple[int, ...]]

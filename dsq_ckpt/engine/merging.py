@@ -24,20 +24,14 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.superstep import SuperStep
+from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.container import (
-    FORMAT_VERSION,
-    Block,
-    ContainerReader,
-    ContainerWriter,
-    make_directory,
-    sync_directory,
-    write_index,
-)
+from dsq_ckpt.storage.container import FORMAT_VERSION, Block, ContainerReader, ContainerWriter, write_index
 from dsq_ckpt.storage.links import link_files
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile, local_path
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.shard import RecordRef
-from dsq_ckpt.storage.targets import refuse_checkpoint
+from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
 StrPath = str | os.PathLike[str]
 Tree = dict[str, Any]

@@ -31,7 +31,7 @@ from dsq_ckpt.engine.quantizing import QuantizedState, quantize
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.quantization.analysis import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
-from dsq_ckpt.storage.targets import Landing, refuse_checkpoint
+from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
 
 
 class SavePipeline:
@@ -51,7 +51,7 @@ class SavePipeline:
         self.path, self.options, self.started = path, options, time.time()
         self.context: SaveContext | None = None
         self.plan: QuantizationPlan | None = None
-        self._landing: Landing | None = None
+        self._target: TargetDirectory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A background process only writes what the policy chose; the policy itself looks at the model in training.
@@ -124,7 +124,7 @@ class SavePipeline:
         """Write index and manifest, once every rank wrote; see `commit`."""
         assert self.plan is not None
         committed = commit(self.path, self.options, context, results, contents, self.plan)
-        self._landing = None  # from here on there is nothing to discard
+        self._target = None  # from here on there is nothing to discard
         self.options.history.add_committed(self.path, context.save_id)
         return committed
 
@@ -134,16 +134,16 @@ class SavePipeline:
 
     def discard(self) -> None:
         """Remove what a failed save left, once no rank writes any more; without effect on other ranks."""
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            landing.discard()
+        target, self._target = self._target, None
+        if target is not None:
+            target.discard()
 
     def _land(self, attached: bool) -> None:
         refuse_checkpoint(self.path, self.options.overwrite, attached=attached)
-        self._landing = Landing(self.path)
+        self._target = TargetDirectory(self.path)
 
     def _claim(self, context: SaveContext) -> SaveContext:
-        assert self._landing is not None
-        self._landing.claim(context.save_id, context.parent and context.parent.path)
+        assert self._target is not None
+        self._target.claim(context.save_id, context.parent and context.parent.path)
         self.context = context
         return context

@@ -14,7 +14,6 @@ import shutil
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +32,7 @@ from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import rate_distortion_table
 from dsq_ckpt.quantization.moments import OctaveFrame, UpdateFrame, from_units
+from dsq_ckpt.storage.atomic_io import AtomicFile
 
 logger = logging.getLogger(__name__)
 Group = Literal["save", "load", "more"]
@@ -318,9 +318,9 @@ def _take_over() -> None:
         for file in shipped.glob("*.nb[ci]"):
             target = Path(own) / file.name
             if not target.exists():
-                temporary = target.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.tmp")
-                shutil.copyfile(file, temporary)
-                os.replace(temporary, target)
+                with open(file, "rb") as origin, AtomicFile(target, fsync=False) as copy:
+                    shutil.copyfileobj(origin, copy.stream)
+                    copy.publish()
 
 
 def _forked() -> None:

@@ -18,7 +18,8 @@ from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.inheritance import inherit
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.container import FileInfo, make_directory, sync_directory
+from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
+from dsq_ckpt.storage.container import FileInfo
 from dsq_ckpt.storage.manifest import Sizes
 from dsq_ckpt.storage.shard import Piece, ShardWriter, Written
 

@@ -27,7 +27,7 @@ from dsq_ckpt.lowdiff.recovery import Recovered
 from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import Layout, ProcessGone, nbytes
 from dsq_ckpt.lowdiff.worker_group import WorkerGroup
-from dsq_ckpt.storage.manifest import local_path
+from dsq_ckpt.storage.paths import local_path
 
 
 def recovered_or_none(resume: Any) -> Recovered | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ from dsq_ckpt.core.regular import read_regular, unreadable
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.train_state import Entry, entries_from
+from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
 from dsq_ckpt.storage.checkpoint import dtype_of
-from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json, sync_directory
+from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json
 
 LOG = "log"
 """Name of the directory of segments in a run directory."""
@@ -30,7 +30,7 @@ _VERSION = 1
 _NOTE = 1 << 16
 _NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
 _MOST_STEPS = 1 << 20  # of one segment: who reads makes tables of them, and a name is not checksummed
-_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}\.tmp")
+_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
 
 
 class Step(NamedTuple):
@@ -250,13 +250,9 @@ def end_of(run: Path, session: str) -> Path:
 def close(run: Path, session: str, last: int | None, fsync: bool) -> None:
     """Note that a session has ended, and its last step; None: it has logged none."""
     path = end_of(run, session)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        json.dump({"last": last}, file)
-        file.flush()
-        if fsync:
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with AtomicFile(path, fsync) as file:
+        file.stream.write(json.dumps({"last": last}).encode())
+        file.publish()
     if fsync:
         sync_directory(path.parent)
 

@@ -23,8 +23,8 @@ from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.storage import gc
+from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.storage.container import sync_directory
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
 from dsq_ckpt.storage.pickle_refs import read_flat
 

@@ -8,15 +8,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import random
 import struct
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,6 +22,7 @@ import zstandard
 
 from dsq_ckpt.core.regular import RegularFile, open_regular, unreadable
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
+from dsq_ckpt.storage.atomic_io import AtomicFile, naming
 
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
@@ -63,11 +60,9 @@ class ContainerWriter:
 
     def __init__(self, directory: Path, name: str, fsync: bool) -> None:
         self.path = directory / name
-        self._temporary = directory / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
-        self._fsync = fsync
         self._hash = xxhash.xxh3_64()
         self._offset = 0
-        self._file = open(self._temporary, "xb", buffering=1 << 20)  # noqa: SIM115
+        self._file = AtomicFile(self.path, fsync, buffering=1 << 20)
         self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
 
     def __enter__(self) -> ContainerWriter:
@@ -76,9 +71,7 @@ class ContainerWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # closing a file on a full disk fails again; the first error counts
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._file.discard()
         if error is not None:
             self.path.unlink(missing_ok=True)
 
@@ -93,32 +86,15 @@ class ContainerWriter:
         block = self.add(pack_json({"version": FORMAT_VERSION, **contents}))  # the header has no checksum
         self._append(_TRAILER.pack(block.offset, block.size, int(block.checksum, 16), _END))
         with naming(self.path, f"of whose {self._offset} bytes not all were written"):
-            self._file.flush()
-            if self._fsync:
-                os.fsync(self._file.fileno())
-            self._file.close()
-        os.replace(self._temporary, self.path)
+            self._file.complete()
+        self._file.publish()
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 
     def _append(self, data: bytes) -> None:
         with naming(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
-            self._file.write(data)
+            self._file.stream.write(data)
         self._hash.update(data)
         self._offset += len(data)
-
-
-NOT_ALL = "not all of which was written"
-
-
-@contextlib.contextmanager
-def naming(path: Path, when: str) -> Iterator[None]:
-    """Let errors of the operating system, such as a full disk, name the file that was written, and how far it was."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, f"{error.strerror}, {when}", str(path)) from error
 
 
 class ContainerReader:
@@ -211,16 +187,9 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
     """Write the index of a checkpoint, complete or not at all."""
     data = pack_json(index)
     name = f"{save_id}.index"
-    temporary = directory / f".{name}.tmp"
-    try:
-        with naming(directory / name, NOT_ALL), open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, directory / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with AtomicFile(directory / name, fsync, mark=save_id[:8]) as file:
+        file.stream.write(data)
+        file.publish()
     return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
 
 
@@ -289,26 +258,3 @@ def file_checksum(path: Path) -> tuple[int, str]:
             digest.update(piece)
             size += len(piece)
     return size, digest.hexdigest()
-
-
-def make_directory(path: Path, fsync: bool) -> None:
-    """Make a directory and those above it that are not there, so that their names survive a power failure.
-
-    Raises:
-        OSError: one cannot be made or flushed.
-    """
-    above = list(itertools.takewhile(lambda one: not one.is_dir(), (path, *path.parents)))
-    path.mkdir(parents=True, exist_ok=True)
-    for made in above[::-1] or ([path] if fsync else []):
-        if fsync:
-            sync_directory(made.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush a directory, so that names given in it survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with naming(directory, "while names in it were flushed to the device"):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

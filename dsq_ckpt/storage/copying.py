@@ -14,11 +14,11 @@ from typing import IO, NamedTuple
 import xxhash
 
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
-from dsq_ckpt.storage.container import naming, sync_directory
+from dsq_ckpt.storage.atomic_io import flush, is_hidden, naming, new_directory, sync_directory
 from dsq_ckpt.storage.foreign_files import replaced_plain
 from dsq_ckpt.storage.gc import is_ours
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete, is_temporary, local_path
-from dsq_ckpt.storage.targets import temporary
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete
+from dsq_ckpt.storage.paths import local_path
 
 _PIECE = 1 << 22
 _ATTEMPTS = 3
@@ -70,11 +70,9 @@ def copy(
         raise CheckpointExists(f"'{goal}' exists; name the directory that is to be made")
     if goal.parent.resolve().is_relative_to(origin.resolve()):
         raise SaveFailed(f"'{goal}' lies in '{origin}', which is to be copied; copy it to somewhere else")
-    with temporary(goal) as hidden:
+    with new_directory(goal) as hidden:
         work = _Copy(origin, progress)
         work.directory(origin, hidden)
-        os.rename(hidden, goal)
-        sync_directory(goal.parent)
     return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out)
 
 
@@ -106,7 +104,7 @@ class _Copy:
             path, goal = Path(entry.path), target / entry.name
             if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`
                 continue
-            if is_temporary(entry.name):
+            if is_hidden(entry.name):
                 self.left_out.append(path)
             elif entry.is_symlink():
                 os.symlink(os.readlink(path), goal)
@@ -142,7 +140,7 @@ class _Copy:
             if entry not in named:  # of the manifest that was replaced
                 (target / entry).unlink()
         with open(target / MANIFEST, "rb") as stream:
-            os.fsync(stream.fileno())
+            flush(stream, True)
         shutil.copystat(source / MANIFEST, target / MANIFEST)
         self.files, self.bytes = self.files + 1, self.bytes + len(text)
         self.checkpoints += 1
@@ -174,8 +172,7 @@ class _Copy:
                 size += out.write(piece)
                 if self._progress is not None:
                     self._progress(len(piece))
-            out.flush()
-            os.fsync(out.fileno())
+            flush(out, True)
         self.bytes += size
         return size, hashed.hexdigest()
 

@@ -6,7 +6,8 @@ import os
 import time
 from typing import Any
 
-from dsq_ckpt.storage.manifest import Manifest, existing_path
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import existing_path
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:

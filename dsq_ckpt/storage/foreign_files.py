@@ -22,7 +22,8 @@ from typing import IO, Any, cast
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.regular import read_regular
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed
-from dsq_ckpt.storage.container import FileInfo, file_checksum, naming, sync_directory
+from dsq_ckpt.storage.atomic_io import flush, naming, sync_directory
+from dsq_ckpt.storage.container import FileInfo, file_checksum
 from dsq_ckpt.storage.links import link_or_copy, replace_by_link
 from dsq_ckpt.storage.manifest import Manifest, is_complete
 
@@ -37,9 +38,7 @@ def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo],
     if files:
         with open(directory / f".{save_id}-{rank:05d}{JOURNAL}", "x") as stream:
             json.dump({file.name: [file.size, file.checksum] for file in files}, stream)
-            stream.flush()
-            if fsync:
-                os.fsync(stream.fileno())
+            flush(stream, fsync)
         if fsync:
             sync_directory(directory)
 
@@ -92,9 +91,7 @@ def write(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
             if noting.failure is not None:
                 raise noting.failure from None
             raise
-        stream.flush()
-        if fsync:
-            os.fsync(stream.fileno())
+        flush(stream, fsync)
 
 
 def keep_plain(directory: Path, fsync: bool) -> None:

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_aside, restore
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, expanded, is_complete, is_temporary
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.storage.paths import expanded
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
@@ -204,7 +206,7 @@ def _directories(path: Path) -> Iterator[Path]:
     if not is_complete(path):
         # Links are not followed: what they lead to belongs to another run.
         for entry in sorted(path.iterdir()):
-            if is_temporary(entry.name):
+            if is_hidden(entry.name):
                 continue
             if _is_directory(entry) and os.access(entry, os.R_OK | os.X_OK):
                 yield entry

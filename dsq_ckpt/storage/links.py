@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import uuid
 from pathlib import Path
 
 from dsq_ckpt.errors import CorruptCheckpoint
-from dsq_ckpt.storage.container import NOT_ALL, file_checksum, naming
+from dsq_ckpt.storage.atomic_io import AtomicFile, relink
+from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.manifest import ManifestFile, is_plain
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
@@ -54,16 +54,12 @@ def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
 
 def replace_by_link(source: Path, target: Path) -> None:
     """Make a name stand for another file, complete or not at all; a copy where links cannot be made."""
-    temporary = target.with_name(f".{target.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        os.link(source, temporary)
-        os.replace(temporary, target)
+        relink(source, target)
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
         copy_file(source, target, fsync=True)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | None = None) -> None:
@@ -72,15 +68,9 @@ def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | 
     Raises:
         CorruptCheckpoint: the copy is not the file that was expected.
     """
-    temporary = target.with_name(f".{target.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with naming(target, NOT_ALL), open(source, "rb") as origin, open(temporary, "xb") as copy:
-            shutil.copyfileobj(origin, copy, 1 << 22)
-            copy.flush()
-            if fsync:
-                os.fsync(copy.fileno())
-        if expected is not None and file_checksum(temporary) != (expected.size, expected.checksum):
+    with open(source, "rb") as origin, AtomicFile(target, fsync) as copy:
+        shutil.copyfileobj(origin, copy.stream, 1 << 22)
+        copy.complete()
+        if expected is not None and file_checksum(copy.hidden) != (expected.size, expected.checksum):
             raise CorruptCheckpoint(f"'{source}' is not what was written: its checksum is wrong; nothing was copied")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        copy.publish()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -17,10 +15,10 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dsq_ckpt.config.renamed import current_keys
-from dsq_ckpt.core.arguments import expect_path
 from dsq_ckpt.core.regular import read_regular, unreadable
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
-from dsq_ckpt.storage.container import FORMAT_VERSION, NOT_ALL, FileInfo, naming, strict_json, sync_directory
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
+from dsq_ckpt.storage.atomic_io import AtomicFile, is_hidden, sync_directory
+from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo, strict_json
 
 MANIFEST = "manifest.json"
 _NO_CHECKSUM = "0" * 16
@@ -32,18 +30,12 @@ _HEAD = re.compile(
     rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
     rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
 )
-_TEMPORARY = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # without the mark: of earlier versions
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
 def is_plain(name: str) -> bool:
     """Return whether a name stays in the directory that it is looked up in."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
-
-
-def is_temporary(name: str) -> bool:
-    """Return whether a file or directory of such a name is a copy or an export under way, or one that was killed."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 class Unflushed(OSError):
@@ -207,26 +199,15 @@ class Manifest(BaseModel):
             Unflushed: it is there, but its name is not on the device.
             OSError: it cannot be written, and is not there.
         """
-        temporary = directory / f".{MANIFEST}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            with naming(directory / MANIFEST, NOT_ALL), open(temporary, "xb") as file:
-                unsealed = self.model_copy(update={"checksum": _NO_CHECKSUM})
-                file.write(_sealed(unsealed.model_dump_json(indent=1).encode()))
-                file.flush()
-                if fsync:
-                    os.fsync(file.fileno())
-            if exclusive:
-                _rename_new(temporary, directory / MANIFEST)
-            else:
-                os.replace(temporary, directory / MANIFEST)
+        with AtomicFile(directory / MANIFEST, fsync) as file:
+            unsealed = self.model_copy(update={"checksum": _NO_CHECKSUM})
+            file.stream.write(_sealed(unsealed.model_dump_json(indent=1).encode()))
+            file.publish(exclusive)
             if fsync:
                 try:
                     sync_directory(directory)
                 except OSError as error:
                     raise Unflushed(error.errno, error.strerror, str(directory)) from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -288,54 +269,6 @@ def _sealed(text: bytes) -> bytes:
     return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path that a user gave, with `~` and `~user` replaced by the home directory."""
-    return Path(os.path.expanduser(path))
-
-
-def absolute(path: Path) -> Path:
-    """Return a path from the root on; links and `..` stay.
-
-    Raises:
-        ConfigError: it begins at the working directory, which was deleted.
-    """
-    try:
-        return path.absolute()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"'{path}' is relative to the working directory, which does not exist any more: change to another one, or "
-            "give an absolute path"
-        ) from error
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint directory from what a user gave.
-
-    Raises:
-        ConfigError: it is a URL, or empty, or relative to a directory that was deleted.
-    """
-    expect_path("path", path)
-    text = os.fspath(path)
-    if "://" in text or not text:
-        raise ConfigError(f"path {text!r}: expected a directory of the local file system")
-    return absolute(expanded(path))
-
-
-def existing_path(path: str | os.PathLike[str] | None) -> Path:
-    """The directory of a checkpoint that is to be read, which may turn out not to be there.
-
-    Raises:
-        CheckpointNotFound: it is None.
-        ConfigError: it is a URL, or empty.
-    """
-    if path is None:
-        raise CheckpointNotFound(
-            "no complete checkpoint: the path is None, as `dsq_ckpt.latest(run)` is for a run without one; check for "
-            "None and begin the run anew, or name a checkpoint directory"
-        )
-    return local_path(path)
-
-
 def is_complete(directory: Path) -> bool:
     """Return whether a committed checkpoint lies here (its bytes are not checked).
 
@@ -368,7 +301,7 @@ def checkpoints(
     """
     found = []
     for entry in run.iterdir() if run.is_dir() else ():
-        if entry.name == "lost+found" or is_temporary(entry.name):  # of a file system, whose root this may be; a copy
+        if entry.name == "lost+found" or is_hidden(entry.name):  # of a file system, whose root this may be; a copy
             continue
         try:
             if is_complete(entry):
@@ -395,18 +328,6 @@ def _in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manife
     except CycleError:  # no saves make one
         pass
     return sorted(found, key=lambda pair: (place[pair[1].save_id], pair[0].name))
-
-
-def _rename_new(source: Path, target: Path) -> None:
-    """Rename without replacing; where the file system cannot link, check and rename."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        if target.exists():
-            raise FileExistsError(f"'{target}' exists") from None
-        os.replace(source, target)
 
 
 def _missing(directory: Path) -> str:

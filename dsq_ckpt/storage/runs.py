@@ -12,7 +12,8 @@ from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import CheckpointNotFound
-from dsq_ckpt.storage.manifest import absolute, checkpoints, expanded, is_complete
+from dsq_ckpt.storage.manifest import checkpoints, is_complete
+from dsq_ckpt.storage.paths import absolute, expanded
 
 _SIBLINGS = 1000  # names that are compared with one that does not exist
 _ALIKE = 0.75

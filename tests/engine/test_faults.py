@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt.engine import chain
+from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.container import ContainerWriter, sync_directory, write_index
+from dsq_ckpt.storage.container import ContainerWriter, write_index
 from dsq_ckpt.storage.links import copy_file
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes

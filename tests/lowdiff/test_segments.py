@@ -15,6 +15,7 @@ from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.segments import Segment, Step
 from dsq_ckpt.lowdiff.train_state import Entry
+from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.container import ContainerWriter
 from tests.lowdiff.loops import bits
 
@@ -202,14 +203,15 @@ def test_what_snapshots_do_not_need(tmp_path):
 def test_leftovers(tmp_path, monkeypatch):
     """What a writer that was killed leaves; and nothing of one that failed."""
     path = written(tmp_path, 1, 1)
-    torn = path.with_name(f".{path.name}.0a1b2c3d.tmp")
+    torn, former = hidden_name(path), path.with_name(f".{path.name}.0a1b2c3d.tmp")
     shutil.copy(path, torn)
-    assert list(segments.leftovers(tmp_path)) == [torn]
+    shutil.copy(path, former)
+    assert set(segments.leftovers(tmp_path)) == {torn, former}
     assert [found for _, found in segments.names(tmp_path)] == [path]
     monkeypatch.setattr(ContainerWriter, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
         written(tmp_path, 2, 2)
-    assert sorted(os.listdir(tmp_path / "log")) == sorted([path.name, torn.name])
+    assert sorted(os.listdir(tmp_path / "log")) == sorted([path.name, torn.name, former.name])
 
 
 def test_blocks_are_read_once_more_after_damage(tmp_path):

@@ -72,7 +72,7 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr(at, no_space)
-        patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
+        patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
         patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
     assert [name for name in listing(path) if name.endswith(".dsq")]
@@ -111,7 +111,7 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
         monkeypatch.setattr("dsq_ckpt.storage.links.os.link", no_links)
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
-        patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
+        patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
         patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
     (path / STATES).write_bytes(b"step 9, newer than what stepped aside")
@@ -145,7 +145,7 @@ def test_what_deepspeed_wrote_over_a_checkpoint_outlives_a_failed_save_over_it(p
     if killed:
         with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
             patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
-            patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
+            patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
             patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
             save()
     (path / STATES).write_bytes(b"step 9, of DeepSpeed")
@@ -175,7 +175,7 @@ def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, 
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
-        patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
+        patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
         patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage import foreign_files
+from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.copying import copy
 from dsq_ckpt.storage.gc import collect, garbage, is_ours, left
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.targets import temporary
 from tests.helpers.saving import save_parts
 from tests.helpers.small_run import NAMES, small_run
 from tests.helpers.states import differences, loaded
@@ -164,7 +163,7 @@ def test_a_save_that_was_killed(tmp_path, monkeypatch, later):
 
     state = small_run(tmp_path / "run")
     monkeypatch.setattr(Manifest, "write", die)
-    monkeypatch.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
+    monkeypatch.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
     with pytest.raises(BaseException, match="killed"):
         dsq_ckpt.save(state, tmp_path / "run" / "next")
     left = sorted((tmp_path / "run" / "next").iterdir())
@@ -193,7 +192,7 @@ def tag_without_manifest(path, monkeypatch):
     contribution = LocalState([part], attachments={"mp_rank_00_model_states.pt": write})
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", killed)
-        patched.setattr("dsq_ckpt.storage.targets.Landing.discard", lambda self: None)
+        patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
         save_parts(path, lambda: contribution, DSQConfig(), SingleProcess(), overwrite=True)
     return contribution
 
@@ -245,21 +244,16 @@ def killed(tmp_path, run, monkeypatch):
     def die(*args, **kwargs):
         raise KeyboardInterrupt
 
-    @contextmanager
-    def stays(goal):
-        goal.parent.mkdir(parents=True, exist_ok=True)
-        yield goal.with_name(f".{goal.name}.dsq-89abcdef.tmp")
-
-    last = run / NAMES[-1]
-    for module in ("storage.copying", "convert.export"):
-        monkeypatch.setattr(f"dsq_ckpt.{module}.temporary", stays)
+    last, io = run / NAMES[-1], "dsq_ckpt.storage.atomic_io"
     with monkeypatch.context() as patched:
+        patched.setattr(f"{io}.hidden_name", lambda goal, mark=None: goal.with_name(f".{goal.name}.dsq-89abcdef.tmp"))
+        patched.setattr(f"{io}.shutil.rmtree", lambda *args, **kwargs: None)
+        patched.setattr(f"{io}.AtomicFile.discard", lambda self: None)
+        patched.setattr(f"{io}.AtomicFile.publish", die)
         patched.setattr("dsq_ckpt.storage.copying._Copy._file", die)
+        patched.setattr("dsq_ckpt.convert.export.sync_directory", die)
         with pytest.raises(KeyboardInterrupt):
             copy(last, run / "zz-copied")
-    with monkeypatch.context() as patched:
-        patched.setattr("dsq_ckpt.convert.export.replace_directory", die)
-        patched.setattr("dsq_ckpt.convert.export.publish", die)
         for export, target in ((export_dcp, "plain"), (export_torch, "model.v1.pt")):
             with pytest.raises(KeyboardInterrupt):
                 export(last, run / target)
@@ -313,10 +307,8 @@ def test_what_a_killed_export_leaves_has_a_name_of_ours(run, later, tmp_path, ta
     """By the names that exports really give."""
     goal = run / target
     plant(run / "kept", "a")
-    with temporary(goal) as hidden:
-        hidden.write_bytes(b"x") if goal.suffix else plant(hidden, "a")
-        hidden.rename(tmp_path / hidden.name)
-    (tmp_path / hidden.name).rename(hidden)
+    hidden = hidden_name(goal)
+    hidden.write_bytes(b"x") if goal.suffix else plant(hidden, "a")
     before = dsq_ckpt.latest(run)
     assert [orphan.path for orphan in collect(run)] == [hidden] and not hidden.exists()
     assert dsq_ckpt.latest(run) == before

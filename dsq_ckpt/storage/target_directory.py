@@ -5,16 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
-from dsq_ckpt.storage.container import NOT_ALL, naming, sync_directory
 from dsq_ckpt.storage.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.runs import canonical
@@ -24,7 +19,7 @@ _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}
 versions left unfinished."""
 
 
-def refuse(goal: Path, overwrite: bool) -> None:
+def refuse_existing(goal: Path, overwrite: bool) -> None:
     """Nothing is replaced unasked.
 
     Raises:
@@ -117,7 +112,7 @@ def _holds_checkpoint(path: Path) -> bool:
         return False
 
 
-class Landing:
+class TargetDirectory:
     """The directory that a save is about to write to, and how to leave it as it was.
 
     Args:
@@ -154,46 +149,3 @@ class Landing:
         with suppress(OSError):  # not empty: something else lives there
             for directory in self._absent:
                 directory.rmdir()
-
-
-@contextmanager
-def temporary(goal: Path) -> Iterator[Path]:
-    """A hidden name beside the target, so that the last rename stays on one file system; gone afterwards.
-
-    Errors of the operating system that name no file, such as a full disk, name the target.
-    """
-    goal.parent.mkdir(parents=True, exist_ok=True)
-    path = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with naming(goal, NOT_ALL):
-            yield path
-    finally:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def publish(stream: IO[bytes], hidden: Path, goal: Path) -> None:
-    """Flush a finished file to the device and give it its name."""
-    stream.flush()
-    os.fsync(stream.fileno())
-    os.replace(hidden, goal)
-    sync_directory(goal.parent)
-
-
-def replace_directory(hidden: Path, goal: Path) -> None:
-    """Rename a directory into place; an old one steps aside first, because directories cannot be replaced."""
-    aside = goal.with_name(f".{goal.name}.dsq-{uuid.uuid4().hex[:8]}.old")
-    old = os.path.lexists(goal)
-    if old:
-        os.rename(goal, aside)
-    try:
-        os.rename(hidden, goal)
-    except OSError:
-        if old:
-            os.rename(aside, goal)
-        raise
-    sync_directory(goal.parent)
-    if old:
-        shutil.rmtree(aside)

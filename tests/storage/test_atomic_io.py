@@ -1,0 +1,91 @@
+"""A name stands for a complete file or directory: the new one, or the one that was there before."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from dsq_ckpt.storage.atomic_io import AtomicFile, hidden_name, is_hidden, make_directory, new_directory, new_file
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_file_appears_complete_or_not_at_all(tmp_path, old):
+    goal = tmp_path / "file"
+    if old is not None:
+        goal.write_bytes(old)
+    before = os.listdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt), AtomicFile(goal, fsync=True) as file:
+        file.stream.write(b"half of it")
+        file.complete()
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == before and (old is None or goal.read_bytes() == old)
+    with AtomicFile(goal, fsync=True) as file:
+        file.stream.write(b"new")
+        assert is_hidden(file.hidden.name) and sorted(os.listdir(tmp_path)) == sorted([*before, file.hidden.name])
+        file.publish()
+    assert os.listdir(tmp_path) == ["file"] and goal.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_exclusive_file_replaces_nothing(tmp_path, monkeypatch, links):
+    goal = tmp_path / "file"
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no links")))
+    for content in (b"first", b"second"):
+        try:
+            with AtomicFile(goal, fsync=False) as file:
+                file.stream.write(content)
+                file.publish(exclusive=True)
+        except FileExistsError:
+            assert content == b"second"
+    assert os.listdir(tmp_path) == ["file"] and goal.read_bytes() == b"first"
+
+
+def test_files_are_flushed_before_they_have_their_name_and_directories_after(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda one, two: (calls.append("replace"), replace(one, two)))
+    with new_file(tmp_path / "made" / "file") as stream:
+        stream.write(b"content")
+    hidden, *others = calls
+    assert is_hidden(os.path.basename(hidden)) and others == ["replace", str(tmp_path / "made")]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_directory_is_replaced_whole_and_only_if_asked_to(tmp_path, overwrite):
+    goal = tmp_path / "directory"
+    goal.mkdir()
+    (goal / "old").touch()
+
+    def replace(fails):
+        with new_directory(goal, overwrite) as hidden:
+            hidden.mkdir()
+            (hidden / "new").touch()
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left")
+
+    with pytest.raises(OSError, match=f"not all of which was written: '{goal}'"):
+        replace(fails=True)
+    assert os.listdir(tmp_path) == ["directory"] and os.listdir(goal) == ["old"]
+    if overwrite:
+        replace(fails=False)
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            replace(fails=False)
+    assert os.listdir(tmp_path) == ["directory"] and os.listdir(goal) == (["new"] if overwrite else ["old"])
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
+    says = f"No space left, not all of which was written: '{tmp_path / 'file'}'"
+    with pytest.raises(OSError, match=says), AtomicFile(tmp_path / "file", fsync=False):
+        raise OSError(errno.ENOSPC, "No space left")
+    assert not os.listdir(tmp_path)
+
+
+def test_names(tmp_path):
+    assert hidden_name(tmp_path / "a", "0123abcd") == tmp_path / ".a.dsq-0123abcd.tmp"
+    assert hidden_name(tmp_path / "a") != hidden_name(tmp_path / "a")
+    make_directory(tmp_path / "one" / "two", fsync=True)
+    assert (tmp_path / "one" / "two").is_dir()
