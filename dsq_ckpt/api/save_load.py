@@ -6,7 +6,6 @@ import logging
 import os
 import pathlib
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
 from dsq_ckpt.core.interrupts import held_signals
@@ -29,7 +29,7 @@ from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.distributed.comm import Elsewhere, SingleProcess, communicator, run_on_all_ranks
+from dsq_ckpt.distributed.comm import SingleProcess, communicator, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import SaveResult
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
@@ -63,76 +63,6 @@ def _state_of(value: Any, call: str) -> dict[str, Any]:
     expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
     found: dict[str, Any] = value
     return found
-
-
-@contextmanager
-def _plain_errors(
-    otherwise: type[DSQError], own_rank: int, undo: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Raise what failed, naming its rank, in place of DCP's bundle of tracebacks (which stays as the cause).
-
-    `undo` is called before, once all ranks have failed.
-
-    What is not an error of this package becomes `otherwise`; what is no `Exception`, such as KeyboardInterrupt, is
-    raised as it is on its own rank.
-
-    DCP's `CheckpointException` is not even an `Exception`, so `except Exception` around a save would miss it.
-    """
-    try:
-        yield
-    except CheckpointException as bundle:
-        undo()
-        raise _plain_error(bundle, otherwise, own_rank) from bundle
-    except RuntimeError as error:  # of a collective, between the steps whose errors DCP bundles
-        if not (dist.is_available() and dist.is_initialized()):
-            raise
-        raise otherwise(
-            f"rank {dist.get_rank()}: {type(error).__name__}: {error}; if it could not reach another rank, that one or "
-            "its host is gone"
-        ) from error
-
-
-def _plain_error(bundle: CheckpointException, otherwise: type[DSQError], own_rank: int | None) -> BaseException:
-    failures = {rank: failure[0] for rank, failure in bundle.failures.items()}
-    mine = None if own_rank is None else failures.get(own_rank)
-    if mine is not None and not isinstance(mine, Exception):
-        return mine
-    own = {rank: error for rank, error in failures.items() if not isinstance(error, Elsewhere)}
-    rank, error = min((own or failures).items(), key=lambda pair: pair[0])
-    prefix = f"rank {rank}: " if dist.is_available() and dist.is_initialized() else ""
-    if isinstance(error, DSQError):
-        return type(error)(f"{prefix}{error}")
-    return otherwise(prefix + described(error))
-
-
-@contextmanager
-def _at_exit() -> Iterator[None]:
-    """Say why no thread starts any more, as in a function of `atexit`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "cannot schedule new futures" not in str(error) and "at interpreter shutdown" not in str(error):
-            raise
-        raise SaveFailed(
-            "the interpreter is exiting, and begins nothing in the background any more: call dsq_ckpt.save here, which "
-            "saves before it returns"
-        ) from error
-
-
-@contextmanager
-def _alone(no_dist: bool) -> Iterator[None]:
-    """Silence DCP's warning that a single process is a single process, where that is what was asked for."""
-    if not no_dist:
-        yield
-        return
-    with warnings.catch_warnings():
-        _silence()
-        yield
-
-
-def _silence() -> None:
-    # For good where a save goes on in the background: filters are those of the whole process, not of a thread.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(
@@ -207,7 +137,7 @@ def save_with(
     if staged:
         writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
-    with _plain_errors(SaveFailed, comm.rank, writer.discard), _alone(no_dist):
+    with plain_errors(SaveFailed, comm.rank, writer.discard), without_warning(no_dist):
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
@@ -291,9 +221,9 @@ def save_async_with(
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     group = None if processes or no_dist else background.group(process_group)
     if no_dist:
-        _silence()
+        silence()
     writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
-    with _plain_errors(SaveFailed, comm.rank), _at_exit():
+    with plain_errors(SaveFailed, comm.rank), explain_exit():
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
             no_dist=no_dist, process_group=group,
@@ -305,7 +235,7 @@ def save_async_with(
         error = done.exception()
         if isinstance(error, CheckpointException):
             writer.discard()
-            plain = _plain_error(error, SaveFailed, None if processes else comm.rank)
+            plain = plain_error(error, SaveFailed, None if processes else comm.rank)
             plain.__cause__ = error
             error = plain
         elif isinstance(error, Exception) and not isinstance(error, DSQError):
@@ -387,7 +317,7 @@ def load(
         for target, placeholders in to_fill:
             target.update(placeholders)
         with (
-            _plain_errors(LoadFailed, comm.rank), _alone(no_dist), loading(state_dict) as inner,
+            plain_errors(LoadFailed, comm.rank), without_warning(no_dist), loading(state_dict) as inner,
             _sortable(inner) as sortable,
         ):
             dcp.load(

@@ -1,4 +1,4 @@
-"""`dsq log`: the checkpoints of a run, what they cost when written and what they cost now."""
+"""`dsq log`: the checkpoints of a run, with their bytes when they were written and now."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Bytes:
 
 
 @dataclass
-class Entry:
-    """A checkpoint of a run. `classes` holds weights, moments and everything (exact tensors and overhead included)."""
+class RunCheckpoint:
+    """A checkpoint of a run; `classes` are weights, moments and everything (exact tensors and overhead included)."""
 
     path: Path
     manifest: Manifest
@@ -51,7 +51,7 @@ class Entry:
     classes: dict[str, Bytes]
 
     @classmethod
-    def read(cls, path: Path, manifest: Manifest) -> Entry:
+    def read(cls, path: Path, manifest: Manifest) -> RunCheckpoint:
         about = describe(path)
         classes = {name: Bytes() for name in CLASSES}
         for kind, sizes in manifest.kinds.items():
@@ -64,7 +64,7 @@ class Entry:
         return cls(path, manifest, about["created"], classes)
 
     def notes(self) -> str:
-        """What is special about it."""
+        """Return the notes of the checkpoint: pinned, and the number of tensors with NaN or Inf."""
         count = len(self.manifest.nonfinite)
         return ", ".join([*(["pinned"] if self.manifest.pinned else []), *([f"{count} NaN/Inf"] if count else [])])
 
@@ -81,19 +81,19 @@ class Entry:
 
 @dataclass
 class Search:
-    """What a manifest's `quality` says, in words; "-" where it does not say it."""
+    """Texts for the fields of a manifest's `quality`; "-" for an absent field."""
 
     chosen: str
     degradation: str
     restore: str | None
-    """What a restore from base and refinement loses; None where that was not measured."""
+    """Degradation by a restore from base and refinement layer; None if it was not measured."""
     evaluations: str
     seconds: str
     kept: bool
 
     @classmethod
     def of(cls, manifest: Manifest) -> Search | None:
-        """The search that a checkpoint was saved with; None if there was none."""
+        """Return the search that chose the configuration of a checkpoint, or None."""
         record = manifest.quality
         if not record:
             return None
@@ -109,7 +109,7 @@ class Search:
 
 
 def chosen_of(manifest: Manifest) -> str:
-    """The configuration that a search chose, in short: step 2.8, 3 bits; bits are those of the refinement."""
+    """Return the configuration that a search chose, such as "step 2.8, 3 bits"; the bits are of the refinement."""
     record = manifest.quality or {}
     chosen = record.get("chosen")
     if not chosen:
@@ -128,7 +128,7 @@ class History:
     """A run: its checkpoints, oldest first, and directories in it that cannot be read as checkpoints."""
 
     run: Path
-    entries: list[Entry]
+    entries: list[RunCheckpoint]
     total: dict[str, Bytes]
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     incomplete: list[Path] = field(default_factory=list)
@@ -136,10 +136,10 @@ class History:
 
     @classmethod
     def read(cls, run: Path) -> History:
-        """The history of a run directory.
+        """Return the history of a run directory.
 
         Raises:
-            CheckpointNotFound: it holds no checkpoint.
+            CheckpointNotFound: the directory holds no checkpoint.
         """
         if is_complete(run):
             raise CheckpointNotFound(
@@ -147,7 +147,7 @@ class History:
             )
         if not run.is_dir():
             raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
-        entries = [Entry.read(path, manifest) for path, manifest in checkpoints(run, lambda *_: None)]
+        entries = [RunCheckpoint.read(path, manifest) for path, manifest in checkpoints(run, lambda *_: None)]
         damaged, incomplete = leftovers(run)
         if not entries:
             found = f"; damaged: {damaged[0][1]}" if damaged else ""
@@ -171,7 +171,7 @@ class History:
         }
 
     def print(self) -> None:
-        """Tables for people."""
+        """Print tables."""
         screen = output.console()
         wide = screen.width >= output.WIDE
         noted = any(entry.notes() for entry in self.entries)
@@ -216,7 +216,7 @@ class History:
         self.print_leftovers()
 
     def _searches(self) -> Any:
-        """What the search for each configuration did; a table of its own, since terminals have 80 or 100 columns."""
+        """Return a table of the searches, apart from the checkpoints since terminals have 80 or 100 columns."""
         found = [(entry, Search.of(entry.manifest)) for entry in self.entries]
         searches = [search for _, search in found if search is not None]
         restores = any(search.restore is not None for search in searches)
@@ -236,7 +236,7 @@ class History:
         return rows
 
     def _told(self) -> list[str]:
-        """What the line below the tables says of searches and restores."""
+        """Return the texts about searches and restores for the line below the tables."""
         records = [entry.manifest.quality for entry in self.entries if entry.manifest.quality]
         evaluations = sum(record.get("evaluations", 0) for record in records)
         searched = output.seconds(sum(record.get("seconds", 0.0) for record in records))
@@ -247,7 +247,7 @@ class History:
         ]
 
     def print_leftovers(self) -> None:
-        """Warnings about directories that look like checkpoints and are none."""
+        """Print warnings about damaged and incomplete checkpoints."""
         screen = output.console()
         for path, problem in self.damaged:
             screen.print(f"damaged: {path.name}: {problem}", soft_wrap=True)
@@ -255,13 +255,13 @@ class History:
 
 
 def print_incomplete(paths: list[Path]) -> None:
-    """A line for each directory of a save without a manifest."""
+    """Print a line for each directory of a save without a manifest."""
     for path in paths:
         output.console().print(f"incomplete: {path.name}: a save under way, or a failed one for dsq gc", soft_wrap=True)
 
 
 def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """Directories below a run with files of ours: those whose manifest cannot be read, and those without one."""
+    """Return the directories of damaged checkpoints, with the problem, and of incomplete ones."""
     damaged, incomplete = [], []
     for entry in sorted(run.iterdir()):
         try:
@@ -280,14 +280,14 @@ def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
     return damaged, incomplete
 
 
-def disk_use(entries: list[Entry]) -> int:
-    """Bytes on disk of all checkpoints; a file linked into several counts once, wherever it was written."""
+def disk_use(entries: list[RunCheckpoint]) -> int:
+    """Return the bytes on disk of all checkpoints; a file with several links counts once."""
     found: dict[tuple[int, int], int] = {}
     for entry in entries:
         for name in [MANIFEST, *(file.name for file in entry.manifest.files)]:
             try:
                 status = os.stat(entry.path / name)
             except OSError:
-                continue  # `dsq verify` is who tells
+                continue  # `dsq verify` reports it
             found[status.st_dev, status.st_ino] = status.st_size
     return sum(found.values())

@@ -15,7 +15,7 @@ from dsq_ckpt.core.flat import boxes
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, Segment
 from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.pickle_refs import Piece, StoredTensor
+from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
 
 
 def shards_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool = True) -> Iterator[LocalShard]:
@@ -178,7 +178,7 @@ class Substitution:
                 continue
             rest += _gap(tensor, at, begin - first)
             start = segment.start + begin - segment.at
-            pieces.append(Piece(buffer.fqn(segment), start, end - begin, begin - first))
+            pieces.append(FlatRange(buffer.fqn(segment), start, end - begin, begin - first))
             at = end - first
         rest += _gap(tensor, at, tensor.numel())
         return StoredTensor(self._save_id, tensor.dtype, tuple(tensor.shape), pieces, rest)

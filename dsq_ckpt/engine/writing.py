@@ -21,7 +21,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
 from dsq_ckpt.storage.container import FileInfo
 from dsq_ckpt.storage.manifest import Sizes
-from dsq_ckpt.storage.shard import Piece, ShardWriter, Written
+from dsq_ckpt.storage.shard import ChunkRecord, ShardWriter, Written
 
 
 @dataclass
@@ -78,7 +78,7 @@ def write_rank(
     ) as shard:
         keys: list[ChunkKey] = []
 
-        def pieces() -> Iterator[Piece]:
+        def chunks() -> Iterator[ChunkRecord]:
             for chunk in state.chunks:
                 source, base = chunk.codes, chunk.base
                 keys.append(source.key)
@@ -87,13 +87,13 @@ def write_rank(
                 keep(cache, source, config.delta.enabled)
                 dtype = state.items[source.key].dtype
                 if base is None:
-                    yield Piece(source, dtype, None, frozenset())
+                    yield ChunkRecord(source, dtype, None, frozenset())
                 elif base.residual:
-                    yield Piece(source, dtype, None, base.requires, base.ref)
+                    yield ChunkRecord(source, dtype, None, base.requires, base.ref)
                 else:
-                    yield Piece(source, dtype, base.ref, base.requires)
+                    yield ChunkRecord(source, dtype, base.ref, base.requires)
 
-        for place, written in enumerate(shard.add_coded(pieces())):
+        for place, written in enumerate(shard.add_coded(chunks())):
             result.written[keys[place]] = written
             by_kind[state.items[keys[place]].kind].append(written)
         for item in state.unquantized:

@@ -43,7 +43,7 @@ class Kept(NamedTuple):
     codes: dict[ChunkKey, Codes]
 
 
-class Piece(NamedTuple):
+class FlatRange(NamedTuple):
     """Elements of a stored tensor, and where they go: `length` elements of `fqn` from `start` on, to `at`; all flat."""
 
     fqn: str
@@ -64,7 +64,7 @@ class StoredTensor:
     """
 
     def __init__(
-        self, save_id: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: list[Piece],
+        self, save_id: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: list[FlatRange],
         rest: list[tuple[int, torch.Tensor]],
     ) -> None:
         self._spec = {

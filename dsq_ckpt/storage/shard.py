@@ -1,4 +1,4 @@
-"""What one rank writes: its records, coded or exact, in a base file and a refinement file."""
+"""Records that one rank writes, coded or exact, in a base file and a refinement file."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Written:
     refinement: int = 0
 
 
-class Piece(NamedTuple):
-    """A chunk to be coded, and what it is coded against.
+class ChunkRecord(NamedTuple):
+    """A chunk to be coded, and the records of the parent checkpoint that it is coded against.
 
     Attributes:
-        source: its codes; `source.parent` is the context iff `parent` is given.
-        dtype: of the tensor.
-        parent: the record of the parent checkpoint that holds the previous codes.
-        requires: all files that record needs in turn, its own included.
-        residual: the record of the parent checkpoint that it is to be added to; then `requires` is of that.
+        source: codes of the chunk; `source.parent` is the context if and only if `parent` is given.
+        dtype: dtype of the tensor.
+        parent: record of the parent checkpoint that holds the previous codes.
+        requires: all files that the record of the parent checkpoint needs, its own included.
+        residual: record of the parent checkpoint to which the decoded values are added; `requires` is then of it.
     """
 
     source: CodeSource
@@ -62,16 +62,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Task:
-    """One block of a piece, on its way through a worker thread."""
+    """One block of a chunk, to be encoded by a worker thread."""
 
-    piece: Piece
+    chunk: ChunkRecord
     coder: Coder
     where: slice
     last: bool
 
     def run(self) -> tuple[_Task, bytes | None, BlockData]:
-        """Codes as bytes (None: they equal the previous ones), and what lies beside them."""
-        source = self.piece.source
+        """Encode the block; return its codes as bytes, None if they equal the previous ones, and its refinement."""
+        source = self.chunk.source
         if not len(source.codes):
             return self, b"", BlockData(np.empty(0, np.uint32), b"")
         beside = source.block(self.where)
@@ -87,7 +87,7 @@ class _Task:
 
 @dataclass
 class _Pack:
-    """Small exact items on their way into one block; `at` is where the next one begins."""
+    """Small exact items that share one block; `at` is the byte offset of the next item."""
 
     itemsize: int
     parts: list[bytes] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Pack:
 
 
 class ShardWriter:
-    """Writes the records of one rank of one save; a context manager that leaves no file behind on failure."""
+    """Writer of the records of one rank; as a context manager it leaves no file behind on failure."""
 
     def __init__(
         self, directory: Path, save_id: str, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
@@ -127,22 +127,22 @@ class ShardWriter:
 
     @property
     def name(self) -> str:
-        """The base file's name."""
+        """Name of the base file."""
         return self._base.path.name
 
-    def add_coded(self, pieces: Iterable[Piece]) -> Iterator[Written]:
-        """Quantize (where that is still to be done) and entropy-code chunks.
+    def add_coded(self, chunks: Iterable[ChunkRecord]) -> Iterator[Written]:
+        """Entropy-code chunks, quantizing those whose codes are not there yet.
 
-        Blocks of different chunks run side by side, so that no thread waits at the end of a chunk; only a few blocks
-        per thread are ahead of what is written, so that memory stays bounded.
+        Blocks of different chunks run in parallel, so that no thread waits at the end of a chunk. Only a few blocks
+        per thread are ahead of the writes, so that memory stays bounded.
         """
 
         def tasks() -> Iterator[_Task]:
-            for piece in pieces:
-                coder = self._group(piece.source.group, len(piece.source.codes))
-                blocks = list(self._workers.blocks(len(piece.source.codes))) or [slice(0, 0)]  # empty: a record alone
+            for chunk in chunks:
+                coder = self._group(chunk.source.group, len(chunk.source.codes))
+                blocks = list(self._workers.blocks(len(chunk.source.codes))) or [slice(0, 0)]  # empty: a record alone
                 for where in blocks:
-                    yield _Task(piece, coder, where, last=where is blocks[-1])
+                    yield _Task(chunk, coder, where, last=where is blocks[-1])
 
         base: list[Block | None] = []
         refined: list[Block] = []
@@ -150,16 +150,18 @@ class ShardWriter:
         for task, data, beside in self._workers.map(_Task.run, tasks()):
             let_signals_through()
             protected.append(beside.protected)
-            if len(task.piece.source.codes):
+            if len(task.chunk.source.codes):
                 base.append(None if data is None else self._base.add(data))
-                if task.piece.source.refinement_bits:
+                if task.chunk.source.refinement_bits:
                     refined.append(self._refinement_file().add(beside.refinement))
             if task.last:
-                yield self._add_record(task.piece, base, refined, np.concatenate(protected))
+                yield self._add_record(task.chunk, base, refined, np.concatenate(protected))
                 base, refined, protected = [], [], []
 
-    def _add_record(self, piece: Piece, blocks: list[Block | None], refined: list[Block], protected: Bits) -> Written:
-        source, dtype, parent = piece.source, piece.dtype, piece.parent
+    def _add_record(
+        self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits
+    ) -> Written:
+        source, dtype, parent = chunk.source, chunk.dtype, chunk.parent
         record: dict[str, Any] = {
             "type": "coded", **_identity(source.key, dtype), "group": source.group, "blocks": blocks,
         }
@@ -169,9 +171,9 @@ class ShardWriter:
             record["unit"] = source.second_moment
         if parent is not None:
             record["parent"] = list(parent)
-        if piece.residual is not None:
-            record["residual"] = list(piece.residual)
-        self._requires |= piece.requires
+        if chunk.residual is not None:
+            record["residual"] = list(chunk.residual)
+        self._requires |= chunk.requires
         size = sum(block.size for block in blocks if block is not None)
         if len(protected):
             record["protected_count"] = len(protected)
@@ -202,11 +204,11 @@ class ShardWriter:
         return self._add_raw(record, raw, kept.element_size(), key.elements * tensor.element_size())
 
     def add_bytes(self, fqn: str, data: bytes) -> Written:
-        """Store an object that DCP serialised, as the bytes they are."""
+        """Store the bytes of an object that DCP serialized."""
         return self._add_raw({"type": "bytes", "fqn": fqn}, memoryview(data), 1, len(data))
 
     def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
-        """Close both files; returns them and the names of the ancestors' files that the base file needs."""
+        """Close both files; return them and the names of the ancestors' files that the base file needs."""
         for itemsize in list(self._open):
             self._flush(itemsize)
         requires = sorted(self._requires)
@@ -223,7 +225,7 @@ class ShardWriter:
         return base, refinement, requires
 
     def _group(self, name: str, elements: int) -> Coder:
-        """The coder of a group; its codebook and model are written once per file."""
+        """Return the coder of a group; write its codebook and model once per file."""
         if name not in self._groups:
             fitted = self._fitted[name]
             coder = _fitted_coder(self._config.delta, fitted.counts)
@@ -266,7 +268,7 @@ class ShardWriter:
         return written
 
     def _flush(self, itemsize: int) -> None:
-        """Compress the open pack of an item size and tell its members where they lie."""
+        """Compress the open pack of an item size and record its location in its members."""
         pack = self._open.pop(itemsize)
         raw = b"".join(pack.parts)
         data = shuffle_compress(raw, itemsize, self._config.storage.zstd_level)

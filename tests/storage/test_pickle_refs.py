@@ -14,7 +14,7 @@ import dsq_ckpt
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.pickle_refs import Piece, StoredTensor
+from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
 from tests.helpers.commands import alter, owned
 
 SHAPE = (40, 25)
@@ -30,12 +30,15 @@ def tag(tmp_path):
     dsq_ckpt.save({"model": {"weight": weight, "bias": torch.arange(7.0)}}, directory, config=config)
     loaded = {"model": {"weight": torch.empty(SHAPE), "bias": torch.empty(7)}}
     dsq_ckpt.load(loaded, directory)
-    pieces = [Piece("model.weight", 33, 500, 0), Piece("model.bias", 2, 4, 500), Piece("model.weight", 0, 33, 510)]
+    pieces = [
+        FlatRange("model.weight", 33, 500, 0), FlatRange("model.bias", 2, 4, 500),
+        FlatRange("model.weight", 0, 33, 510),
+    ]
     rest = [(504, torch.tensor([1.5, -2.5]))]
     save_id = Manifest.read(directory).save_id
     state = {
         "flat": StoredTensor(save_id, torch.float32, (543,), pieces, rest), "step": 3,
-        "half": StoredTensor(save_id, torch.bfloat16, SHAPE, [Piece("model.weight", 0, 1000, 0)], []),
+        "half": StoredTensor(save_id, torch.bfloat16, SHAPE, [FlatRange("model.weight", 0, 1000, 0)], []),
     }
     torch.save(state, directory / "x_states.pt")
     flat = torch.zeros(543)
@@ -117,7 +120,7 @@ def test_an_altered_checkpoint(tag):
         load(tag[0] / "x_states.pt")
 
 
-@pytest.mark.parametrize("piece", [Piece("model.other", 0, 3, 0), Piece("model.weight", 998, 3, 0)])
+@pytest.mark.parametrize("piece", [FlatRange("model.other", 0, 3, 0), FlatRange("model.weight", 998, 3, 0)])
 def test_what_is_not_there(tag, piece):
     directory = tag[0]
     wrong = StoredTensor(Manifest.read(directory).save_id, torch.float32, (3,), [piece], [])
