@@ -52,7 +52,7 @@ def sessions(run: Path) -> list[LogSession]:
         return []
     newest: dict[str, tuple[str, int]] = {}
     for path, _ in snapshots.newest_first(run):
-        meta = snapshots.about(path)
+        meta = snapshots.read_metadata(path)
         if meta is not None:
             newest.setdefault(meta["session"], (path.name, int(meta["step"])))
     found = []
@@ -60,7 +60,7 @@ def sessions(run: Path) -> list[LogSession]:
         snapshot = newest.get(session)
         complete, ended = None, None
         if snapshot is not None:
-            course = segments.course(run, session, snapshot[1])
+            course = segments.replayable_steps(run, session, snapshot[1])
             complete, ended = snapshot[1] + len(course.segments), course.ended
         steps = {step for name, _ in named for step in range(name.first, name.last + 1)}
         found.append(LogSession(
@@ -99,7 +99,7 @@ def check(run: Path, deep: bool) -> list[tuple[str, int, str | None]]:
     for _, path in segments.names(run):
         problem = None
         try:
-            segment = segments.Segment(path)
+            segment = segments.LogSegment(path)
             try:
                 for step in segment.steps:
                     segment.buffers(step)

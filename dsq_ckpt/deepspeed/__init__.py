@@ -1,15 +1,15 @@
-"""DeepSpeed: compressed checkpoints by a block in its configuration.
+"""Compressed checkpoints for DeepSpeed, enabled by a block in its configuration.
 
     "dsq_checkpoint": {"enabled": true, "search": {...}, "quantize": {...}, "delta": {...}}
 
-`initialize` stands for `deepspeed.initialize`; `attach` is for an engine that is there already; `install` makes every
-engine of this process look for the block, which `python -m dsq_ckpt.launch train.py` does before it runs a script.
+`initialize` replaces `deepspeed.initialize`; `attach` takes an existing engine; `install` lets every new engine of this
+process read the block, which `python -m dsq_ckpt.launch train.py` does before it runs a script.
 
     log = dsq_ckpt.deepspeed.gradient_log(engine, "run")
     ...
     engine.step(); log.step()
 
-`gradient_log` has every step on disk by its gradients, and `recover` gives an engine the state after the last one.
+`gradient_log` logs the gradients of every step, and `recover` restores an engine to the state after the last step.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ BLOCK = "dsq_checkpoint"
 
 _NO_BLOCK = f"the configuration has no block '{BLOCK}'"
 _CLOSE = 0.8  # as `dqs_checkpoint`, but not DeepSpeed's own `checkpoint`
-_blocks: list[bool] = []  # of the engines since `install`: whether each has the block
+_blocks: list[bool] = []  # one item per engine since `install`: whether its configuration has the block
 Evaluate = Callable[[], float]
 
 
 def initialize(
     *args: Any, evaluate: Evaluate | None = None, check: Evaluate | None = None, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, with compressed checkpoints where the configuration has the block `dsq_checkpoint`.
+    """Call `deepspeed.initialize`, and attach to the engine if the configuration has the block `dsq_checkpoint`.
 
     Args:
-        args: of `deepspeed.initialize`.
+        args: positional arguments of `deepspeed.initialize`.
         evaluate, check: see `attach`.
-        kwargs: of `deepspeed.initialize`.
+        kwargs: keyword arguments of `deepspeed.initialize`.
 
     Returns:
-        What `deepspeed.initialize` returns: engine, optimizer, data loader, scheduler.
+        Engine, optimizer, data loader and scheduler, as `deepspeed.initialize` does.
 
     Raises:
-        ConfigError: the block has unknown keys or wrong values, all of which are named; or `evaluate` or `check` is no
+        ConfigError: the block has unknown keys or wrong values, all of which are named, or `evaluate` or `check` is no
             function.
     """
     expect_folds(evaluate, check)
     deepspeed = _deepspeed()
     if isinstance(tree := kwargs.get("config"), dict):
-        block_of(tree, silent=True)  # what is wrong with it is said before the engine is built
+        block_of(tree, silent=True)  # raise errors before the engine is built
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     tree = made[0]._config._param_dict
     if block_of(tree, silent=True) is not None:
@@ -82,19 +82,20 @@ def attach(
     engine: Any, config: DSQConfig | dict[str, Any] | None = None, evaluate: Evaluate | None = None,
     check: Evaluate | None = None,
 ) -> None:
-    """Let an engine write compressed checkpoints, and read them and its own; collective.
+    """Let an engine write compressed checkpoints, and read compressed and plain ones; collective.
 
     Args:
-        engine: of DeepSpeed.
-        config: as the block `dsq_checkpoint`, which is used where this is None; with neither, the defaults.
-        evaluate: the metric of the engine's model as it is now, as for `dsq_ckpt.Compressor`; each save then searches
-            the smallest configuration that keeps to `config.search`. Called on all ranks together.
-        check: the same metric on other batches, as for `dsq_ckpt.Compressor`; what is chosen keeps its bounds there
-            too.
+        engine: DeepSpeed engine.
+        config: configuration with the keys of the block `dsq_checkpoint`; None for the engine's block, or the defaults.
+        evaluate: collective function that returns the metric of the engine's current model, as for
+            `dsq_ckpt.Compressor`. Each save then searches for the smallest configuration within the bounds of
+            `config.search`.
+        check: function that returns the same metric on other batches, as for `dsq_ckpt.Compressor`, on which the chosen
+            configuration must also keep the bounds.
 
     Raises:
-        ConfigError: an argument or the configuration is wrong, or asks for storage that ranks do not share.
-        SaveFailed: on all ranks, if only some were given `evaluate`, or `check`.
+        ConfigError: an argument or the configuration is invalid, or ranks do not share the storage.
+        SaveFailed: on all ranks, if only some ranks pass `evaluate` or `check`.
     """
     expect_folds(evaluate, check)
     _deepspeed()
@@ -129,7 +130,7 @@ def attach(
 
 
 def install() -> None:
-    """Every engine that is made from now on writes compressed checkpoints, if its configuration has the block.
+    """Let every future engine write compressed checkpoints if its configuration has the block.
 
     For scripts that call `deepspeed.initialize` themselves, or leave it to Hugging Face's Trainer or Accelerate.
     """
@@ -156,7 +157,7 @@ def install() -> None:
 
 
 def _remind_when_it_saves(engine: Any) -> None:
-    """Let the first save of an engine without the block say so, unless another engine of this process has one."""
+    """Warn at the first save of an engine without the block, unless another engine of this process has one."""
     original = engine.save_checkpoint
 
     @functools.wraps(original)
@@ -170,12 +171,12 @@ def _remind_when_it_saves(engine: Any) -> None:
 
 
 def blocks_seen() -> list[bool]:
-    """Return, of each engine since `install`, whether its configuration has the block, enabled or not."""
+    """Return for each engine since `install` whether its configuration has the block, enabled or not."""
     return list(_blocks)
 
 
 def _warn_of_others(tree: dict[str, Any]) -> bool:
-    """Warn of keys that the block may have been meant by; returns whether there are any."""
+    """Warn about keys that resemble the block's name; return whether there are any."""
     near = {key for key in tree if isinstance(key, str) and key != BLOCK and _is_near(key)}
     inner = tree.get("checkpoint")
     near |= {f"checkpoint.{key}" for key in inner if _is_near(key)} if isinstance(inner, dict) else set()
@@ -196,13 +197,13 @@ def _is_near(key: str) -> bool:
 
 
 def quality(engine: Any) -> dict[str, Any] | None:
-    """What the search for the engine's last checkpoint measured; None where there was none."""
+    """Return the measurements of the search for the engine's last checkpoint, or None without a search."""
     found: DSQCheckpointEngine = engine.checkpoint_engine
     return getattr(found, "quality", None)
 
 
 def _check_and_remember_loads(engine: Any) -> None:
-    """Let the engine load a tag only once all ranks have found it whole, and remember it."""
+    """Let the engine load a tag only after all ranks have verified it, and record the loaded tag."""
     original = type(engine).load_checkpoint
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -231,14 +232,14 @@ def _policy(engine: Any, evaluate: Evaluate | None, check: Evaluate | None) -> C
 
 
 def block_of(settings: dict[str, Any], *, silent: bool = False) -> DSQConfig | None:
-    """Return the block of a configuration of DeepSpeed; None if there is none, or it is not enabled.
+    """Return the block in a DeepSpeed configuration, or None if it is missing or not enabled.
 
     Args:
         settings: DeepSpeed's configuration.
-        silent: do not warn of former keys; for all readings of a block but the one that uses it.
+        silent: do not warn about former keys; True for every read of the block but the one that uses it.
 
     Raises:
-        ConfigError: it has unknown keys or wrong values; all of them are named.
+        ConfigError: the block has unknown keys or wrong values, all of which are named.
     """
     tree = settings.get(BLOCK)
     if tree is None:
@@ -261,7 +262,7 @@ def _as_config(config: DSQConfig | dict[str, Any]) -> DSQConfig:
 
 
 def __getattr__(name: str) -> Any:
-    """What logs gradients, when it is first asked for: checkpoints do without it."""
+    """Import `gradient_log` and `recover` on first use, since checkpoints do not need them."""
     if name in ("gradient_log", "recover"):
         return getattr(importlib.import_module("dsq_ckpt.deepspeed.log"), name)
     raise AttributeError(f"module 'dsq_ckpt.deepspeed' has no attribute {name!r}")

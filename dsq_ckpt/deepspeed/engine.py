@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint engine, wrapped: a tag directory becomes a checkpoint of ours with DeepSpeed's files in it."""
+"""A wrapper of DeepSpeed's checkpoint engine that makes a tag directory a compressed checkpoint."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from dsq_ckpt.storage.runs import run_of
 
 
 class DSQCheckpointEngine(CheckpointEngine):
-    """Writes compressed tags, and reads them and DeepSpeed's own.
+    """A checkpoint engine that writes compressed tags, and reads compressed tags and DeepSpeed's own.
 
-    `save` is called on some ranks only and by turns, so it only takes note; all that ranks have to do together is done
-    in `commit`, on a process group of its own, before DeepSpeed moves `latest`.
+    DeepSpeed calls `save` on some ranks only and in turns, so `save` only queues files. All collective work is done in
+    `commit`, on a separate process group, before DeepSpeed updates `latest`.
 
     Args:
-        engine: of DeepSpeed.
-        inner: the checkpoint engine it had.
-        config: what is lossy, and how.
-        group: of gloo, over all ranks.
-        policy: chooses the configuration of each save.
-        gradients: averages that weigh elements, where the configuration wants them.
+        engine: DeepSpeed engine.
+        inner: former checkpoint engine of `engine`.
+        config: configuration of lossy compression.
+        group: gloo process group over all ranks.
+        policy: policy that chooses the configuration of each save.
+        gradients: averaged gradients for sensitivity, if the configuration uses them.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             warmup.start()
         self.inner = inner
         self.quality: dict[str, Any] | None = None
-        """What the search for the last configuration measured."""
+        """Measurements of the search for the last configuration."""
         self._engine = engine
         self.group = group
         self._comm = TorchCommunicator(group)
@@ -84,10 +84,10 @@ class DSQCheckpointEngine(CheckpointEngine):
     # Names of arguments are those of the base class: DeepSpeed passes them by keyword.
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """A checkpoint begins; on all ranks.
+        """Begin a checkpoint; collective.
 
         Raises:
-            SaveFailed: on all ranks, if its directory could not be made, or see `agreed_tag`.
+            SaveFailed: on all ranks, if the directory cannot be created, or see `agreed_tag`.
         """
         self._queue.clear()
         self._tag = None
@@ -96,9 +96,9 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._tag = agreed_tag(self._comm, info.save_dir, info.tag, validated, unusable)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory. The others wait for this one rank at a barrier, so what fails is told in `create`.
+        """Create a directory. Other ranks wait for this rank at a barrier, so `create` reports a failure.
 
-        That of a tag is made in `commit`: a save that fails before leaves none.
+        The directory of a tag is created in `commit`, so that an earlier failure leaves no directory.
         """
         if self._tag is not None:
             return
@@ -108,11 +108,11 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._unusable = error
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Take note of a file to be written; DeepSpeed leaves its tensors alone until `commit`."""
+        """Queue a file for `commit`; DeepSpeed does not change its tensors until then."""
         self._queue[Path(path).absolute()] = state_dict
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Write what was taken note of; on all ranks.
+        """Write the queued files; collective.
 
         Raises:
             DSQError: on all ranks, when any failed; `latest` and earlier tags are untouched.
@@ -129,10 +129,10 @@ class DSQCheckpointEngine(CheckpointEngine):
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What a file holds, decoded; of a tag that is not compressed as well.
+        """Load a file of a compressed or plain tag.
 
         Raises:
-            DSQError: the checkpoint that the file belongs to is not complete, or damaged.
+            DSQError: the checkpoint of the file is incomplete or damaged.
         """
         file = Path(path).absolute()
         if not is_complete(file.parent):
@@ -142,10 +142,10 @@ class DSQCheckpointEngine(CheckpointEngine):
         if looked_at is not None and looked_at[:2] == (file, manifest.save_id):
             return looked_at[2]
         with pickle_refs.stored_in(file.parent):
-            # As DeepSpeed does, which keeps objects of its own and the user's in these files.
+            # weights_only=False as in DeepSpeed, whose files hold objects of its own and of the user.
             loaded = torch.load(path, map_location=map_location, weights_only=False)
         if looked_at is None and callable(map_location):
-            # DeepSpeed loads a module's first file twice, to look at it and to use it, and decoding takes its time.
+            # DeepSpeed loads a module's first file twice, to inspect and to use it; decoding twice would be slow.
             self._looked_at = file, manifest.save_id, loaded
         return loaded
 
@@ -155,15 +155,15 @@ class DSQCheckpointEngine(CheckpointEngine):
 
     @contextmanager
     def loading(self, load_dir: str, tag: str) -> Iterator[None]:
-        """DeepSpeed loads a tag in here; collective. What it is coded with serves the next save.
+        """Return a context for loading a tag; collective. The tag's codes serve the next save.
 
-        Every byte is compared with its checksum first, each rank a part of them: what one rank finds while the others
-        load would leave these waiting. A tag that is not compressed is left alone.
+        All files are verified by their checksums first, each rank a share of them: an error on one rank during loading
+        would leave the others waiting. A plain tag is not verified.
 
         Raises:
             CorruptCheckpoint: on all ranks, if any file is missing or altered.
-            CheckpointNotFound: on all ranks, if the tag is not there, or its save did not complete.
-            LoadFailed: on all ranks, if they were given different tags, or DeepSpeed finds no files for this rank.
+            CheckpointNotFound: on all ranks, if the tag does not exist, or its save did not complete.
+            LoadFailed: on all ranks, if their tags differ, or DeepSpeed finds no files for this rank.
         """
         directory = find_tag(self._comm, load_dir, tag)
         run_on_all_ranks(self._comm, lambda: restore(directory) if self._comm.rank == 0 else None, LoadFailed)
@@ -180,7 +180,7 @@ class DSQCheckpointEngine(CheckpointEngine):
             raise CorruptCheckpoint(f"{'; '.join(found[:3])}; load another tag")
         if manifest is not None and manifest.refinement == "dropped":
             warn(what_the_base_costs(directory, manifest), rank=self._comm.rank)
-        buffers = inventory(self._engine).buffers  # without moments, where there was no step yet
+        buffers = inventory(self._engine).buffers  # without moments before the first step
         own = {
             (parameter_in(part.key.fqn), *part.key[1:]) for part in shards_of(buffers, self._comm.rank, self._comm.size)
         }
@@ -212,7 +212,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         return bool(self.inner.preserves_storage_sharing())
 
     def cleanup(self) -> None:
-        """Close what was read."""
+        """Close the files that were read."""
         pickle_refs.close()
         self.inner.cleanup()
 
@@ -248,11 +248,11 @@ class DSQCheckpointEngine(CheckpointEngine):
             if self._gradients is not None:
                 self._gradients.reset()
         if parent != "auto":
-            self._history.clear(self._last)  # of every directory that a run uses, its codes would stay in memory
+            self._history.clear(self._last)  # codes of every directory that a run uses would stay in memory
         self.quality, self._last = plan.quality, directory
 
     def _parent_of(self, directory: Path) -> str:
-        """Return the parent of a tag: each checkpoint of Hugging Face's trainer has a run directory of its own."""
+        """Return the parent of a tag, which may be in another run directory, as with Hugging Face's trainer."""
         if self._last is None or run_of(self._last) == run_of(directory):
             return "auto"
         try:
@@ -264,7 +264,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         return partial(_write_stored, found=found, unlike=unlike, state=state)
 
     def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
-        """What is wrong with this rank's share of a tag's files; and its manifest, if it is one of ours."""
+        """Verify this rank's share of a tag's files; return the problems, and the manifest of a compressed tag."""
         if not is_complete(directory):
             if any(directory.glob("*.dsq")) and not plain_aside(directory):
                 raise CheckpointNotFound(
@@ -301,7 +301,7 @@ def _pickles(value: Any) -> bool:
 
 
 def _write_plain(queue: Mapping[Path, Any]) -> None:
-    """Files that are no part of a tag, such as those of `save_16bit_model`: as they are, complete or not at all."""
+    """Write files outside of a tag, such as those of `save_16bit_model`, uncompressed and atomically."""
     for path, state in queue.items():
         with new_file(path) as stream:
             torch.save(state, stream)

@@ -1,4 +1,4 @@
-"""Averaged gradients of DeepSpeed's flat buffers, seen where its optimizer steps."""
+"""Averaged gradients of DeepSpeed's flat buffers, captured at its optimizer's steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 class FlatGradients:
-    """Moving averages of what the basic optimizer steps with: reduced, unscaled, clipped, aligned with the masters.
+    """Moving averages of the basic optimizer's gradients: reduced, unscaled, clipped, and aligned with the masters.
 
-    No communication: each rank averages the gradients of its own partitions.
+    Each rank averages the gradients of its own partitions, without communication.
 
     Args:
-        engine: of DeepSpeed.
-        search: weight of the newest gradient, and batches before a checkpoint.
-        fractions: what may be pruned and protected by sensitivity.
+        engine: DeepSpeed engine.
+        search: configuration with `beta`, the weight of the newest gradient, and `window`, batches before a checkpoint.
+        fractions: fractions of elements that are pruned and protected by sensitivity.
     """
 
     def __init__(self, engine: Any, search: SearchConfig, fractions: Fractions) -> None:
@@ -37,7 +37,7 @@ class FlatGradients:
         self._average.attach(engine.basic_optimizer, later=True)
 
     def by_chunk(self, buffers: Iterable[Buffer]) -> dict[str | ChunkKey, torch.Tensor]:
-        """The averages as far as there are any, by the chunks that weights are saved in."""
+        """Return the available averages by chunk of the weights."""
 
         def average(buffer: Buffer) -> torch.Tensor | None:
             name = self._names.get(id(buffer.tensor))
@@ -47,5 +47,5 @@ class FlatGradients:
         return {key: found for key, found in by_chunk(buffers, average).items()}
 
     def reset(self) -> None:
-        """A checkpoint was made."""
+        """Reset the averages after a checkpoint."""
         self._average.reset()

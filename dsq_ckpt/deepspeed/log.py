@@ -1,9 +1,8 @@
-"""Gradient logs of DeepSpeed engines: every step on disk by the gradients that its optimizer steps with.
+"""Gradient logs of DeepSpeed engines, which store every step by the gradients of its optimizer.
 
-In bf16 and ZeRO stages 1 to 3 these are the reduced 16-bit gradients times one number, by which DeepSpeed unscales and
-clips: each rank logs those of its partitions in two bytes per element, and nothing is lost or communicated for it. In
-stage 0, where all ranks have all gradients, they share the work, and gradients may be compressed before DeepSpeed
-averages them.
+In bf16 and ZeRO stages 1 to 3 these are the reduced 16-bit gradients times one factor of unscaling and clipping. Each
+rank logs its partitions in two bytes per element, without loss or communication. In stage 0 all ranks have all
+gradients: they share the work, and gradients may be compressed before DeepSpeed averages them.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ from dsq_ckpt.deepspeed.masters import refresh_of
 from dsq_ckpt.deepspeed.train_state import ENGINE, MasterState
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed
-from dsq_ckpt.lowdiff.buckets import Hooked
-from dsq_ckpt.lowdiff.capture import Captured, capture
-from dsq_ckpt.lowdiff.compressors import Compressor, GradientInfo, Uncompressed
+from dsq_ckpt.lowdiff.buckets import HookedCompressor
+from dsq_ckpt.lowdiff.capture import CapturedStep, capture
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, Uncompressed
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
 from dsq_ckpt.lowdiff.log import GradientLog
-from dsq_ckpt.lowdiff.recovery import Recovered, recover_subject
-from dsq_ckpt.lowdiff.train_state import Entry, Stateful, TrainState, dtype_name
-from dsq_ckpt.lowdiff.worker_client import Layout, WorkerClient
+from dsq_ckpt.lowdiff.recovery import Recovered, recover_train_state
+from dsq_ckpt.lowdiff.train_state import ParameterEntry, Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import ArenaLayout, WorkerClient
 from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.paths import local_path
 
 
 class EngineLog(GradientLog):
-    """Logs every step of a DeepSpeed engine; made by `gradient_log`.
+    """A log of every step of a DeepSpeed engine; created by `gradient_log`.
 
-    `step` is called after every `engine.step()`. Where that only accumulated gradients, it does nothing. A step that
-    DeepSpeed skips because of an overflow is logged as one that changes no weights.
+    Call `step` after every `engine.step()`; it does nothing if the engine only accumulated gradients. A step that
+    DeepSpeed skips because of an overflow is logged as a step without changes.
 
     Attributes:
-        steps_done: `engine.global_steps` of the last step that was logged.
+        steps_done: `engine.global_steps` of the last logged step.
     """
 
     def __init__(
-        self, run: str | os.PathLike[str], engine: Any, *, compressor: str | Compressor, resume: Recovered | None,
-        state: Mapping[str, Stateful] | None, **options: Any,
+        self, run: str | os.PathLike[str], engine: Any, *, compressor: str | GradientCompressor,
+        resume: Recovered | None, state: Mapping[str, Stateful] | None, **options: Any,
     ) -> None:
         self._engine = engine
-        self._parts: _Parts | None = None
-        self._traces: dict[nn.Parameter, GradientInfo] = {}
+        self._partition_capture: _PartitionCapture | None = None
+        self._infos: dict[nn.Parameter, GradientInfo] = {}
         self._called: set[str] = set()
         self._reduction: Any = None
         super().__init__(
@@ -68,12 +67,12 @@ class EngineLog(GradientLog):
                 f"the engine has done {done} steps, and its log {self.steps_done}: call log.step() after every "
                 "engine.step(); after engine.load_checkpoint() close the log and begin another one"
             )
-        if self._stepped and self._called != set(self._subject.parameters):
+        if self._stepped and self._called != set(self._train_state.parameters):
             self._gap = True
             self._warn("the engine updated weights outside of its optimizer's step; the log goes on with a snapshot")
         super().step()
 
-    def _subject_of(
+    def _train_state_of(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
     ) -> TrainState:
         return MasterState(self._engine, {name: state for name, state in states.items() if name != ENGINE})
@@ -86,10 +85,10 @@ class EngineLog(GradientLog):
         self.steps_done = self._snapshot_at = steps
 
     def _attach_compressor(self) -> None:
-        """Take the place of DeepSpeed's averaging, where there is something to compress."""
+        """Replace DeepSpeed's averaging, unless the compressor is "none"."""
         if isinstance(self._compressor, Uncompressed):
             return
-        assert isinstance(self._compressor, Hooked)
+        assert isinstance(self._compressor, HookedCompressor)
         engine, compressor = self._engine, self._compressor
         compressor.adopt(engine.module)
         group = engine.seq_data_parallel_group
@@ -97,7 +96,7 @@ class EngineLog(GradientLog):
         def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
             if engine.is_gradient_accumulation_boundary():
                 compressor.synchronize(group if group.size() > 1 else None)
-                self._traces = compressor.take()
+                self._infos = compressor.take()
 
         self._reduction = engine.allreduce_gradients = allreduce_gradients
 
@@ -108,81 +107,85 @@ class EngineLog(GradientLog):
         self._reduction = None
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer is called for all masters together, or for some after the other."""
-        subject = self._engine_state()
-        names = subject.updated_in(optimizer.param_groups)
+        """Capture gradients; DeepSpeed calls the optimizer for all masters at once, or for a few at a time."""
+        train_state = self._engine_state()
+        names = train_state.updated_in(optimizer.param_groups)
         if not self._stepped or names & self._called:  # twice for the same: an error
-            self._called, self._parts = set(), None
+            self._called, self._partition_capture = set(), None
             super()._before_step(optimizer, args, kwargs)
-        elif self._parts is not None and not self._broken:
-            parts = self._parts
-            self._hyper = subject.hyper()
-            self._guarded(lambda: parts.put(subject, names))
+        elif self._partition_capture is not None and not self._broken:
+            partitions = self._partition_capture
+            self._hyper = train_state.hyper()
+            self._guarded(lambda: partitions.put(train_state, names))
         self._called |= names
 
-    def _capture(self, room: int) -> None:
-        subject = self._engine_state()
-        # What stands in the masters' gradients is rounded to the module's dtype, times a number.
+    def _capture(self, buffer_bytes: int) -> None:
+        train_state = self._engine_state()
+        # The masters' gradients are values of the module's dtype times one factor.
         dtype = self._engine.get_data_types()[0]
         half = dtype_name(dtype) if dtype.itemsize == 2 else None
-        if subject.partitioned:
-            self._parts = _Parts(self._own, half, room, self._running())
-            self._parts.put(subject, subject.updated_in(self._subject.optimizer.param_groups))
-            self._pending = self._parts.captured
+        if train_state.partitioned:
+            self._partition_capture = _PartitionCapture(self._own, half, buffer_bytes, self._running())
+            self._partition_capture.put(train_state, train_state.updated_in(self._train_state.optimizer.param_groups))
+            self._pending = self._partition_capture.captured
             return
-        captured = capture(subject, self._own, self._master_traces(), self._whole, room, self._running())
+        captured = capture(
+            train_state, self._own, self._master_infos(), self._dense_only, buffer_bytes, self._running()
+        )
         hints = captured.message["hints"]
         if half is not None and hints["half"] is None:
             hints |= {"half": half, "search": True}
         self._pending = captured
 
     def _discard(self) -> None:
-        self._traces = {}
+        self._infos = {}
 
     def _own_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self._subject.buffers())
+        return list(self._train_state.buffers())
 
-    def _brings(self, path: tuple[str, ...], parameter: str | None) -> bool:
-        return self._engine_state().is_own(path) or super()._brings(path, parameter)
+    def _writes_tensor(self, path: tuple[str, ...], parameter: str | None) -> bool:
+        return self._engine_state().is_own(path) or super()._writes_tensor(path, parameter)
 
     def _engine_state(self) -> MasterState:
-        assert isinstance(self._subject, MasterState)
-        return self._subject
+        assert isinstance(self._train_state, MasterState)
+        return self._train_state
 
-    def _master_traces(self) -> dict[nn.Parameter, GradientInfo]:
-        """What is known of the module's gradients, for the masters that have the same."""
-        traces, self._traces = self._traces, {}
-        by_name = {self._engine.param_names[parameter]: trace for parameter, trace in traces.items()}
+    def _master_infos(self) -> dict[nn.Parameter, GradientInfo]:
+        """Return the information about the module's gradients, for the masters with the same gradients."""
+        infos, self._infos = self._infos, {}
+        by_name = {self._engine.param_names[parameter]: info for parameter, info in infos.items()}
         return {
-            master: by_name[name] for name, master in self._subject.parameters.items() if name in by_name
+            master: by_name[name] for name, master in self._train_state.parameters.items() if name in by_name
         }
 
 
-class _Parts:
-    """Gradients of partitions, which are there one after the other, in one slot.
+class _PartitionCapture:
+    """A capture of partitions whose gradients become available one after the other, in one slot.
 
     Args:
-        own: what this rank logs.
-        half: torch's name of the 16-bit floats that the gradients are multiples of; None: they are of none.
-        room: bytes for buffers of the model.
-        handle: of the checkpointing process.
+        own: parameters that this rank logs.
+        half: name of the 16-bit dtype of the gradients before scaling; None if they have none.
+        buffer_bytes: bytes to reserve for buffers of the model.
+        client: client of the checkpointing process.
     """
 
-    def __init__(self, own: Sequence[Entry], half: str | None, room: int, handle: WorkerClient) -> None:
-        layout = Layout()
+    def __init__(
+        self, own: Sequence[ParameterEntry], half: str | None, buffer_bytes: int, client: WorkerClient
+    ) -> None:
+        layout = ArenaLayout()
         self._own = own
         self._places = [layout.add(entry.elements * dtype_of(entry.dtype).itemsize) for entry in own]
-        buffers_at = layout.add(room)
-        slot = handle.slot()
-        self._arena, new = handle.room(slot, layout.size)
+        buffers_at = layout.add(buffer_bytes)
+        slot = client.slot()
+        self._arena, new = client.ensure_arena(slot, layout.size)
         self._dense: list[dict[str, Any]] = []
         hints = {"scales": [1.0], "half": half, "search": half is not None}
-        self.captured = Captured({"sparse": [], "dense": self._dense, "hints": hints}, slot, buffers_at, new)
+        self.captured = CapturedStep({"sparse": [], "dense": self._dense, "hints": hints}, slot, buffers_at, new)
 
-    def put(self, subject: MasterState, names: Collection[str]) -> None:
-        """Copy the gradients of some partitions; those of others may be there, but not as they will be used."""
+    def put(self, train_state: MasterState, names: Collection[str]) -> None:
+        """Copy the gradients of some partitions; gradients of others may not be final yet."""
         for place, entry in enumerate(self._own):
-            gradient = subject.parameters[entry.name].grad
+            gradient = train_state.parameters[entry.name].grad
             if gradient is None or entry.name not in names:
                 continue
             at, dtype = self._places[place], dtype_of(entry.dtype)
@@ -191,29 +194,29 @@ class _Parts:
 
 
 def gradient_log(
-    engine: Any, run: str | os.PathLike[str], *, compressor: str | Compressor = "none",
+    engine: Any, run: str | os.PathLike[str], *, compressor: str | GradientCompressor = "none",
     resume: Recovered | None = None, state: Mapping[str, Stateful] | None = None,
     snapshot_every: int | Literal["auto"] = "auto", batch: int | Literal["auto"] = "auto", mtbf: float | None = None,
     queue: int = 4, keep: int = 1, cores: Collection[int] | None = None, timeout: float = 300.0,
 ) -> EngineLog:
-    """Log every step of an engine, so that `recover` gives the state after the last one; collective.
+    """Log every step of an engine, so that `recover` restores the state after the last step; collective.
 
         log = dsq_ckpt.deepspeed.gradient_log(engine, "run")
         ...
         engine.step(); log.step()
 
     Args:
-        engine: of DeepSpeed.
+        engine: DeepSpeed engine.
         run: directory of the run, on storage that all ranks share.
-        compressor: of gradients before they are averaged, in ZeRO stage 0 only; see `dsq_ckpt.lowdiff.GradientLog`.
-            "none" changes nothing about training.
-        resume: what `recover` returned.
-        state: what the engine does not know of, by name; its own scheduler is logged anyway.
+        compressor: gradient compressor, in ZeRO stage 0 only; see `dsq_ckpt.lowdiff.GradientLog`. "none" does not
+            change training.
+        resume: result of `recover`.
+        state: objects with a state besides the engine, by name; the engine's own scheduler is always logged.
         snapshot_every, batch, mtbf, queue, keep, cores, timeout: see `dsq_ckpt.lowdiff.GradientLog`.
 
     Raises:
         CheckpointExists: the run has a log, and `resume` is None.
-        ConfigError: an argument is out of range, or steps of this engine cannot be repeated from gradients.
+        ConfigError: an argument is out of range, or steps of this engine cannot be replayed from gradients.
     """
     chosen = compressor_of(compressor)
     if not isinstance(chosen, Uncompressed):
@@ -229,46 +232,46 @@ def recover(
     engine: Any, run: str | os.PathLike[str], *, state: Mapping[str, Stateful] | None = None, replay_log: bool = True,
     timeout: float = 300.0,
 ) -> Recovered | None:
-    """Give an engine the state after the last step of a run that is complete on disk; collective.
+    """Restore an engine to the state after the last step of a run that is complete on disk; collective.
 
-    Masters, moments, scheduler, counters and loss scaler are those of the snapshot; the basic optimizer does the logged
-    steps again, each rank those of its partitions; then the module's weights are cast from the masters, as after every
-    step of DeepSpeed's.
+    Masters, moments, scheduler, counters and loss scaler are loaded from the snapshot. The basic optimizer replays the
+    logged steps, each rank those of its partitions. Then the module's weights are cast from the masters, as DeepSpeed
+    does after every step.
 
     Args:
-        engine: made from the same configuration, on as many ranks.
+        engine: engine with the logged configuration, on the same number of ranks.
         run: directory of the run.
-        state: what else was logged, by the same names.
+        state: further logged objects, by the same names.
         replay_log: see `dsq_ckpt.lowdiff.recover`.
         timeout: seconds to wait for checkpointing processes that still write.
 
     Returns:
-        None where the run has nothing to recover from, on all ranks.
+        A `Recovered`; None on all ranks if the run has no snapshot.
 
     Raises:
-        LoadFailed: the run is of another stage, number of ranks, model or optimizer; nothing was changed.
-        CorruptCheckpoint: there are snapshots, and none can be read; nothing was changed.
+        LoadFailed: stage, number of ranks, model or optimizer differ from the log. Nothing has changed.
+        CorruptCheckpoint: no snapshot can be read. Nothing has changed.
     """
     _check_names(state)
     comm = communicator(None)
-    subject = run_on_all_ranks(comm, lambda: MasterState(engine, state), LoadFailed)
-    with subject.replayable():
-        recovered = recover_subject(
-            local_path(run), subject, comm, replay_log=replay_log, memory=False, timeout=timeout
+    train_state = run_on_all_ranks(comm, lambda: MasterState(engine, state), LoadFailed)
+    with train_state.replayable():
+        recovered = recover_train_state(
+            local_path(run), train_state, comm, replay_log=replay_log, memory=False, timeout=timeout
         )
     if recovered is not None:
         refresh_of(engine)()
     return recovered
 
 
-def _check_compressor(engine: Any, compressor: Compressor) -> None:
+def _check_compressor(engine: Any, compressor: GradientCompressor) -> None:
     stage = int(engine.zero_optimization_stage())
     if stage:
         raise ConfigError(
             f"compressor '{compressor.spec}' with ZeRO stage {stage}: DeepSpeed averages gradients itself there, while "
             "the backward pass is running; leave compressor out, what is logged is exact in two bytes per parameter"
         )
-    if not isinstance(compressor, Hooked) or not engine.gradient_average:
+    if not isinstance(compressor, HookedCompressor) or not engine.gradient_average:
         raise ConfigError(
             f"compressor '{compressor.spec}' cannot average gradients in DeepSpeed's place"
             + ("" if engine.gradient_average else ", which sums them (gradient_average is off)")

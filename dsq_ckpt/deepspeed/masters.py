@@ -1,4 +1,4 @@
-"""Putting master weights, after they were changed, into the module that computes with them."""
+"""Casting of changed master weights into the module's parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def refresh_of(engine: Any) -> Callable[[], None]:
-    """A function that casts the masters of an engine into its module's parameters; collective."""
+    """Return a collective function that casts the masters of an engine into its module's parameters."""
 
     @torch.no_grad()
     def refresh() -> None:

@@ -1,10 +1,10 @@
-"""DeepSpeed's flat buffers as parts of named parameters.
+"""A map of DeepSpeed's flat buffers to slices of named parameters.
 
-Every optimizer of DeepSpeed keeps its master weights, and with them the moments, in buffers of its own: flat partitions
-of groups (ZeRO 1 and 2, `BF16_Optimizer`), of sub-groups in which each parameter is partitioned (ZeRO 3), whole flat
-groups (`FP16_Optimizer`), one tensor per parameter (`FP16_UnfusedOptimizer`), or the parameters themselves. What is in
-a checkpoint's state dicts are views of them. So all that has to be known of an optimizer is which elements of which
-parameter a buffer holds.
+Every optimizer of DeepSpeed keeps its master weights and moments in buffers of its own: flat partitions of groups
+(ZeRO 1 and 2, `BF16_Optimizer`), of sub-groups in which each parameter is partitioned (ZeRO 3), whole flat groups
+(`FP16_Optimizer`), one tensor per parameter (`FP16_UnfusedOptimizer`), or the parameters themselves. The tensors in a
+checkpoint's state dicts are views of these buffers. So it suffices to know which elements of which parameter a buffer
+holds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MASTER = "master"
 
 
 @dataclass(frozen=True)
-class Segment:
+class ParameterSlice:
     """Consecutive elements of a parameter in a buffer.
 
     Attributes:
-        name: of the parameter in the module tree.
-        shape: of the whole parameter.
-        start: first element, in the flattened parameter.
-        length: elements.
-        at: where they begin in the buffer.
+        name: name of the parameter in the module tree.
+        shape: shape of the whole parameter.
+        start: first element in the flattened parameter.
+        length: number of elements.
+        at: first element in the buffer.
     """
 
     name: str
@@ -42,33 +42,33 @@ class Segment:
 
 @dataclass
 class Buffer:
-    """Master weights, or one moment of them, in one tensor.
+    """A tensor that holds master weights, or one of their moments.
 
     Attributes:
         kind: `MASTER`, or the key of the optimizer's state.
         tensor: contiguous, of any shape.
-        segments: what of it is known by name; the rest is padding.
-        replicated: every rank of the data-parallel group has the same, rather than a partition of its own.
+        slices: slices of named parameters; the remaining elements are padding.
+        replicated: True if all ranks of the data-parallel group have the same values; False if each has a partition.
     """
 
     kind: str
     tensor: torch.Tensor
-    segments: list[Segment]
+    slices: list[ParameterSlice]
     replicated: bool
 
-    def fqn(self, segment: Segment) -> str:
-        """The name that a segment's parameter has in the checkpoint."""
-        return f"model.{segment.name}" if self.kind == MASTER else f"optimizer.state.{segment.name}.{self.kind}"
+    def fqn(self, slice_: ParameterSlice) -> str:
+        """Return the fully qualified name of a slice's tensor in the checkpoint."""
+        return f"model.{slice_.name}" if self.kind == MASTER else f"optimizer.state.{slice_.name}.{self.kind}"
 
-    def path(self, segment: Segment) -> tuple[str, ...]:
-        """The keys that lead to it in a nested state dict."""
+    def path(self, slice_: ParameterSlice) -> tuple[str, ...]:
+        """Return the path of a slice's tensor in the nested state dict."""
         if self.kind == MASTER:
-            return "model", segment.name
-        return "optimizer", "state", segment.name, self.kind
+            return "model", slice_.name
+        return "optimizer", "state", slice_.name, self.kind
 
 
 def parameter_in(fqn: str) -> str:
-    """The parameter of which `Buffer.fqn` is the name, of the master or of a moment."""
+    """Return the name of the parameter in a name of `Buffer.fqn`."""
     if fqn.startswith("optimizer.state."):
         return fqn.removeprefix("optimizer.state.").rpartition(".")[0]
     return fqn.removeprefix("model.")
@@ -76,12 +76,12 @@ def parameter_in(fqn: str) -> str:
 
 @dataclass
 class Inventory:
-    """All buffers of an engine.
+    """The buffers of an engine.
 
     Attributes:
-        buffers: of this rank.
-        masters: name of a parameter to its shape, for those that have a master copy in some buffer, on any rank.
-        parameters: the module's tensors by name, where they are whole on this rank.
+        buffers: buffers of this rank.
+        masters: shape by name of each parameter with a master copy in some buffer, on any rank.
+        parameters: the module's parameters by name, if they are whole on this rank.
     """
 
     buffers: list[Buffer] = field(default_factory=list)
@@ -90,23 +90,23 @@ class Inventory:
 
 
 def inventory(engine: Any) -> Inventory:
-    """The buffers of a DeepSpeed engine; empty where parameters of different ranks share names.
+    """Return the buffers of a DeepSpeed engine, or nothing if parameters of different ranks share names.
 
-    With tensor, pipeline or expert parallelism one name stands for another tensor on every rank of the model-parallel
-    group, and an optimizer this does not know has no buffers either; their files are stored as they are.
+    With tensor, pipeline or expert parallelism a name denotes another tensor on every rank of the model-parallel group.
+    Such engines, and engines with an unknown optimizer, have no buffers here; their files are stored uncompressed.
     """
     if has_unknown_names(engine):
         return Inventory()
     found = Inventory()
     names: Mapping[torch.Tensor, str] = engine.param_names
-    for key, tensor, segments, replicated in masters(engine, names):
+    for key, tensor, slices, replicated in masters(engine, names):
         state = _state_of(engine).get(key, {})
         known = [
-            Buffer(name, value, segments, replicated) for name, value in state.items()
+            Buffer(name, value, slices, replicated) for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.numel() == tensor.numel() and value.numel() > 1
             and value.dtype in QUANTIZABLE
         ]
-        for buffer in [Buffer(MASTER, tensor, segments, replicated), *known]:
+        for buffer in [Buffer(MASTER, tensor, slices, replicated), *known]:
             if buffer.tensor.is_contiguous() and buffer.tensor.numel():
                 found.buffers.append(buffer)
     if not _partitions_parameters(engine):
@@ -120,7 +120,7 @@ def inventory(engine: Any) -> Inventory:
 
 
 def has_unknown_names(engine: Any) -> bool:
-    """Whether tensors of different ranks go by the same name, or none are known."""
+    """Return whether tensors of different ranks share names, or names are unknown."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     return (
@@ -139,7 +139,7 @@ def _state_of(engine: Any) -> Mapping[Any, Mapping[str, Any]]:
 
 
 def _groups(engine: Any) -> list[list[torch.Tensor]]:
-    """The parameters of each group, in the order in which they lie in its buffer."""
+    """Return the parameters of each group, in the order of its buffer."""
     optimizer = engine.optimizer
     for attribute in ("round_robin_bit16_groups", "bf16_groups", "fp16_groups"):
         groups = getattr(optimizer, attribute, None)
@@ -148,15 +148,15 @@ def _groups(engine: Any) -> list[list[torch.Tensor]]:
     return []
 
 
-Master = tuple[Any, torch.Tensor, list[Segment], bool]
+Master = tuple[Any, torch.Tensor, list[ParameterSlice], bool]
 
 
 def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
-    """The optimizer's key of each master tensor, the tensor, its segments, and whether all ranks have the same.
+    """Yield the optimizer's key of each master tensor, the tensor, its slices, and whether it is replicated.
 
     Args:
-        engine: of DeepSpeed, one whose names are known.
-        names: of the module's parameters.
+        engine: DeepSpeed engine for which `has_unknown_names` is False.
+        names: names of the module's parameters.
     """
     optimizer, groups = engine.optimizer, _groups(engine)
     base = engine.basic_optimizer.param_groups
@@ -165,7 +165,7 @@ def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
             rank = dist.get_rank(optimizer.real_dp_process_group[number])
             size = int(optimizer.partition_size[number])
             placed = zip(groups[number], optimizer.round_robin_bit16_offsets[number], strict=True)
-            yield base[number]["params"][0], flat, list(_cut(placed, names, rank * size, size)), False
+            yield base[number]["params"][0], flat, list(_slices_in_partition(placed, names, rank * size, size)), False
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
         for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
             yield flat, flat, list(_partitioned(optimizer, group, names)), False
@@ -173,11 +173,12 @@ def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
         for number, flat in enumerate(optimizer.fp32_groups_flat_partition):
             rank = dist.get_rank(optimizer.real_dp_process_group[number])
             size = flat.numel()
-            yield base[number]["params"][0], flat, list(_cut(_packed(groups[number]), names, rank * size, size)), False
+            slices = list(_slices_in_partition(_packed(groups[number]), names, rank * size, size))
+            yield base[number]["params"][0], flat, slices, False
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for number, flat in enumerate(optimizer.fp32_groups_flat):
-            segments = list(_cut(_packed(groups[number]), names, 0, flat.numel()))
-            yield base[number]["params"][0], flat, segments, True
+            slices = list(_slices_in_partition(_packed(groups[number]), names, 0, flat.numel()))
+            yield base[number]["params"][0], flat, slices, True
     elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         for masters, group in zip(optimizer.fp32_groups, groups, strict=True):
             for master, parameter in zip(masters, group, strict=True):
@@ -190,34 +191,34 @@ def masters(engine: Any, names: Mapping[torch.Tensor, str]) -> Iterator[Master]:
                     yield parameter, parameter, [_whole(names[parameter], parameter)], True
 
 
-def _whole(name: str, parameter: torch.Tensor) -> Segment:
-    return Segment(name, tuple(parameter.shape), 0, parameter.numel(), 0)
+def _whole(name: str, parameter: torch.Tensor) -> ParameterSlice:
+    return ParameterSlice(name, tuple(parameter.shape), 0, parameter.numel(), 0)
 
 
 def _packed(group: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Parameters one after the other."""
+    """Yield parameters with their offsets in a packed group."""
     at = 0
     for parameter in group:
         yield parameter, at
         at += parameter.numel()
 
 
-def _cut(
+def _slices_in_partition(
     placed: Iterable[tuple[torch.Tensor, int]], names: Mapping[torch.Tensor, str], start: int, length: int
-) -> Iterator[Segment]:
-    """What of parameters, placed in a flat group, lies in a partition of it."""
+) -> Iterator[ParameterSlice]:
+    """Yield the slices of parameters, placed in a flat group, that lie in one partition of it."""
     for parameter, at in placed:
         first, last = max(at, start), min(at + parameter.numel(), start + length)
-        if first < last and parameter in names:  # others are not the module's; their values stay in DeepSpeed's files
-            yield Segment(names[parameter], tuple(parameter.shape), first - at, last - first, first - start)
+        if first < last and parameter in names:  # values of others, not in the module, stay in DeepSpeed's files
+            yield ParameterSlice(names[parameter], tuple(parameter.shape), first - at, last - first, first - start)
 
 
-def _partitioned(optimizer: Any, group: Iterable[Any], names: Mapping[torch.Tensor, str]) -> Iterator[Segment]:
-    """ZeRO 3: each parameter is dealt out in equal parts, the last of them padded."""
+def _partitioned(optimizer: Any, group: Iterable[Any], names: Mapping[torch.Tensor, str]) -> Iterator[ParameterSlice]:
+    """Yield this rank's slices in ZeRO 3, where each parameter is split into equal partitions with padding."""
     rank = dist.get_rank(optimizer.dp_process_group)
     for parameter in group:
         _, at, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * part
         length = min(part, int(parameter.ds_numel) - start)
         if length > 0 and parameter in names:
-            yield Segment(names[parameter], tuple(parameter.ds_shape), start, length, at)
+            yield ParameterSlice(names[parameter], tuple(parameter.ds_shape), start, length, at)

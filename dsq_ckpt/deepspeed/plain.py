@@ -1,4 +1,4 @@
-"""Tags of DeepSpeed without us: the same files with plain tensors."""
+"""Export of compressed tags to DeepSpeed's own files with plain tensors."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def export_deepspeed(
     source: StrPath, target: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
     allow_pickle: bool = False, progress: Progress | None = None,
 ) -> Exported:
-    """Write a tag's files as DeepSpeed itself would have, for machines without `dsq_ckpt`.
+    """Write a tag's files as DeepSpeed writes them, for machines without `dsq_ckpt`.
 
-    These files are pickles of objects of DeepSpeed, Python and the user, and can only be read as such.
+    These files are pickles of objects of DeepSpeed, Python and the user, and must be unpickled.
 
     Args:
-        source: a tag directory that was saved through `dsq_ckpt.deepspeed`.
-        target: the directory to make.
-        refinement: as in `dsq_ckpt.load`.
-        overwrite: replace a directory at `target` that holds nothing but such files.
-        allow_pickle: has to be given: unpickling can run code of whoever wrote the checkpoint.
-        progress: called after every file, with the bytes of its tensors.
+        source: tag directory that was saved through `dsq_ckpt.deepspeed`.
+        target: directory to create.
+        refinement: see `dsq_ckpt.load`.
+        overwrite: replace a directory at `target` that holds only such files.
+        allow_pickle: must be True, since unpickling can run code of the checkpoint's author.
+        progress: function that is called after every file, with the bytes of its tensors.
 
     Raises:
         CheckpointExists: `target` exists.
-        ExportError: it is no tag, `allow_pickle` was not given, or more is at `target` than files of a tag.
+        ExportError: `source` is no tag, `allow_pickle` is False, or `target` holds other files than those of a tag.
         LoadFailed: a file needs a module that is not installed.
-        CorruptCheckpoint: a file is not what was written.
+        CorruptCheckpoint: a file does not match its checksum.
     """
     source, goal = expanded(source), Path(os.path.normpath(local_path(target)))
     refuse_existing(goal, overwrite)

@@ -1,4 +1,4 @@
-"""From DeepSpeed's state dicts to parts of a checkpoint, and to state dicts that only say where these are."""
+"""Conversion of DeepSpeed's state dicts to shards of a checkpoint, and to state dicts that refer to the shards."""
 
 from __future__ import annotations
 
@@ -12,91 +12,91 @@ from typing import Any
 import torch
 
 from dsq_ckpt.core.flat import boxes
-from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, Segment
+from dsq_ckpt.deepspeed.partition import MASTER, Buffer, Inventory, ParameterSlice
 from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.pickle_refs import FlatRange, StoredTensor
 
 
 def shards_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool = True) -> Iterator[LocalShard]:
-    """What of the buffers this rank writes: its partitions, and its share of what all ranks have.
+    """Yield the shards that this rank writes: its partitions, and its share of replicated buffers.
 
     Args:
-        buffers: of this rank, in the same order on all.
-        rank: in the data-parallel group.
-        ranks: its size.
-        written: False: what lies here and is written by another rank.
+        buffers: buffers of this rank, in the same order on all ranks.
+        rank: rank in the data-parallel group.
+        ranks: size of the data-parallel group.
+        written: False to yield the shards that another rank writes instead.
     """
-    for buffer, segment in (pair for pair, own in _dealt(buffers, rank, ranks) if own == written):
+    for buffer, slice_ in (pair for pair, own in _assigned(buffers, rank, ranks) if own == written):
         flat = buffer.tensor.detach().view(-1)
-        for key, at in _chunks(buffer, segment):
-            yield LocalShard(key, segment.shape, flat.dtype, partial(_view, flat, at, key.shape))
+        for key, at in _chunks(buffer, slice_):
+            yield LocalShard(key, slice_.shape, flat.dtype, partial(_view, flat, at, key.shape))
 
 
 def by_chunk(
     buffers: Iterable[Buffer], values: Callable[[Buffer], torch.Tensor | None]
 ) -> dict[ChunkKey, torch.Tensor]:
-    """What belongs to each chunk of master weights, of something that there is one of for every element of a buffer.
+    """Return the values of each chunk of master weights, for a function with one value per element.
 
     Args:
-        buffers: of this rank.
-        values: flat, for a buffer of master weights; None: there is nothing.
+        buffers: buffers of this rank.
+        values: function that returns the flat values of a buffer of master weights, or None.
     """
     found = {}
     for buffer in buffers:
         flat = values(buffer) if buffer.kind == MASTER else None
         if flat is not None:
             found.update({
-                key: _view(flat, at, key.shape) for segment in buffer.segments for key, at in _chunks(buffer, segment)
+                key: _view(flat, at, key.shape) for slice_ in buffer.slices for key, at in _chunks(buffer, slice_)
             })
     return found
 
 
-def _chunks(buffer: Buffer, segment: Segment) -> Iterator[tuple[ChunkKey, int]]:
-    """The chunks that a segment is stored in, and where each begins in the buffer."""
-    for box in boxes(segment.shape, segment.start, segment.length):
-        yield ChunkKey(buffer.fqn(segment), box.offsets, box.shape), segment.at + box.start - segment.start
+def _chunks(buffer: Buffer, slice_: ParameterSlice) -> Iterator[tuple[ChunkKey, int]]:
+    """Yield the chunks of a slice, and the start of each in the buffer."""
+    for box in boxes(slice_.shape, slice_.start, slice_.length):
+        yield ChunkKey(buffer.fqn(slice_), box.offsets, box.shape), slice_.at + box.start - slice_.start
 
 
-def _dealt(buffers: Iterable[Buffer], rank: int, ranks: int) -> Iterator[tuple[tuple[Buffer, Segment], bool]]:
-    """All segments, and whether this rank writes them."""
+def _assigned(buffers: Iterable[Buffer], rank: int, ranks: int) -> Iterator[tuple[tuple[Buffer, ParameterSlice], bool]]:
+    """Yield all slices, and whether this rank writes them."""
     load = [0] * ranks
     turn: dict[str, int] = {}  # a parameter and its moments are written by one rank
     for buffer in buffers:
-        for segment in buffer.segments:
+        for slice_ in buffer.slices:
             if buffer.replicated:
-                if segment.name not in turn:
-                    turn[segment.name] = load.index(min(load))
-                load[turn[segment.name]] += segment.length
-            yield (buffer, segment), not buffer.replicated or turn[segment.name] == rank
+                if slice_.name not in turn:
+                    turn[slice_.name] = load.index(min(load))
+                load[turn[slice_.name]] += slice_.length
+            yield (buffer, slice_), not buffer.replicated or turn[slice_.name] == rank
 
 
 def nesting_of(buffers: Iterable[Buffer]) -> dict[str, tuple[str, ...]]:
-    """Paths by name of all that the buffers hold."""
-    return {buffer.fqn(segment): buffer.path(segment) for buffer in buffers for segment in buffer.segments}
+    """Return the nested path of each tensor in the buffers, by name."""
+    return {buffer.fqn(slice_): buffer.path(slice_) for buffer in buffers for slice_ in buffer.slices}
 
 
 def differing(found: Inventory) -> set[str]:
-    """Parameters of the module that are not what casting their master weights gives, as far as these lie here.
+    """Return the names of parameters that differ from their cast master weights on this rank.
 
-    Frozen parameters have none and are not among them.
+    Frozen parameters have no master weights, and are not included.
     """
     names = set()
     for buffer in found.buffers:
         if buffer.kind != MASTER:
             continue
         flat = buffer.tensor.detach().view(-1)
-        for segment in buffer.segments:
-            parameter = found.parameters.get(segment.name)
+        for slice_ in buffer.slices:
+            parameter = found.parameters.get(slice_.name)
             if parameter is None:
                 continue
             if not parameter.is_contiguous():
-                names.add(segment.name)
+                names.add(slice_.name)
                 continue
-            own = parameter.view(-1)[segment.start : segment.start + segment.length]
-            master = flat[segment.at : segment.at + segment.length].to(own.device).to(own.dtype)
+            own = parameter.view(-1)[slice_.start : slice_.start + slice_.length]
+            master = flat[slice_.at : slice_.at + slice_.length].to(own.device).to(own.dtype)
             if not torch.equal(_bits(own), _bits(master)):
-                names.add(segment.name)
+                names.add(slice_.name)
     return names
 
 
@@ -108,14 +108,14 @@ class _Region:
 
 
 class Substitution:
-    """Replaces tensors of state dicts by what says where their values are stored.
+    """A function that replaces tensors of state dicts by references to stored values.
 
-    A tensor is known by where its memory lies: in a buffer, or in a parameter that its master weights give.
+    A tensor is identified by its memory: within a buffer, or within a parameter that equals its cast master weights.
 
     Args:
-        save_id: of the checkpoint.
-        found: the buffers, and the parameters that are whole here.
-        differing: parameters that are not what their master weights give, on any rank.
+        save_id: save ID of the checkpoint.
+        found: buffers and whole parameters of this rank.
+        differing: names of parameters that differ from their cast master weights on any rank.
     """
 
     def __init__(self, save_id: str, found: Inventory, differing: set[str]) -> None:
@@ -127,7 +127,7 @@ class Substitution:
             parameter = found.parameters.get(name)
             if parameter is None or name in differing or not parameter.is_contiguous():
                 continue
-            whole = Segment(name, shape, 0, parameter.numel(), 0)
+            whole = ParameterSlice(name, shape, 0, parameter.numel(), 0)
             region = _region(Buffer(MASTER, parameter, [whole], replicated=True))
             if region.start not in covered:
                 regions.append(region)
@@ -135,14 +135,14 @@ class Substitution:
         self._starts = [region.start for region in self._regions]
 
     def __call__(self, node: Any) -> Any:
-        """A copy of a state dict, or of a part of one, with stored tensors in place of those that are known."""
+        """Return a copy of a state dict, or of a node in it, with references in place of stored tensors."""
         if isinstance(node, torch.Tensor):
             return self._stored(node)
         if isinstance(node, Mapping) and type(node).__module__ in ("builtins", "collections"):
             changed = {key: self(value) for key, value in node.items()}
             if all(changed[key] is value for key, value in node.items()):
                 return node
-            replaced = copy.copy(node)  # with all that it is besides, as the versions of a module's state dict
+            replaced = copy.copy(node)  # with its attributes, such as the versions of a module's state dict
             replaced.update(changed)  # type: ignore[attr-defined]
             return replaced
         if type(node) in (list, tuple):
@@ -172,13 +172,13 @@ class Substitution:
             return None
         first = (address - region.start) // tensor.itemsize
         pieces, rest, at = [], [], 0
-        for segment in sorted(buffer.segments, key=lambda segment: segment.at):
-            begin, end = max(segment.at, first), min(segment.at + segment.length, first + tensor.numel())
+        for slice_ in sorted(buffer.slices, key=lambda slice_: slice_.at):
+            begin, end = max(slice_.at, first), min(slice_.at + slice_.length, first + tensor.numel())
             if begin >= end:
                 continue
             rest += _gap(tensor, at, begin - first)
-            start = segment.start + begin - segment.at
-            pieces.append(FlatRange(buffer.fqn(segment), start, end - begin, begin - first))
+            start = slice_.start + begin - slice_.at
+            pieces.append(FlatRange(buffer.fqn(slice_), start, end - begin, begin - first))
             at = end - first
         rest += _gap(tensor, at, tensor.numel())
         return StoredTensor(self._save_id, tensor.dtype, tuple(tensor.shape), pieces, rest)
@@ -190,7 +190,7 @@ def _region(buffer: Buffer) -> _Region:
 
 
 def _gap(tensor: torch.Tensor, first: int, last: int) -> list[tuple[int, torch.Tensor]]:
-    """What no segment covers, where it is not zero."""
+    """Return the elements between slices, with their position, unless all are zero."""
     values = tensor.detach().reshape(-1)[first:last]
     return [(first, values.cpu().clone())] if first < last and bool(_bits(values).any()) else []
 

@@ -1,4 +1,4 @@
-"""One tag for all ranks: agreed on before a save, found before a load."""
+"""Agreement of all ranks on one tag, before a save and before a load."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ def agreed_tag(
     which `latest` names one.
 
     Args:
-        comm: of all ranks.
-        save_dir: of this rank.
-        tag: of this rank.
-        refused_later: DeepSpeed raises where tags differ (`"tag_validation": "FAIL"`).
-        unusable: why this rank cannot make the directory.
+        comm: communicator of all ranks.
+        save_dir: directory for checkpoints of this rank.
+        tag: tag of this rank.
+        refused_later: True if DeepSpeed raises an error for different tags (`"tag_validation": "FAIL"`).
+        unusable: error of creating the directory on this rank.
 
     Raises:
-        SaveFailed: on all ranks, if any cannot make the directory, if directories differ on one host, or the tag is no
-            name for a directory below them.
+        SaveFailed: on all ranks, if any cannot create the directory, if directories differ on one host, or if the tag
+            is no valid name of a subdirectory.
     """
     def own() -> tuple[str, str, str]:
         if unusable is not None:
             raise SaveFailed(f"rank {comm.rank}: the directory for checkpoints cannot be made: {unusable}")
         return str(tag), platform.node(), os.path.realpath(save_dir)
 
-    told = gather_from_all_ranks(comm, own)
-    first, host, directory = told[0]
-    if any(other != directory for _, name, other in told if name == host):
-        places = _by_rank([place for *_, place in told])
+    gathered = gather_from_all_ranks(comm, own)
+    first, host, directory = gathered[0]
+    if any(other != directory for _, name, other in gathered if name == host):
+        places = _by_rank([place for *_, place in gathered])
         raise SaveFailed(
             f"save_dir differs by rank ({places}): a checkpoint is one directory; pass the same one on all ranks. "
             "Nothing was written"
         )
     if wrong := _wrong(first):
         raise SaveFailed(f"the tag {first!r} {wrong}; choose another tag. Nothing was written")
-    tags = [one for one, *_ in told]
+    tags = [one for one, *_ in gathered]
     if set(tags) != {first} and not refused_later:
         warn(
             f"the tag differs by rank ({_by_rank(tags)}): a checkpoint is one directory, so all ranks save to "
@@ -61,10 +61,10 @@ def agreed_tag(
 
 
 def tag_to_load(comm: Communicator, file: Path, tag: str | None) -> str | None:
-    """Return the tag that this rank was given, or else the one that the file `latest` names; collective.
+    """Return this rank's tag, or the tag in the file `latest` if none was given; collective.
 
     Returns:
-        The tag; None on all ranks where none was given and there is no such file.
+        The tag; None on all ranks if none was given and the file does not exist.
 
     Raises:
         LoadFailed: on all ranks, if any cannot read the file, or only some of them have a tag or see the file.
@@ -90,23 +90,23 @@ def tag_to_load(comm: Communicator, file: Path, tag: str | None) -> str | None:
 
 
 def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
-    """Return the directory of a tag, which all ranks see and load from; collective.
+    """Return the directory of a tag that all ranks load; collective.
 
     Raises:
         LoadFailed: on all ranks, if tags differ by rank, or some ranks do not see the directory.
-        CheckpointNotFound: on all ranks, if it is not there, or no checkpoint is in it; the text says which tags are.
+        CheckpointNotFound: on all ranks, if the directory is missing or has no checkpoint; the message lists the tags.
     """
     directory = Path(load_dir, tag).absolute()
-    told = gather_from_all_ranks(
+    gathered = gather_from_all_ranks(
         comm, lambda: (tag, platform.node(), tag != "" and _holds_checkpoint(directory)), LoadFailed
     )
-    tags = [one for one, *_ in told]
+    tags = [one for one, *_ in gathered]
     if len(set(tags)) > 1:
         raise LoadFailed(
             f"the tag to load differs by rank ({_by_rank(tags)}), and parts of two checkpoints are no state of a run; "
             f"pass the same tag on all ranks{_there(load_dir)}"
         )
-    seen = [found for *_, found in told]
+    seen = [found for *_, found in gathered]
     if not any(seen):
         what = "is empty" if directory.is_dir() and not any(directory.iterdir()) else "holds no checkpoint"
         where = f"'{directory}' {what if directory.is_dir() else 'does not exist'}"
@@ -116,14 +116,14 @@ def find_tag(comm: Communicator, load_dir: str, tag: str) -> Path:
     if not all(seen):
         rank = seen.index(False)
         raise LoadFailed(
-            f"rank {rank} on host {told[rank][1]} does not see the checkpoint '{directory}', which rank "
-            f"{seen.index(True)} on host {told[seen.index(True)][1]} sees: all hosts need one shared directory"
+            f"rank {rank} on host {gathered[rank][1]} does not see the checkpoint '{directory}', which rank "
+            f"{seen.index(True)} on host {gathered[seen.index(True)][1]} sees: all hosts need one shared directory"
         )
     return directory
 
 
 def tags_in(load_dir: str | os.PathLike[str]) -> list[str]:
-    """Return the names of directories that hold a checkpoint, ours or DeepSpeed's, oldest first."""
+    """Return the names of directories with a compressed or plain checkpoint, oldest first."""
     try:
         with os.scandir(load_dir) as entries:
             found = [(entry.stat().st_mtime, entry.name) for entry in entries
@@ -138,7 +138,7 @@ def _holds_checkpoint(directory: Path) -> bool:
 
 
 def _there(load_dir: str) -> str:
-    """The end of a message: which tags could be meant."""
+    """Return the end of a message that lists the existing tags."""
     if not os.path.isdir(load_dir):
         return f"; '{load_dir}' is no directory"
     latest = Path(load_dir, "latest")
@@ -150,7 +150,7 @@ def _there(load_dir: str) -> str:
 
 
 def _wrong(tag: str) -> str | None:
-    """Return why a tag cannot name a directory below `save_dir`; None where it can."""
+    """Return why a tag cannot name a directory below `save_dir`, or None if it can."""
     if tag in _TAKEN:
         return "is the name of a file that DeepSpeed writes beside tags"
     if not tag or set(tag.split("/")) & {"", ".", ".."}:

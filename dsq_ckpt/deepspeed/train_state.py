@@ -1,4 +1,4 @@
-"""A DeepSpeed engine as what a gradient log is of: its master weights, which its basic optimizer updates."""
+"""The train state of a DeepSpeed engine: its master weights, which its basic optimizer updates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from dsq_ckpt.deepspeed.partition import has_unknown_names, masters
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.lowdiff.replay import by_parameter
-from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, Entry, Stateful, TrainState, dtype_name
+from dsq_ckpt.lowdiff.replay import updates_independently
+from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, dtype_name
 
 ENGINE = "deepspeed"
 """The name under which the engine's own state is logged."""
@@ -22,13 +22,13 @@ _PLAIN = (bool, int, float, type(None))
 
 
 class EngineState:
-    """What an engine counts, its scheduler, and its loss scaler."""
+    """The counters, scheduler and loss scaler of an engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, as far as the scheduler's is."""
+        """Return the state as plain data, apart from the scheduler's own state."""
         engine = self._engine
         return {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
@@ -37,10 +37,10 @@ class EngineState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Load the result of `state_dict`.
 
         Raises:
-            LoadFailed: one engine has a scheduler, and the other has none; nothing was changed.
+            LoadFailed: only one of the engines has a scheduler. Nothing has changed.
         """
         engine, scheduler = self._engine, state["scheduler"]
         if (scheduler is None) != (engine.lr_scheduler is None):
@@ -61,16 +61,16 @@ class EngineState:
 class MasterState(TrainState):
     """The master weights of an engine, by names.
 
-    In ZeRO stage 0 all ranks have the same, by the names of their parameters; in the stages 1 to 3 each rank has flat
-    partitions of its own, "group0.rank1". The module's weights are no part of it: they are what casting the masters
-    gives. Buffers and frozen weights are, of each rank its own, since nothing keeps them alike.
+    In ZeRO stage 0 all ranks have the same masters, with the names of their parameters. In stages 1 to 3 each rank has
+    its own flat partitions, such as "group0.rank1". The module's weights are not included, since they are cast from the
+    masters. Buffers and frozen weights are included for each rank, since DeepSpeed does not synchronize them.
 
     Args:
-        engine: of DeepSpeed.
-        states: by name, what is logged with every step besides the engine's own state.
+        engine: DeepSpeed engine.
+        states: further objects whose states are logged with every step, by name.
 
     Raises:
-        ConfigError: a step of the engine cannot be repeated from gradients.
+        ConfigError: a step of the engine cannot be replayed from gradients.
     """
 
     def __init__(self, engine: Any, states: Mapping[str, Stateful] | None = None) -> None:
@@ -87,10 +87,10 @@ class MasterState(TrainState):
         self.partitioned = False
         found = list(masters(engine, engine.param_names))
         self._groups = [[] for _ in self.optimizer.param_groups]
-        for number, (_, tensor, segments, replicated) in enumerate(found):
+        for number, (_, tensor, slices, replicated) in enumerate(found):
             self.partitioned = not replicated
-            if replicated and len(segments) == 1 and segments[0].length == tensor.numel():
-                name = segments[0].name
+            if replicated and len(slices) == 1 and slices[0].length == tensor.numel():
+                name = slices[0].name
             else:
                 name = f"group{number}" if replicated else f"group{number}.rank{self._rank}"
             self.parameters[name] = cast(nn.Parameter, tensor)
@@ -99,38 +99,41 @@ class MasterState(TrainState):
         stage = engine.zero_optimization_stage()
         self.layout = f"DeepSpeed's ZeRO stage {stage} ({type(engine.optimizer).__name__}) on {self._ranks} rank(s)"
 
-    def entries(self, ranks: int) -> list[Entry]:
-        """All masters of all ranks: partitions belong to the rank that has them, others are dealt out."""
+    def entries(self, ranks: int) -> list[ParameterEntry]:
+        """Return the masters of all ranks: each partition with its rank, replicated masters with balanced owners."""
         if not self.partitioned:
             return super().entries(ranks)
         return [
-            Entry(_of_rank(name, rank), tuple(tensor.shape), dtype_name(tensor.dtype), self.group_of(name), rank)
+            ParameterEntry(
+                _of_rank(name, rank), tuple(tensor.shape), dtype_name(tensor.dtype), self.group_of(name), rank
+            )
             for rank in range(self._ranks) for name, tensor in self.parameters.items()
         ]
 
     def is_own(self, path: tuple[str, ...]) -> bool:
-        """Whether a tensor is this rank's and no other's."""
+        """Return whether a tensor exists on this rank only."""
         return path[0] == MODEL and path[1].endswith(f".rank{self._rank}")
 
     def calls(self) -> list[list[str]]:
-        """DeepSpeed lets the optimizer update one partition at a time."""
+        """See `TrainState.calls`; DeepSpeed lets the optimizer update one partition at a time."""
         return [[name] for name in self.parameters] if self.partitioned else super().calls()
 
     def updated_in(self, groups: list[dict[str, Any]]) -> set[str]:
-        """Names of the masters in groups of the optimizer, as it has them within a step."""
+        """Return the names of the masters in `groups`, the optimizer's groups within a step."""
         names = {id(tensor): name for name, tensor in self.parameters.items()}
         return {names[id(tensor)] for group in groups for tensor in group["params"] if id(tensor) in names}
 
     def changed(self) -> bool:
-        """Whether the engine has other masters than when this was made."""
+        """Return whether the engine's masters have changed since construction."""
         if len(self.optimizer.param_groups) != len(self._groups):
-            return False  # within a step, in which DeepSpeed shows one group at a time
+            return False  # within a step, DeepSpeed exposes one group at a time
         now = [id(tensor) for _, tensor, *_ in masters(self._engine, self._engine.param_names)]
         return now != [id(tensor) for tensor in self.parameters.values()]
 
     def hyper(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each group. Within a step DeepSpeed may show the optimizer one group at a time; of the
-        others they are as they were last seen.
+        """Return the hyperparameters of each group.
+
+        Within a step DeepSpeed may expose one group at a time; other groups keep their last known values.
         """
         seen = super().hyper()
         if len(seen) == len(self._groups):
@@ -143,17 +146,17 @@ class MasterState(TrainState):
             self._hyper = now
         return self._hyper
 
-    def watched(self) -> list[torch.Tensor]:
-        """The masters; the engine itself writes the weights after each step."""
+    def monitored(self) -> list[torch.Tensor]:
+        """Return the masters; the engine itself writes the weights after each step."""
         return list(self.parameters.values())
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent buffers, by names that say whose they are."""
+        """Yield the persistent buffers, with the rank in their names."""
         for name, buffer in super().buffers():
             yield f"{name}.rank{self._rank}", buffer
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
-        """See `TrainState.tensors`; of other ranks' partitions there are none."""
+        """See `TrainState.tensors`; partitions of other ranks are not included."""
         for name, tensor in self.parameters.items():
             yield (MODEL, name), tensor.detach(), name
         for parameter, name in self._engine.param_names.items():
@@ -171,15 +174,15 @@ class MasterState(TrainState):
                     yield (OPTIMIZER, "state", name, key), value.detach(), name
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """See `TrainState.plain_state`. All ranks do the same steps, so that what is true of one rank is of all."""
+        """See `TrainState.plain_state`; all ranks do the same steps, so one rank's values hold for all."""
         return self._of_all(super().plain_state())
 
     def state_keys(self) -> dict[str, list[str]]:
-        """See `TrainState.state_keys`; of all ranks."""
+        """See `TrainState.state_keys`; includes the partitions of all ranks."""
         return self._of_all(super().state_keys())
 
     def replace_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the optimizer this state; tensors are filled in place, since DeepSpeed has views of them."""
+        """Replace the optimizer's state, with tensors filled in place, since DeepSpeed has views of them."""
         before = {name: dict(self.optimizer.state.get(tensor, {})) for name, tensor in self.parameters.items()}
         super().replace_state(state)
         with torch.no_grad():
@@ -192,8 +195,9 @@ class MasterState(TrainState):
 
     @contextmanager
     def replayable(self) -> Iterator[None]:
-        """Let the optimizer's groups hold what they update, which ZeRO 3 puts into them for each update alone, and keep
-        the memory for gradients that DeepSpeed has where the optimizer is offloaded.
+        """Return a context in which the optimizer's groups hold their masters, and DeepSpeed's gradients are preserved.
+
+        ZeRO 3 fills the groups only for each update; an offloaded optimizer has preallocated gradients.
         """
         groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
@@ -209,7 +213,7 @@ class MasterState(TrainState):
                 tensor.grad = gradient
 
     def _group_number(self, number: int, tensor: torch.Tensor) -> int:
-        """Of the optimizer's group that a master is updated with."""
+        """Return the number of the optimizer's group that updates a master."""
         of_sub_group = getattr(self._engine.optimizer, "sub_group_to_group_id", None)
         if of_sub_group is not None:
             return int(of_sub_group[number])
@@ -225,16 +229,16 @@ class MasterState(TrainState):
 
 
 def check(engine: Any) -> None:
-    """Refuse an engine whose steps cannot be repeated from gradients.
+    """Check that steps of an engine can be replayed from gradients.
 
     Raises:
-        ConfigError: names everything that is in the way.
+        ConfigError: they cannot; the message names every reason.
     """
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     wrong = []
     if has_unknown_names(engine):
         wrong.append("it has tensor, pipeline or expert parallelism, no optimizer, or one that is offloaded to NVMe")
-    elif not by_parameter(basic) and type(basic).__name__ != "FusedAdam":
+    elif not updates_independently(basic) and type(basic).__name__ != "FusedAdam":
         kind = type(basic).__name__
         why = " keeps products of its betas outside of its state" if kind == "DeepSpeedCPUAdam" else ""
         wrong.append(

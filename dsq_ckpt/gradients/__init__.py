@@ -1,1 +1,1 @@
-"""Averaged gradients, as a measure of sensitivity."""
+"""Averaged gradients as a measure of sensitivity."""

@@ -1,4 +1,4 @@
-"""Tensors on their way to the host: the only code here that knows of CUDA streams, and the arithmetic after it."""
+"""Asynchronous copies of tensors to the host by CUDA streams, and arithmetic on the copies."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 BLOCK_ELEMENTS = 1 << 17
-"""Elements worked on at a time: several passes find them in the cache, and temporaries cost no new pages."""
+"""Elements per block, such that several passes stay in the cache and temporaries need no new pages."""
 
 Arrivals = tuple[tuple[torch.device, torch.cuda.Event], ...]
-"""What to wait for before copies are read; empty where they were made at once."""
+"""Events to wait for before copies are read; empty for synchronous copies."""
 NOTHING: Arrivals = ()
 Streams = dict[torch.device, torch.cuda.Stream]
 """One stream for copies per CUDA device, made on first use."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached: of a DTensor the local shard. No communication is started."""
+    """Return this rank's detached part of a tensor, the local shard of a DTensor, without starting communication."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # then it takes no part in autograd and costs next to nothing
+        with torch.no_grad():  # outside of autograd the call is cheap
             tensor = tensor.to_local()
     pending = getattr(tensor, "wait", None)  # an AsyncCollectiveTensor, whose communication is under way
     return (tensor if pending is None else pending()).detach()
 
 
 def laid_out_alike(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether the local parts of both are the same part of the whole; a partial gradient is part of nothing."""
+    """Return whether the local shards of both tensors cover the same elements; False for a partial gradient."""
     if not isinstance(gradient, DTensor):
         return True
     theirs = gradient.placements
@@ -41,7 +41,7 @@ def laid_out_alike(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def host_like(source: torch.Tensor) -> torch.Tensor:
-    """Room for a copy: shape, dtype and, where dense, strides of `source`; pinned if `source` is on CUDA.
+    """Allocate a host tensor with the shape, dtype and, if dense, strides of `source`, pinned if `source` is on CUDA.
 
     Other strides would make CUDA gather the elements in a buffer of its own first.
     """
@@ -49,9 +49,9 @@ def host_like(source: torch.Tensor) -> torch.Tensor:
 
 
 def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: Streams) -> Arrivals:
-    """Copy each (source, target on the host). From CUDA: after what the current stream has queued, on another one.
+    """Copy each source to its host target; from CUDA on a separate stream, after the current stream's queued work.
 
-    Sources may be freed at once, but must not be written to until `wait` or the events say so.
+    Sources may be freed at once, but must not be written until the events have completed.
     """
     devices = {source.device: None for source, _ in pairs}
     arrivals = []
@@ -68,36 +68,36 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: Streams) -
         with torch.cuda.stream(stream):
             for source, target in of_device:
                 target.copy_(source, non_blocking=True)
-                source.record_stream(stream)  # the allocator does not give its memory away before the copy
+                source.record_stream(stream)  # the allocator keeps the memory until the copy is done
             arrivals.append((device, stream.record_event()))
     return tuple(arrivals)
 
 
 def wait_on_device(arrivals: Iterable[tuple[torch.device, torch.cuda.Event]]) -> None:
-    """Make what is queued on the current streams from now on wait for the copies; the host goes on."""
+    """Let later work on the current streams wait for the copies, without blocking the host."""
     for device, event in arrivals:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor as a dense one in float32 on the host (waits for CUDA); others as they are."""
+    """Convert a sparse tensor to a dense float32 host tensor (waits for CUDA); return others unchanged."""
     if tensor.layout == torch.strided:
         return tensor
     return tensor.to(device="cpu", dtype=torch.float32).to_dense()
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite in float32; host tensors of any float dtype."""
+    """Return whether all elements of a host tensor of any float dtype are finite in float32."""
     for block in tensor.contiguous().view(-1).split(BLOCK_ELEMENTS):
         values = block.float()
-        # A finite sum has finite terms; that of large terms may overflow.
+        # A finite sum has finite terms; a sum of large terms may overflow.
         if not math.isfinite(float(values.sum())) and not bool(values.isfinite().all()):
             return False
     return True
 
 
 def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
-    """``average = weight * new + (1 - weight) * average``, in place.
+    """Set ``average = weight * new + (1 - weight) * average``, in place.
 
     Args:
         average: float32, host, contiguous.
@@ -110,5 +110,5 @@ def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
 
 
 def sum_of_squares(tensor: torch.Tensor) -> float:
-    """In float64, of a contiguous host tensor."""
+    """Return the sum of squares of a contiguous host tensor, in float64."""
     return sum((float(block.double().square().sum()) for block in tensor.view(-1).split(BLOCK_ELEMENTS)), 0.0)

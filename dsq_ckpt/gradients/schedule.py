@@ -1,19 +1,19 @@
-"""When gradients are worth their copies: shortly before a checkpoint."""
+"""A schedule that captures gradients only shortly before a checkpoint."""
 
 from __future__ import annotations
 
 
 class Schedule:
-    """When to capture: only in the ``window`` steps before a checkpoint.
+    """A schedule of the ``window`` steps before each checkpoint.
 
     Args:
-        every: steps from one checkpoint to the next.  An extra checkpoint in between may or may not move those that
-            follow, so then both are prepared for, until saves are ``every`` steps apart again.  None: the distance of
-            the last two saves; until there are two, always.
-        window: steps, at least 1.
+        every: steps from one checkpoint to the next.  An extra checkpoint in between may or may not shift the later
+            ones; both cases are covered until saves are ``every`` steps apart again.  None for the distance of the
+            last two saves; every step is due until there are two.
+        window: number of steps, at least 1.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
     """
 
     def __init__(self, every: int | None, window: int) -> None:
@@ -26,7 +26,7 @@ class Schedule:
         self._saves = 0
 
     def due(self) -> bool:
-        """Whether the step that comes next (or is under way) is within the window; also once a save is late."""
+        """Return whether the next step (or the step under way) is within the window, or a save is late."""
         if self.every is None:
             return self._learned is None or self._learned - (self._step - self._saved) <= self.window
         on_grid = (self._anchor - self._step) % self.every  # 0: now, unless it has been made
@@ -35,11 +35,11 @@ class Schedule:
         return min(on_grid, self.every - (self._step - self._saved)) <= self.window
 
     def stepped(self) -> None:
-        """One more optimizer step was taken."""
+        """Count an optimizer step."""
         self._step += 1
 
     def saved(self) -> None:
-        """A checkpoint was made of the state after the last step; a second one of the same state changes nothing."""
+        """Record a checkpoint of the state after the last step; a second one of the same state has no effect."""
         distance = self._step - self._saved
         if self._saves and not distance:
             return

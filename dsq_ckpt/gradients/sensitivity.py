@@ -1,14 +1,14 @@
-"""Which weights the loss is sensitive to: a moving average of the gradients that training computes anyway.
+"""Sensitivity of the loss to weights, from a moving average of the gradients that training computes anyway.
 
 Sensitivity is ``|weight * gradient|``, the first-order change of the loss when a weight is set to zero (Inshrinkerator,
 section 4.1).  As in its section 4.5, gradients are taken from training in the batches before a checkpoint, copied to
-pinned memory on a stream of their own, and averaged on the CPU with most weight on the newest.
+pinned memory on a separate stream, and averaged on the CPU with most weight on the newest.
 
-One batch goes through three states.  *Captured*: ``.grad`` is on its way to the host.  Capturing again replaces it, so
-of the micro-batches of one step, whose sum grows in ``.grad``, the last capture is what remains.  *Counted*: the
-optimizer has stepped (``settle``).  *Averaged*: the copy has arrived and is in the average.
+A batch goes through three states.  *Captured*: ``.grad`` is being copied to the host.  A new capture replaces the
+previous one, so with micro-batches, whose sum accumulates in ``.grad``, the last capture of a step counts.  *Counted*:
+the optimizer has stepped (``settle``).  *Averaged*: the copy is complete and included in the average.
 
-Each rank averages what it holds: of a DTensor the local shard, without communication.
+Each rank averages its local shards, without communication.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["GradientAverage", "Schedule", "names_of"]
 
 
 def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name, without what DDP, FSDP, torch.compile and activation checkpointing put into names.
+    """Return parameters by name, without the prefixes of DDP, FSDP, torch.compile and activation checkpointing.
 
-    Call it after wrapping and sharding, which replace parameters.  Tied parameters are there under each name.  Where
-    two parameters would get the same name, the later one keeps its name in the module tree.
+    Call it after wrapping and sharding, which replace parameters.  A tied parameter appears under each of its names.
+    If two parameters would get the same name, the later one keeps its name in the module tree.
     """
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -45,59 +45,59 @@ def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @dataclass(eq=False)
-class _Entry:
-    """One parameter. Weakly held: an average must not keep a model alive."""
+class _TrackedParameter:
+    """A parameter and its average, with a weak reference so that an average does not keep a model alive."""
 
     name: str
     parameter: weakref.ref[nn.Parameter]
     state: Literal["empty", "captured", "counted"] = "empty"
     staged: torch.Tensor | None = None
-    """The last captured gradient: host, the gradient's dtype; pinned if it comes from CUDA."""
+    """Last captured gradient on the host, of the gradient's dtype, pinned if it comes from CUDA."""
     arrived: offload.Arrivals = offload.NOTHING
     refused: torch.Tensor | None = None
-    """On the host with `arrived`: not zero if the optimizer found infinities and did not step."""
+    """Host flag, valid after `arrived`: non-zero if the optimizer found infinities and did not step."""
     average: torch.Tensor | None = None
-    """float32, contiguous, the local shape."""
+    """Contiguous float32 average of the local shape."""
     steps: int = 0
-    """Batches in the average."""
+    """Number of batches in the average."""
     settled: int = 0
-    """Steps since the beginning, within the window or not."""
+    """Number of steps since construction, within the window or not."""
 
 
 class GradientAverage:
-    """Moving average of the gradients of named parameters, on the host, sharded as they are.
+    """A moving average of the gradients of named parameters, on the host, with their sharding.
 
     ``average = beta * gradient + (1 - beta) * average``, per parameter, over the batches in which it had a gradient;
     the first gradient is the first average.  Gradients with NaN or Inf are left out and counted in ``skipped``.
 
-    Either let an optimizer drive it (``attach``), or the backward pass (``attach_to_parameters``), or call ``capture``
-    before and ``settle`` after each optimizer step.  Outside the window of ``schedule``, capturing does nothing.
+    Attach it to an optimizer (``attach``) or to the backward pass (``attach_to_parameters``), or call ``capture``
+    before and ``settle`` after each optimizer step.  Outside the window of ``schedule``, ``capture`` does nothing.
 
-    What is captured is ``.grad`` as it is then.  Parameters without gradient are left alone; one whose gradient is
-    partial or laid out otherwise than the parameter (DTensor) is left out, with one warning.  Sparse gradients are made
-    dense on the host, which on CUDA waits for the GPU.  Use from one thread at a time; not inside CUDA graphs.
+    Parameters without gradient are skipped.  A parameter whose gradient is partial or has another DTensor layout is
+    skipped with one warning.  Sparse gradients are converted to dense ones on the host, which on CUDA waits for the
+    GPU.  Use from one thread at a time, not inside CUDA graphs.
 
     Memory on the host: 4 bytes per element of this rank's shards, and one copy of the gradients in their own dtype
     (2 or 4 bytes; pinned on CUDA, whose allocator rounds sizes up to powers of two).  On the GPU: none.
 
     Args:
-        parameters: by name (``names_of``).  One object under several names is one entry, under the first;
-            ``aliases`` has the others.
+        parameters: parameters by name (``names_of``).  A tied parameter is one entry under its first name; ``aliases``
+            has the others.
         beta: weight of the newest gradient, in (0, 1].
         window: batches before a checkpoint in which gradients are captured.
-        every: steps between checkpoints; None: learned (``Schedule``).
-        overlap: what may run on CUDA while gradients are copied.  "none": nothing.  "step": the optimizer step, which
-            then must not write to ``.grad`` (those of torch.optim do not).  "batch": the next batch too; then ``.grad``
-            must be a new tensor in each batch, so neither ``zero_grad(set_to_none=False)`` nor gradient buckets.
+        every: steps between checkpoints; None to learn them (``Schedule``).
+        overlap: work that may run on CUDA while gradients are copied.  "none": no work.  "step": the optimizer step,
+            which must not write to ``.grad`` (torch.optim does not).  "batch": also the next batch; ``.grad`` must be a
+            new tensor in each batch, so neither ``zero_grad(set_to_none=False)`` nor gradient buckets are allowed.
 
     Raises:
-        ValueError: ``beta``, ``window`` or ``every`` out of range.
+        ValueError: ``beta``, ``window`` or ``every`` is out of range.
     """
 
     aliases: dict[str, str]
-    """Other names of tied parameters: the first name of each."""
+    """First name by other name of each tied parameter."""
     skipped: Counter[str]
-    """Batches left out because of NaN or Inf, by first name, since the last ``reset``."""
+    """Number of batches skipped because of NaN or Inf since the last ``reset``, by first name."""
     schedule: Schedule
 
     def __init__(
@@ -116,14 +116,14 @@ class GradientAverage:
         self.schedule = Schedule(every, window)
         self.aliases = {}
         self.skipped = Counter()
-        self._entries: dict[str, _Entry] = {}
-        self._by_id: dict[int, _Entry] = {}
+        self._entries: dict[str, _TrackedParameter] = {}
+        self._by_id: dict[int, _TrackedParameter] = {}
         for name, parameter in parameters.items():
             first = self._by_id.get(id(parameter))
             if first is not None:
                 self.aliases[name] = first.name
             else:
-                self._entries[name] = self._by_id[id(parameter)] = _Entry(name, weakref.ref(parameter))
+                self._entries[name] = self._by_id[id(parameter)] = _TrackedParameter(name, weakref.ref(parameter))
         self._streams: offload.Streams = {}
         self._modes: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -133,7 +133,7 @@ class GradientAverage:
         self._warned: set[str] = set()
 
     def __getstate__(self) -> Any:
-        """Raises TypeError: hooks, streams and buffers belong to this process and this model."""
+        """Raise a TypeError: hooks, streams and buffers belong to this process and this model."""
         raise TypeError("a GradientAverage cannot be copied or pickled; make a new one for the other model")
 
     def __contains__(self, name: str) -> bool:
@@ -141,30 +141,30 @@ class GradientAverage:
 
     @property
     def steps(self) -> int:
-        """Batches that count since the last ``reset``: of the parameter that has most.  Waits for copies."""
+        """Largest number of counted batches of any parameter since the last ``reset``.  Waits for copies."""
         for entry in self._entries.values():
             self._fold(entry)
         return max((entry.steps for entry in self._entries.values()), default=0)
 
     @property
     def memory(self) -> int:
-        """Bytes held on the host."""
+        """Bytes of host memory."""
         held = [tensor for entry in self._entries.values() for tensor in (entry.average, entry.staged)]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def capture(self) -> None:
-        """Copy ``.grad`` of every parameter: after backward, unscaling and clipping, before step and ``zero_grad``."""
+        """Copy ``.grad`` of every parameter.  Call it after backward, unscaling and clipping, before the step."""
         self._capture(self._entries.values())
 
     def settle(self) -> None:
-        """The optimizer has stepped, in the window or not: what was captured counts, and the schedule moves on."""
+        """Count the captured gradients, and advance the schedule.  Call it after every step, in the window or not."""
         self._settle(list(self._entries.values()))
 
     def average(self, name: str) -> torch.Tensor | None:
-        """The average gradient; waits for copies under way.
+        """Return the average gradient; waits for copies under way.
 
         Args:
-            name: of a parameter, any of its names.
+            name: any name of a parameter.
 
         Returns:
             float32, CPU, contiguous, the local shard's shape; None if no gradient counted.  Not a copy: it changes
@@ -183,9 +183,9 @@ class GradientAverage:
         return entry.average
 
     def mean_squares(self) -> dict[str, tuple[float, int]]:
-        """Sum of squares of the local average, and its elements, by first name; (0.0, 0) without an average.
+        """Return the sum of squares and the number of elements of each local average by first name, or (0.0, 0).
 
-        Sums over ranks give the mean square of the whole parameter, and of a replicated one as well.
+        Sums over ranks give the mean square of the whole parameter, sharded or replicated.
         """
         found = {}
         for name in self._entries:
@@ -194,7 +194,7 @@ class GradientAverage:
         return found
 
     def reset(self) -> None:
-        """A checkpoint was made: begin anew.  Frees averages and buffers, and tells ``schedule``."""
+        """Free averages and buffers after a checkpoint, and record it in ``schedule``."""
         for entry in self._entries.values():
             entry.state, entry.arrived, entry.refused = "empty", offload.NOTHING, None
             entry.average = entry.staged = None
@@ -205,16 +205,16 @@ class GradientAverage:
     def attach(
         self, optimizer: torch.optim.Optimizer, capture: Literal["step", "manual"] = "step", *, later: bool = False
     ) -> None:
-        """Let the steps of ``optimizer`` settle its parameters; with "step" also capture, so that a loop needs no line.
+        """Settle parameters after each step of ``optimizer``; with "step", also capture them before it.
 
-        Several optimizers may be attached, each for its own parameters.  ``step(closure)`` is captured after the step,
-        and so are gradients that a fused optimizer unscales itself under ``GradScaler``; a step that such an optimizer
-        refuses does not count.  With "manual", ``capture`` is yours to call, after ``GradScaler.unscale_``.  With
-        ``later`` the optimizer may be given its parameters between steps, as ZeRO does with sub-groups.
+        Several optimizers may be attached, each for its own parameters.  With ``step(closure)``, and with a fused
+        optimizer that unscales gradients itself under ``GradScaler``, gradients are captured after the step; a step
+        that such an optimizer skips does not count.  With "manual", call ``capture`` after ``GradScaler.unscale_``.
+        With ``later``, the optimizer may receive its parameters between steps, as ZeRO does with sub-groups.
 
         Raises:
-            ValueError: attached already, or the optimizer has none of the parameters: it was made before sharding,
-                or steps copies of its own; call ``capture`` and ``settle`` then.
+            ValueError: the optimizer is attached already, or has none of the parameters: it was created before
+                sharding, or updates copies of its own; call ``capture`` and ``settle`` instead.
         """
         if optimizer in self._modes:
             raise ValueError("this optimizer is attached already")
@@ -226,14 +226,14 @@ class GradientAverage:
         self._handles.append(optimizer.register_step_post_hook(_weakly(self._after_step)))
 
     def attach_to_parameters(self, settle: bool = True) -> None:
-        """Capture each gradient when the backward pass has accumulated it, ahead of hooks that step and free it.
+        """Capture each gradient after its accumulation in the backward pass, before hooks that step and free it.
 
-        For optimizers that run inside backward.  Such gradients are neither clipped nor unscaled, and DDP has not
-        averaged them over ranks yet; FSDP2 has; FSDP1 produces none that hooks see.
+        For optimizers that run inside backward.  Such gradients are neither clipped nor unscaled.  FSDP2 has averaged
+        them over ranks, DDP has not; FSDP1 produces no gradients that hooks see.
 
         Args:
-            settle: every gradient counts at once.  False: leave that to ``settle`` or an attached optimizer, where
-                one step takes several backward passes.
+            settle: count every gradient at once.  Use False if a step takes several backward passes, and call
+                ``settle`` or attach an optimizer.
         """
         self._settle_at_once = settle
         for entry in self._entries.values():
@@ -256,7 +256,7 @@ class GradientAverage:
         self._handles.clear()
         self._modes.clear()
 
-    def _entries_of(self, optimizer: torch.optim.Optimizer) -> list[_Entry]:
+    def _entries_of(self, optimizer: torch.optim.Optimizer) -> list[_TrackedParameter]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = [(self._by_id.get(id(parameter)), parameter) for parameter in parameters]
         return [entry for entry, parameter in found if entry is not None and entry.parameter() is parameter]
@@ -281,8 +281,8 @@ class GradientAverage:
             if self._settle_at_once:
                 self._settle([entry])
 
-    def _gradient(self, entry: _Entry) -> torch.Tensor | None:
-        """The local gradient as it can be copied; None if there is none to be had."""
+    def _gradient(self, entry: _TrackedParameter) -> torch.Tensor | None:
+        """Return the local dense gradient, or None if there is none or it cannot be averaged."""
         parameter = entry.parameter()
         gradient = None if parameter is None or not parameter.requires_grad else parameter.grad
         if parameter is None or gradient is None or not gradient.is_floating_point():
@@ -291,15 +291,15 @@ class GradientAverage:
             self._warn_once(f"the gradient of '{entry.name}' is partial or laid out unlike it, and is not averaged")
             return None
         shard = offload.dense(offload.local(gradient))
-        return shard if shard.shape == offload.local(parameter).shape else None  # else of what it was before
+        return shard if shard.shape == offload.local(parameter).shape else None  # else from before a reshape
 
     @torch.no_grad()
-    def _capture(self, entries: Iterable[_Entry]) -> None:
+    def _capture(self, entries: Iterable[_TrackedParameter]) -> None:
         if not self.schedule.due():
             return
         pairs, captured = [], []
         for entry in entries:
-            self._fold(entry)  # its buffer is needed
+            self._fold(entry)  # the staging buffer is needed again
             entry.state = "empty"
             gradient = self._gradient(entry)
             if gradient is None:
@@ -316,7 +316,7 @@ class GradientAverage:
         self._captured_any = self._captured_any or bool(captured)
 
     @torch.no_grad()
-    def _settle(self, entries: Iterable[_Entry], found_inf: torch.Tensor | None = None) -> None:
+    def _settle(self, entries: Iterable[_TrackedParameter], found_inf: torch.Tensor | None = None) -> None:
         pending = []
         for entry in entries:
             entry.settled += 1
@@ -338,8 +338,8 @@ class GradientAverage:
                 self._fold(entry)
 
     @torch.no_grad()
-    def _fold(self, entry: _Entry) -> None:
-        """Bring a counted gradient into the average, once it has arrived."""
+    def _fold(self, entry: _TrackedParameter) -> None:
+        """Add a counted gradient to the average after its copy has completed."""
         if entry.state != "counted" or entry.staged is None:
             return
         for _, event in entry.arrived:
@@ -357,8 +357,8 @@ class GradientAverage:
             offload.blend(entry.average, entry.staged, self.beta)
         entry.steps += 1
 
-    def _drop_unless(self, entry: _Entry, shape: torch.Size) -> None:
-        """Begin anew if the average has another shape."""
+    def _drop_unless(self, entry: _TrackedParameter, shape: torch.Size) -> None:
+        """Drop an average of another shape."""
         if entry.average is not None and entry.average.shape != shape:
             found = f"{tuple(entry.average.shape)} to {tuple(shape)}"
             entry.average, entry.steps = None, 0
@@ -371,7 +371,7 @@ class GradientAverage:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep the object of its method alive, does nothing once that is gone, and is not compiled."""
+    """Return a hook that holds the method's object weakly, does nothing after its deletion, and is not compiled."""
     reference = weakref.WeakMethod(method)
 
     @torch.compiler.disable
@@ -384,10 +384,10 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `step` computes the gradients itself; `args` begins with the optimizer."""
+    """Return whether `step` has a closure that computes gradients; `args` begins with the optimizer."""
     return kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
 
 
 def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `.grad` is multiplied by the loss scale until `step`: GradScaler sets this on fused optimizers."""
+    """Return whether `.grad` is multiplied by the loss scale until `step`, as GradScaler does for fused optimizers."""
     return getattr(optimizer, "grad_scale", None) is not None

@@ -1,4 +1,4 @@
-"""Checkpoints of every iteration: a snapshot now and then, and a log of the gradients in between.
+"""Checkpoints of every iteration: periodic snapshots, and a log of the gradients between two snapshots.
 
     log = dsq_ckpt.lowdiff.GradientLog("run", model, optimizer, compressor="topk:0.01")
     ...
@@ -10,9 +10,12 @@ LowDiff and LowDiff+: Yao et al., "Optimizing Frequent Checkpointing via Low-Cos
 Systems".
 """
 
-from dsq_ckpt.lowdiff.compressors import Compressor, compressor
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, compressor
 from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovery import Recovered, recover
 from dsq_ckpt.lowdiff.replica import Replica
 
-__all__ = ["Compressor", "GradientLog", "Recovered", "Replica", "compressor", "recover"]
+Compressor = GradientCompressor
+"""Former name of `GradientCompressor`."""
+
+__all__ = ["Compressor", "GradientCompressor", "GradientLog", "Recovered", "Replica", "compressor", "recover"]

@@ -1,4 +1,4 @@
-"""Memory that the training process and the checkpointing process share."""
+"""Shared memory between the training process and the checkpointing process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 
 class Arena:
-    """Bytes in shared memory without a name: they are freed when the last process that maps them is gone, however it
-    went, so that a killed job leaves nothing behind.
+    """A block of anonymous shared memory.
+
+    The kernel frees it when the last process that maps it ends, so a killed job leaves nothing behind.
 
     Attributes:
-        tensor: all of it, uint8.
-        size: bytes.
+        tensor: the whole block, uint8[size].
+        size: size of the block in bytes.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -26,10 +27,10 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """New memory, all zeros; pages are taken when they are first written.
+        """Allocate a block of zeros; pages are committed on the first write.
 
         Raises:
-            OSError: there is not enough of it.
+            OSError: the machine has not enough shared memory.
         """
         descriptor = os.memfd_create("dsq_ckpt")
         try:
@@ -40,18 +41,18 @@ class Arena:
             raise
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in it, at `offset` bytes, which `aligned` gave."""
+        """Return the tensor at `offset` bytes, a multiple of the alignment of `aligned`; it shares the memory."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.tensor[offset : offset + size].view(dtype).view(shape)
 
     def pin(self) -> None:
-        """Let a GPU write into it while the CPU does other things; where that is refused, copies wait."""
+        """Pin the memory for asynchronous copies from a GPU; if CUDA refuses, copies are synchronous."""
         if not self._pinned:
             status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
             self._pinned = int(status) == 0
 
     def close(self) -> None:
-        """Let go of it; tensors in it stay valid while they are referenced."""
+        """Release the memory; tensors in it stay valid while they are referenced."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
             self._pinned = False
@@ -61,5 +62,5 @@ class Arena:
 
 
 def aligned(offset: int) -> int:
-    """The next place at which any tensor may begin."""
+    """Return the next offset in bytes at which a tensor of any dtype may begin."""
     return -(-offset // 64) * 64

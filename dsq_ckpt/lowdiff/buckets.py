@@ -1,8 +1,8 @@
-"""Gradients as compressors see them: flat buckets, from DDP's communication hook or from hooks of parameters.
+"""Flat gradient buckets for compressors, from DDP's communication hook or from hooks of parameters.
 
-Everything is kept by parameter and in memory order. DDP rebuilds its buckets after the first iteration, so nothing may
-depend on a bucket's index; and a bucket holds a gradient in the memory format of its parameter, so a channels_last
-parameter needs no copy. Row-major indices are made for traces alone.
+State is kept by parameter and in memory order. DDP rebuilds its buckets after the first iteration, so no state may
+depend on a bucket's index. A bucket holds a gradient in the memory format of its parameter, so a channels_last
+parameter needs no copy. Only `GradientInfo` has row-major indices.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.contract import Compressor, GradientInfo
-from dsq_ckpt.lowdiff.ddp import CommHookSlot, distributed, take_seat
+from dsq_ckpt.lowdiff.contract import GradientCompressor, GradientInfo
+from dsq_ckpt.lowdiff.ddp import CommHookSlot, claim_hook_slot, distributed
 from dsq_ckpt.quantization.groups import unwrapped
 
 Group = dist.ProcessGroup
 _BUCKET = 1 << 23
-"""Elements that `synchronize` compresses together, but for larger parameters."""
+"""Most elements that `synchronize` compresses together; a larger parameter has a bucket of its own."""
 
 
-class Part(NamedTuple):
-    """The place of one parameter's gradient in a bucket."""
+class BucketSlice(NamedTuple):
+    """The elements of a bucket that hold one parameter's gradient."""
 
     parameter: nn.Parameter
     start: int
@@ -40,11 +40,11 @@ class Part(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many there are; none is possible."""
+        """Number of elements; may be 0."""
         return self.stop - self.start
 
     def row_major(self, places: Tensor) -> Tensor:
-        """Row-major indices of elements of the parameter, from their places in its memory; both int64."""
+        """Convert int64 indices into the parameter's memory to int64 row-major indices."""
         sizes = self.parameter.shape
         standard = row_major_strides(sizes)
         if self.strides == standard:
@@ -58,69 +58,69 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients to be compressed together.
+    """Gradients that are compressed together.
 
     Attributes:
-        flat: 1-D, of the gradients' dtype; to be overwritten with the synchronized gradient.
-        parts: where the parameters lie in it.
-        source: what DDP gave, None outside of DDP.
+        flat: 1-D tensor of the gradients' dtype, overwritten with the synchronized gradient.
+        slices: slice of each parameter.
+        source: bucket of DDP; None outside of DDP.
     """
 
     flat: Tensor
-    parts: Sequence[Part]
+    slices: Sequence[BucketSlice]
     source: dist.GradBucket | None = None
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Equal for buckets of the same parameters in the same order."""
-        return tuple(id(part.parameter) for part in self.parts)
+        """Key that is equal for buckets of the same parameters in the same order."""
+        return tuple(id(slice_.parameter) for slice_ in self.slices)
 
-    def of(self, part: Part) -> Tensor:
-        """The gradient of one parameter, flat."""
-        return self.flat[part.start : part.stop]
-
-
-Left = Callable[[], GradientInfo | None]
-"""Makes a trace when it is asked for: few steps of a run that accumulates gradients need one."""
+    def of(self, slice_: BucketSlice) -> Tensor:
+        """Return the flat gradient of one parameter."""
+        return self.flat[slice_.start : slice_.stop]
 
 
-class Hooked(Compressor):
-    """Registers the hooks and collects what they leave; `_synchronize` is left to the kinds."""
+InfoFactory = Callable[[], GradientInfo | None]
+"""A function that builds a `GradientInfo` on demand: with gradient accumulation, few backward passes need one."""
+
+
+class HookedCompressor(GradientCompressor):
+    """A base class for compressors that registers their hooks; a subclass implements `_synchronize`."""
 
     def __init__(self, spec: str) -> None:
         super().__init__(spec)
         self._names: dict[nn.Parameter, str] = {}
-        self._left: dict[nn.Parameter, Left] = {}
+        self._info_factories: dict[nn.Parameter, InfoFactory] = {}
         self._handles: list[RemovableHandle] = []
-        self._seat: CommHookSlot | None = None
-        self._skips = False
-        """Whether DDP drops the gradients of parameters that no rank used, residuals that were sent included."""
+        self._hook_slot: CommHookSlot | None = None
+        self._ddp_may_drop = False
+        """True if DDP drops the gradients of parameters that no rank used, and with them residuals that were sent."""
 
     @abstractmethod
     def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
-        """Overwrite `bucket.flat` with the mean over the group of what is left of it by compression.
+        """Overwrite `bucket.flat` with the mean of the compressed gradients over the group.
 
-        Called in the same order on all ranks. Entries of `_left` must be there when the future is done.
+        All ranks call this method in the same order. `_info_factories` must be filled when the future is done.
 
         Args:
             bucket: gradients of this rank, not divided by the world size.
-            group: None where there is no other rank.
+            group: process group; None for a single process.
         """
 
     def attach(self, model: nn.Module) -> None:
-        """See `Compressor.attach`."""
-        if self._seat is not None or self._handles:
+        """See `GradientCompressor.attach`."""
+        if self._hook_slot is not None or self._handles:
             raise ConfigError(f"compressor '{self.spec}' is attached to a model already; call detach() first")
         under = distributed(model, "the compressor")
         names = self._adopt(model if under is None else under)
         if under is None:
             self._handles = [p.register_post_accumulate_grad_hook(self._compress) for p in names]
         else:
-            self._seat = take_seat(under, self, "leave out the other one")
-            self._skips = bool(under.find_unused_parameters or under.static_graph)
+            self._hook_slot = claim_hook_slot(under, self, "leave out the other one")
+            self._ddp_may_drop = bool(under.find_unused_parameters or under.static_graph)
 
     @property
-    def tenant(self) -> str:
+    def description(self) -> str:
         """See `ddp.HookOwner`."""
         return f"compressor '{self.spec}'"
 
@@ -131,77 +131,77 @@ class Hooked(Compressor):
         if flat.layout != torch.strided:
             names = ", ".join(self._names[p] for p in parameters)
             raise ConfigError(f"{names} has sparse gradients, which compressors do not understand")
-        parts, start = [], 0
+        slices, start = [], 0
         for p in parameters:  # bucket.gradients() are row-major whatever the memory format is
-            parts.append(Part(p, start, start + p.numel(), memory_strides(p)))
+            slices.append(BucketSlice(p, start, start + p.numel(), memory_strides(p)))
             start += p.numel()
         with torch.no_grad():
-            return self._synchronize(Bucket(flat, parts, bucket), group if group.size() > 1 else None)
+            return self._synchronize(Bucket(flat, slices, bucket), group if group.size() > 1 else None)
 
     def adopt(self, model: nn.Module) -> None:
-        """As `attach`, without hooks: who averages the gradients calls `synchronize` instead of averaging them."""
-        if self._seat is not None or self._handles:
+        """Attach to a model without hooks, for callers that replace their own averaging by `synchronize`."""
+        if self._hook_slot is not None or self._handles:
             raise ConfigError(f"compressor '{self.spec}' is attached to a model already; call detach() first")
         self._adopt(model)
 
     def synchronize(self, group: Group | None) -> None:
-        """Overwrite the gradients of an adopted model with the mean over a group of what compression leaves of them.
+        """Overwrite the gradients of an adopted model with the mean of compressed gradients over a group; collective.
 
-        Parameters without a gradient count as zeros, so that all ranks send alike; collective.
+        A missing gradient counts as zeros, so that all ranks send messages of the same sizes.
         """
-        dealt: list[list[nn.Parameter]] = []
-        room, dtype = 0, None
+        batches: list[list[nn.Parameter]] = []
+        capacity, dtype = 0, None
         for parameter in self._names:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad.layout != torch.strided:
                 raise ConfigError(f"{self._names[parameter]} has sparse gradients, which compressors do not understand")
-            if parameter.numel() > room or parameter.grad.dtype != dtype:
-                dealt.append([])
-                room, dtype = _BUCKET, parameter.grad.dtype
-            dealt[-1].append(parameter)
-            room -= parameter.numel()
+            if parameter.numel() > capacity or parameter.grad.dtype != dtype:
+                batches.append([])
+                capacity, dtype = _BUCKET, parameter.grad.dtype
+            batches[-1].append(parameter)
+            capacity -= parameter.numel()
         with torch.no_grad():
-            for parameters in dealt:
+            for parameters in batches:
                 gradients = [p.grad.reshape(-1) for p in parameters if p.grad is not None]
-                parts, start = [], 0
+                slices, start = [], 0
                 for p in parameters:
-                    parts.append(Part(p, start, start + p.numel(), row_major_strides(p.shape)))
+                    slices.append(BucketSlice(p, start, start + p.numel(), row_major_strides(p.shape)))
                     start += p.numel()
-                mean = self._synchronize(Bucket(torch.cat(gradients), parts), group).wait()
-                for p, part in zip(parameters, parts, strict=True):
+                mean = self._synchronize(Bucket(torch.cat(gradients), slices), group).wait()
+                for p, slice_ in zip(parameters, slices, strict=True):
                     assert p.grad is not None
-                    p.grad.copy_(mean[part.start : part.stop].view(p.shape))
+                    p.grad.copy_(mean[slice_.start : slice_.stop].view(p.shape))
 
     def _adopt(self, model: nn.Module) -> dict[nn.Parameter, str]:
         names = {p: unwrapped(name) for name, p in model.named_parameters() if p.requires_grad}
         self._check(names)
-        self._skips = False
+        self._ddp_may_drop = False
         self._names = names
         self._begin()
         return names
 
     def _begin(self) -> None:
-        """Forget what belonged to an earlier model."""
-        self._left.clear()
+        """Drop the state of an earlier model."""
+        self._info_factories.clear()
 
     def detach(self) -> None:
-        """See `Compressor.detach`."""
-        if self._seat is not None:
-            self._seat.leave()
+        """See `GradientCompressor.detach`."""
+        if self._hook_slot is not None:
+            self._hook_slot.leave()
         for handle in self._handles:
             handle.remove()
-        self._seat, self._handles = None, []
-        self._left.clear()
+        self._hook_slot, self._handles = None, []
+        self._info_factories.clear()
 
     def take(self) -> dict[nn.Parameter, GradientInfo]:
-        """See `Compressor.take`."""
-        left, self._left = self._left, {}
+        """See `GradientCompressor.take`."""
+        left, self._info_factories = self._info_factories, {}
         made = {parameter: make() for parameter, make in left.items() if parameter.grad is not None}
-        return {parameter: trace for parameter, trace in made.items() if trace is not None}
+        return {parameter: info for parameter, info in made.items() if info is not None}
 
     def _check(self, names: dict[nn.Parameter, str]) -> None:
-        """Raise `ConfigError` with all parameters whose gradients cannot be compressed."""
+        """Raise a `ConfigError` that names all parameters whose gradients cannot be compressed."""
         wrong = [
             f"{name} is {'a DTensor' if isinstance(p, DTensor) else p.dtype}" for p, name in names.items()
             if isinstance(p, DTensor) or not p.is_floating_point()
@@ -212,7 +212,7 @@ class Hooked(Compressor):
             )
 
     def _compress(self, parameter: nn.Parameter) -> None:
-        """Compress a gradient where no other rank has a part in it."""
+        """Compress the gradient of one parameter in a single process."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
@@ -221,13 +221,13 @@ class Hooked(Compressor):
         if gradient.stride() != strides:
             laid_out = torch.empty_strided(parameter.shape, strides, dtype=gradient.dtype, device=gradient.device)
             parameter.grad = gradient = laid_out.copy_(gradient)
-        part = Part(parameter, 0, gradient.numel(), strides)
+        slice_ = BucketSlice(parameter, 0, gradient.numel(), strides)
         with torch.no_grad():
-            self._synchronize(Bucket(in_memory(gradient), [part]), None).wait()
+            self._synchronize(Bucket(in_memory(gradient), [slice_]), None).wait()
 
 
 def ready(value: Tensor) -> Future[Tensor]:
-    """A future that is done."""
+    """Return a completed future."""
     future: Future[Tensor] = Future(devices=[value.device]) if value.is_cuda else Future()
     future.set_result(value)
     return future
@@ -240,7 +240,7 @@ def all_gather(out: Tensor, mine: Tensor, group: Group) -> dist.Work:
 
 
 def on_this_stream(tensor: Tensor) -> Tensor:
-    """Tell the allocator that a tensor made in a future's callback is read on the caller's stream."""
+    """Record the caller's stream for a tensor made in a future's callback, so that its memory is not reused early."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
@@ -248,12 +248,12 @@ def on_this_stream(tensor: Tensor) -> Tensor:
 
 @cache
 def row_major_strides(sizes: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return torch.empty(sizes, device="meta").stride()
 
 
 def memory_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Strides that DDP gives the gradient of a parameter: its own where it has no holes, else row-major ones."""
+    """Return the strides that DDP gives a gradient: the parameter's own if it is dense, else row-major strides."""
     return _memory_strides(parameter.shape, parameter.stride())
 
 
@@ -264,5 +264,5 @@ def _memory_strides(sizes: torch.Size, own: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """A tensor without holes as it lies in memory, 1-D; shares it."""
+    """Return a 1-D view of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""Gradients as the optimizer is about to use them, put into shared memory."""
+"""Capture of the gradients that the optimizer is about to use, into shared memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dsq_ckpt.kernels.scan import gather
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.compressors import GradientInfo
 from dsq_ckpt.lowdiff.encoding import scales_from
-from dsq_ckpt.lowdiff.train_state import Entry, TrainState, dtype_name
-from dsq_ckpt.lowdiff.worker_client import Layout, WorkerClient, nbytes
+from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState, dtype_name
+from dsq_ckpt.lowdiff.worker_client import ArenaLayout, WorkerClient, nbytes
 
 
-class Captured(NamedTuple):
-    """A step that is in shared memory, but for what it leaves behind.
+class CapturedStep(NamedTuple):
+    """A step whose gradients are in shared memory; states and buffers after the step are added later.
 
     Attributes:
-        message: for the checkpointing process, with what was captured.
-        slot: where it is.
-        buffers_at: where buffers of the model go in it.
-        new: the slot's memory is new to the process.
-        copied: what a GPU still has to write into the slot is there when this has happened.
+        message: message to the checkpointing process that describes the gradients.
+        slot: number of the slot that holds the gradients.
+        buffers_at: offset of the model's buffers in the slot, in bytes.
+        new: True if the checkpointing process has not mapped the slot's memory yet.
+        copied: event after which copies from a GPU into the slot are complete; None without such copies.
     """
 
     message: dict[str, Any]
@@ -36,30 +36,30 @@ class Captured(NamedTuple):
 
 
 def capture(
-    subject: TrainState, own: Sequence[Entry], traces: Mapping[nn.Parameter, GradientInfo], whole: bool,
-    room: int, handle: WorkerClient,
-) -> Captured:
-    """Put this rank's share of the gradients into a free slot, waiting for one.
+    train_state: TrainState, own: Sequence[ParameterEntry], infos: Mapping[nn.Parameter, GradientInfo],
+    dense_only: bool, buffer_bytes: int, client: WorkerClient,
+) -> CapturedStep:
+    """Copy this rank's share of the gradients into a free slot; wait until a slot is free.
 
     Args:
-        subject: whose parameters have the gradients.
-        own: the parameters that this rank logs.
-        traces: what compression knows of them.
-        whole: log gradients whole, whatever compression knows.
-        room: bytes for buffers of the model.
-        handle: of the checkpointing process.
+        train_state: model and optimizer.
+        own: parameters that this rank logs.
+        infos: properties of the gradients after compression.
+        dense_only: log dense gradients, whatever `infos` says.
+        buffer_bytes: bytes to reserve for buffers of the model.
+        client: client of the checkpointing process.
 
     Raises:
         ConfigError: a gradient is sparse.
-        ProcessGone: the checkpointing process is.
+        ProcessGone: the checkpointing process ended or failed.
     """
-    layout = Layout()
+    layout = ArenaLayout()
     sparse: dict[torch.dtype, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
     dense: list[tuple[dict[str, Any], torch.Tensor]] = []
-    witnesses = []
+    probes = []
     halves = set()
     for place, entry in enumerate(own):
-        parameter = subject.parameters[entry.name]
+        parameter = train_state.parameters[entry.name]
         gradient = parameter.grad
         if gradient is None:
             continue
@@ -69,46 +69,46 @@ def capture(
                 "with sparse=False"
             )
         gradient = gradient.detach()
-        trace = traces.get(parameter)
-        if trace is not None and trace.support is not None and not whole:
-            sparse.setdefault(gradient.dtype, []).append((place, gradient, trace.support))
+        info = infos.get(parameter)
+        if info is not None and info.support is not None and not dense_only:
+            sparse.setdefault(gradient.dtype, []).append((place, gradient, info.support))
             continue
         part: dict[str, Any] = {"param": place, "dtype": dtype_name(gradient.dtype)}
-        if trace is not None and trace.levels is not None:
-            part["levels"] = trace.levels.tolist()
-        if trace is not None and trace.witness is not None:
-            places, before = trace.witness
-            witnesses.append((before, gradient.reshape(-1).index_select(0, places.to(gradient.device))))
-        if trace is not None and trace.dtype is not None:
-            halves.add(dtype_name(trace.dtype))
+        if info is not None and info.levels is not None:
+            part["levels"] = info.levels.tolist()
+        if info is not None and info.probe is not None:
+            places, before = info.probe
+            probes.append((before, gradient.reshape(-1).index_select(0, places.to(gradient.device))))
+        if info is not None and info.dtype is not None:
+            halves.add(dtype_name(info.dtype))
         dense.append((part | {"at": layout.add(nbytes(gradient))}, gradient))
     supported = [(_supported(layout, dtype, found), found) for dtype, found in sparse.items()]
-    buffers_at = layout.add(room)
-    slot = handle.slot()
-    arena, new = handle.room(slot, layout.size)
-    devices = {parameter.device for parameter in subject.parameters.values() if parameter.device.type == "cuda"}
-    # On a GPU the pieces are put together there, and cross to the host in one copy that nobody waits for here. The
-    # checkpointing process could fetch them by an IPC handle; it would need a CUDA context of its own for that, which
-    # takes some hundred megabytes of the GPU's memory on every rank.
-    # Buffers are put into the slot behind them later, which that copy must not touch.
+    buffers_at = layout.add(buffer_bytes)
+    slot = client.slot()
+    arena, new = client.ensure_arena(slot, layout.size)
+    devices = {parameter.device for parameter in train_state.parameters.values() if parameter.device.type == "cuda"}
+    # On a GPU the gradients are packed there and cross to the host in one asynchronous copy. The checkpointing process
+    # could fetch them by an IPC handle, but would need a CUDA context of its own for that, which takes some hundred
+    # megabytes of the GPU's memory on every rank.
+    # Buffers are written into the slot later, behind the range of this copy.
     target = _on_device(buffers_at, devices.pop()) if len(devices) == 1 else None
-    for told, found in supported:
-        _gather(target or arena, told, found)
+    for fields, found in supported:
+        _gather(target or arena, fields, found)
     for part, gradient in dense:
         (target or arena).view(part["at"], tuple(gradient.shape), gradient.dtype).copy_(gradient)
     hints = {
-        "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in witnesses),
+        "scales": scales_from((before.cpu().float(), after.cpu().float()) for before, after in probes),
         "half": halves.pop() if len(halves) == 1 else None,
     }
     copied = None if target is None else target.copy_to(arena)
-    message = {"sparse": [told for told, _ in supported], "dense": [part for part, _ in dense], "hints": hints}
-    return Captured(message, slot, buffers_at, new, copied)
+    message = {"sparse": [fields for fields, _ in supported], "dense": [part for part, _ in dense], "hints": hints}
+    return CapturedStep(message, slot, buffers_at, new, copied)
 
 
 def _supported(
-    layout: Layout, dtype: torch.dtype, found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+    layout: ArenaLayout, dtype: torch.dtype, found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> dict[str, Any]:
-    """Room for gradients of one dtype whose places are known, end to end; what the process is told of it."""
+    """Reserve memory for sparse gradients of one dtype; return their description for the checkpointing process."""
     counts = [support.numel() for _, _, support in found]
     return {
         "dtype": dtype_name(dtype), "params": [place for place, _, _ in found], "counts": counts,
@@ -118,24 +118,24 @@ def _supported(
 
 
 def _gather(
-    target: _Room, told: Mapping[str, Any], found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+    target: _TensorMemory, fields: Mapping[str, Any], found: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 ) -> None:
-    counts: list[int] = told["counts"]
-    places = target.view(told["places"], (sum(counts),), torch.int64)
+    counts: list[int] = fields["counts"]
+    places = target.view(fields["places"], (sum(counts),), torch.int64)
     torch.cat([support.to(places.device) for _, _, support in found], out=places)
-    values = target.view(told["values"], (sum(counts),), found[0][1].dtype)
-    nonzero = target.view(told["nonzero"], (len(found),), torch.int64)
+    values = target.view(fields["values"], (sum(counts),), found[0][1].dtype)
+    nonzero = target.view(fields["nonzero"], (len(found),), torch.int64)
     gather([gradient for _, gradient, _ in found], places, counts, values, nonzero)
 
 
-class _Room(Protocol):
-    """Memory that is filled piece by piece."""
+class _TensorMemory(Protocol):
+    """Memory in which tensors are placed at byte offsets."""
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class _OnDevice:
-    """What a slot will have, in the memory of a GPU."""
+    """A staging copy of a slot in the memory of a GPU."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -143,12 +143,12 @@ class _OnDevice:
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in it, at `offset` bytes."""
+        """Return the tensor at `offset` bytes; it shares the memory."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self._memory[offset : offset + size].view(dtype).view(shape)
 
     def copy_to(self, arena: Arena) -> torch.cuda.Event:
-        """Copy it to the host on a stream of its own, behind what fills it."""
+        """Copy the memory to the host on a separate stream, after the current stream's work; return its event."""
         arena.pin()
         device = self._memory.device
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
@@ -162,7 +162,7 @@ class _OnDevice:
 
 
 def _on_device(size: int, device: torch.device) -> _OnDevice | None:
-    """Memory of a GPU; None where there is not enough of it, so that pieces go to the host one by one."""
+    """Allocate memory of a GPU; return None if there is not enough, so that gradients are copied one by one."""
     try:
         return _OnDevice(size, device)
     except torch.cuda.OutOfMemoryError:
@@ -170,20 +170,20 @@ def _on_device(size: int, device: torch.device) -> _OnDevice | None:
 
 
 def put_buffers(
-    buffers: Iterable[tuple[str, torch.Tensor]], handle: WorkerClient, slot: int, at: int
+    buffers: Iterable[tuple[str, torch.Tensor]], client: WorkerClient, slot: int, at: int
 ) -> tuple[list[list[Any]], bool] | None:
-    """Put buffers of the model into a slot, behind the gradients, if there are any.
+    """Copy buffers of the model into a slot, behind the gradients.
 
     Returns:
-        What the process needs to find them, and whether the slot's memory is new to it. None: they have grown, and do
-        not fit beside the gradients.
+        Name, dtype, shape and offset of each buffer, and whether the checkpointing process has not mapped the slot's
+        memory yet; None if the buffers have grown and do not fit beside the gradients.
     """
-    layout = Layout()
+    layout = ArenaLayout()
     layout.size = at
     found = [(name, buffer, layout.add(nbytes(buffer))) for name, buffer in buffers]
-    if at and layout.size > handle.arena(slot).size:
+    if at and layout.size > client.arena(slot).size:
         return None
-    arena, new = handle.room(slot, layout.size)
+    arena, new = client.ensure_arena(slot, layout.size)
     for _, buffer, place in found:
         arena.view(place, tuple(buffer.shape), buffer.dtype).copy_(buffer.detach())
     return [[name, dtype_name(buffer.dtype), list(buffer.shape), place] for name, buffer, place in found], new

@@ -1,4 +1,4 @@
-"""Whether anything but the optimizer changed parameters: gradients tell nothing of it, so a log would be wrong."""
+"""Detection of parameter changes outside of the optimizer, which gradients do not contain and replay would miss."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _RUNS = 512
 
 
 class ChangeDetector:
-    """Remembers parameters as they are.
+    """A detector of parameter changes since the last `record`.
 
-    A change is seen by torch's own count of changes in place, by new memory, and, since neither counts what is done to
-    `parameter.data`, by about 32 kB that are compared, some of each parameter. What is done to
-    `parameter.data` of a few elements is therefore seen with luck only; on a GPU, where comparing would make training
-    wait, not at all.
+    It compares torch's version counter and the address of each parameter. Changes through `parameter.data` affect
+    neither, so it also compares about 32 kB of values, some of each parameter. A change of a few elements through
+    `parameter.data` may therefore go undetected, and on a GPU, where the comparison would make training wait, always
+    does.
 
     Args:
-        parameters: that are watched.
+        parameters: parameters to monitor.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = list(parameters)
         self._seen: list[tuple[int, int, int]] = []
-        self.look()
+        self.record()
 
-    def look(self) -> None:
-        """Remember them as they are now."""
+    def record(self) -> None:
+        """Record the current parameters."""
         seen = self._now()
         if [one[1:] for one in seen] != [one[1:] for one in self._seen]:
             self._samples = Samples(self._parameters, _RUNS)
         self._seen, self._sampled = seen, self._samples.take()
 
     def changed(self) -> bool:
-        """Whether they changed since they were last looked at."""
+        """Return whether a parameter has changed since the last `record`."""
         return self._seen != self._now() or not np.array_equal(self._sampled, self._samples.take())
 
     def _now(self) -> list[tuple[int, int, int]]:

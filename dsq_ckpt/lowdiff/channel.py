@@ -1,4 +1,4 @@
-"""Messages between the training process and its checkpointing process: plain data, in order, with shared memory."""
+"""An ordered message channel between a training process and its checkpointing process: JSON and shared memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LARGEST = 1 << 30
 
 
 class ChannelClosed(DSQError):
-    """The other process is gone."""
+    """Raised when the other process has ended or cannot be reached."""
 
 
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A child that is forked, as a data loader's worker, must not keep the other end from seeing that this one died."""
+    """Close all channels in a forked child, such as a data loader's worker, so that the peer sees this process die."""
     for channel in list(_open):
         channel.close()
 
@@ -33,9 +33,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Channel:
-    """One end of a connection between two processes. Messages are JSON, and may bring an arena along.
+    """One end of a connection between two processes. A message is JSON, optionally with an arena.
 
-    Nothing is pickled, so a message runs no code. Not for several threads at once.
+    Nothing is pickled, so a message cannot run code. Not thread-safe.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,15 +44,15 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """An end for this process, and a socket for the other one."""
+        """Create a connection; return this process's end, and a socket for the other process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(ours), theirs
 
     def send(self, message: dict[str, Any], arena: Arena | None = None, timeout: float | None = None) -> None:
-        """Send a message; the other process may map the arena from then on.
+        """Send a message, and let the other process map the arena.
 
         Raises:
-            ChannelClosed: the other process is gone, or did not take it within `timeout` seconds.
+            ChannelClosed: the other process ended, or did not accept the message within `timeout` seconds.
         """
         data = json.dumps(message, separators=(",", ":")).encode()
         head = _LENGTH.pack(len(data), 0 if arena is None else 1)
@@ -67,10 +67,10 @@ class Channel:
             raise ChannelClosed(f"the other process cannot be reached: {error}") from error
 
     def receive(self, timeout: float | None = None) -> tuple[dict[str, Any], Arena | None] | None:
-        """The next message; None if there was none within `timeout` seconds (None: wait for one).
+        """Return the next message, or None if none arrives within `timeout` seconds (None: wait forever).
 
         Raises:
-            ChannelClosed: the other process is gone, and everything it sent was received.
+            ChannelClosed: the other process ended, and all of its messages were received.
         """
         self._socket.settimeout(timeout)
         try:
@@ -97,7 +97,7 @@ class Channel:
         return message, arena
 
     def close(self) -> None:
-        """Close this end; the other one receives what was sent, and then learns of it."""
+        """Close this end; the peer receives all pending messages, and then the end of the connection."""
         self._socket.close()
 
     def _exactly(self, size: int, begun: bool) -> bytes:

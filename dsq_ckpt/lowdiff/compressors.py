@@ -1,13 +1,13 @@
-"""Compressors of gradients by name: `compressor("topk:0.01")`.
+"""Gradient compressors by name: `compressor("topk:0.01")`.
 
 ====================  ==============================================================================================
-``topk:RATIO``        the largest RATIO of each gradient's elements, 0 < RATIO <= 1, 0.01 if not given
-``kmeans:LEVELS``     one byte per element for one of LEVELS values, 2..256, 16 if not given
-``fp16``, ``bf16``    averages in 16 bits
-``none``              nothing: DDP averages as it always does
+``topk:RATIO``        the largest RATIO of each gradient's elements, 0 < RATIO <= 1, default 0.01
+``kmeans:LEVELS``     one byte per element, a code of LEVELS k-means levels, 2..256, default 16
+``fp16``, ``bf16``    averaging in 16 bits
+``none``              no compression: DDP averages as usual
 ====================  ==============================================================================================
 
-The first two feed back what they leave out, unless ``,feedback=off`` follows.
+The first two use error feedback, unless ``,feedback=off`` follows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import ClassVar
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.contract import Compressor, GradientInfo
+from dsq_ckpt.lowdiff.contract import GradientCompressor, GradientInfo
 from dsq_ckpt.lowdiff.quantized import KMeans
 from dsq_ckpt.lowdiff.rounding import Bf16, Fp16
 from dsq_ckpt.lowdiff.topk import TopK
 
-__all__ = ["Bf16", "Compressor", "Fp16", "GradientInfo", "KMeans", "TopK", "Uncompressed", "compressor"]
+__all__ = ["Bf16", "Fp16", "GradientCompressor", "GradientInfo", "KMeans", "TopK", "Uncompressed", "compressor"]
 
 _CLOSE = 0.5  # names are short: one wrong letter of four is far
 
 
-class Uncompressed(Compressor):
-    """Leaves gradients alone, and so knows nothing of them."""
+class Uncompressed(GradientCompressor):
+    """A compressor that does not change gradients, and has no information about them."""
 
     name: ClassVar[str] = "none"
 
@@ -45,21 +45,21 @@ class Uncompressed(Compressor):
         """Do nothing."""
 
     def take(self) -> dict[nn.Parameter, GradientInfo]:
-        """Nothing is known of any parameter."""
+        """Return an empty dictionary."""
         return {}
 
 
-def compressor(spec: str | Compressor | None) -> Compressor:
-    """Make a compressor from its spec, such as "topk:0.01" or "topk:0.01,feedback=off".
+def compressor(spec: str | GradientCompressor | None) -> GradientCompressor:
+    """Create a compressor from its spec, such as "topk:0.01" or "topk:0.01,feedback=off".
 
     Args:
-        spec: kind, argument and options as the table above has them; a compressor is returned as it is, and None is
-            "none".
+        spec: kind, argument and options of the table in the module's docstring. A compressor is returned unchanged;
+            None means "none".
 
     Raises:
-        ConfigError: names everything that is wrong.
+        ConfigError: the spec is invalid; the message names every problem.
     """
-    if isinstance(spec, Compressor):
+    if isinstance(spec, GradientCompressor):
         return spec
     if spec is None:
         return Uncompressed()
@@ -80,10 +80,10 @@ def compressor(spec: str | Compressor | None) -> Compressor:
     return made
 
 
-Maker = Callable[[str, bool, list[str]], Compressor]
+Maker = Callable[[str, bool, list[str]], GradientCompressor]
 
 
-def _topk(argument: str, feedback: bool, wrong: list[str]) -> Compressor:
+def _topk(argument: str, feedback: bool, wrong: list[str]) -> GradientCompressor:
     try:
         ratio = float(argument or 0.01)
     except ValueError:
@@ -93,15 +93,15 @@ def _topk(argument: str, feedback: bool, wrong: list[str]) -> Compressor:
     return TopK(ratio, feedback)
 
 
-def _kmeans(argument: str, feedback: bool, wrong: list[str]) -> Compressor:
+def _kmeans(argument: str, feedback: bool, wrong: list[str]) -> GradientCompressor:
     levels = int(argument or 16) if argument.isdecimal() or not argument else 0
     if not 2 <= levels <= 256:
         wrong.append(f"the number of levels is '{argument}', expected an integer from 2 to 256")
     return KMeans(levels, feedback)
 
 
-def _plain(make: Callable[[], Compressor]) -> Maker:
-    def without_argument(argument: str, feedback: bool, wrong: list[str]) -> Compressor:
+def _plain(make: Callable[[], GradientCompressor]) -> Maker:
+    def without_argument(argument: str, feedback: bool, wrong: list[str]) -> GradientCompressor:
         made = make()
         if argument:
             wrong.append(f"'{made.name}' takes no argument, found '{argument}'")
@@ -117,7 +117,7 @@ _KINDS: dict[str, Maker] = {
 
 
 def _feedback(options: list[str], known: bool, kind: str, wrong: list[str]) -> bool:
-    """Read the options, of which there is one."""
+    """Parse the options; return the value of `feedback`, the only one."""
     values = {"on": True, "off": False}
     found: list[bool] = []
     for option in options:

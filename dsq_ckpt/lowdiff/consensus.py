@@ -1,5 +1,5 @@
-"""What ranks decide together, one step late, so that nobody waits: each posts numbers after a step, and all have the
-largest of each after the next one.
+"""Asynchronous agreement of ranks: each rank posts numbers after a step, and all ranks collect their maxima after the
+next step, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dsq_ckpt.errors import SaveFailed
 
 
 class Consensus:
-    """The largest of what the ranks posted, by name.
+    """An asynchronous maximum over ranks, by name.
 
     Args:
-        names: what is posted; a name that a rank does not post is 0 there.
-        group: of the ranks, for CPU tensors; None: this process is alone.
+        names: names of the numbers; a number that a rank does not post counts as 0.
+        group: process group for CPU tensors; None for a single process.
     """
 
     def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
@@ -28,7 +28,7 @@ class Consensus:
         self._posted: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def post(self, values: Mapping[str, int]) -> None:
-        """Post this rank's numbers; returns at once."""
+        """Post this rank's numbers without waiting."""
         assert self._posted is None
         tensor = torch.tensor([values.get(name, 0) for name in self._names], dtype=torch.int64)
         work = None
@@ -39,11 +39,11 @@ class Consensus:
                 raise _unreachable(error) from error
         self._posted = tensor, work
 
-    def settle(self) -> dict[str, int]:
-        """What all posted last; all zeros before the first time.
+    def collect(self) -> dict[str, int]:
+        """Return the maxima of the numbers posted last, or zeros before the first `post`.
 
         Raises:
-            SaveFailed: another rank is gone.
+            SaveFailed: another rank ended.
         """
         if self._posted is None:
             return dict.fromkeys(self._names, 0)
@@ -57,10 +57,10 @@ class Consensus:
 
 
 def cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessGroup | None:
-    """A group of gloo over the ranks of a communicator of torch.distributed; collective. None: one process alone.
+    """Create a gloo group over the ranks of a torch.distributed communicator; collective. None for a single process.
 
     Args:
-        comm: of the ranks.
+        comm: communicator of the ranks.
         timeout: seconds after which a collective gives up; None: torch's default.
     """
     if not isinstance(comm, TorchCommunicator):

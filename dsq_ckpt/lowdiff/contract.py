@@ -1,4 +1,4 @@
-"""What a compressor of gradients is, and what it leaves for whoever records the gradient."""
+"""The interface of gradient compressors, and the information they provide about a synchronized gradient."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dsq_ckpt.errors import LoadFailed
 
 
 class GradientInfo(NamedTuple):
-    """What a compressor knows of the synchronized gradient of one parameter.
+    """Properties of the synchronized gradient of one parameter.
 
-    It holds for `p.grad` from the end of the backward pass on, and after clipping too, up to the scalar that clipping
-    multiplies by: `support` is not touched by a scalar, and the witness tells which one it was.
+    They hold for `p.grad` from the end of the backward pass on. After clipping they hold up to the scalar factor of
+    clipping: `support` does not depend on a factor, and the probe determines it.
     """
 
     support: Tensor | None
-    """int64, row-major indices where the gradient may be non-zero, duplicates allowed; None: anywhere."""
+    """int64 row-major indices of all elements that may be non-zero, duplicates allowed; None if any may be."""
     dtype: torch.dtype | None
-    """A 16-bit type that holds every value exactly; None: there is none."""
+    """A 16-bit dtype that represents every value exactly; None if unknown."""
     levels: Tensor | None
-    """float32 on the CPU, at most 256, ascending: every value is one of them; None: not known to be so."""
-    witness: tuple[Tensor, Tensor] | None
-    """Row-major int64 indices of a few elements and their values, of the gradient's dtype; large ones preferred."""
+    """float32 on the CPU, at most 256 ascending levels that contain every value; None if unknown."""
+    probe: tuple[Tensor, Tensor] | None
+    """int64 row-major indices of a few elements, preferably large ones, and their values, of the gradient's dtype."""
 
 
-class Compressor(ABC):
-    """Changes how the gradients of a model are synchronized, and says of each what it has become.
+class GradientCompressor(ABC):
+    """A compressor that replaces the synchronization of a model's gradients, and describes each result.
 
     Example:
         >>> from dsq_ckpt.lowdiff.compressors import compressor
@@ -43,39 +43,39 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
-    """The kind, as a spec begins with it."""
+    """Kind of the compressor, the first word of its spec."""
     spec: str
-    """What `compressor` makes an equal one from."""
+    """Spec from which `compressor` creates an equal compressor."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
 
     @abstractmethod
     def attach(self, model: nn.Module) -> None:
-        """Compress the gradients of a model from now on; residuals start as zeros.
+        """Compress the gradients of a model from now on; residuals start at zero.
 
-        On `DistributedDataParallel` this is its communication hook. On any other module each gradient is compressed
-        where it is accumulated, and nothing is synchronized; a gradient that is accumulated over several backward
-        passes is compressed after each of them.
+        On `DistributedDataParallel` the compressor becomes the communication hook. On any other module each gradient is
+        compressed when it is accumulated, without synchronization; with gradient accumulation it is compressed after
+        each backward pass.
 
         Raises:
-            ConfigError: this compressor is attached already, the model has another communication hook, or gradients
-                that cannot be compressed.
+            ConfigError: this compressor is attached already, the model has another communication hook, or its gradients
+                cannot be compressed.
         """
 
     @abstractmethod
     def detach(self) -> None:
-        """Leave the gradients alone. A hook cannot be removed from DDP: there it averages from now on, as DDP does."""
+        """Stop compressing. DDP cannot remove a hook; the hook then averages gradients, as DDP does by default."""
 
     @abstractmethod
     def take(self) -> dict[nn.Parameter, GradientInfo]:
-        """What the last synchronization left, which is then forgotten.
+        """Return and clear the information about the last synchronization.
 
-        Parameters are absent where the hook did not run, where there is no gradient, or where nothing is known of it.
+        A parameter is absent if the hook did not run, if it has no gradient, or if nothing is known about it.
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Live residuals by parameter name: float32 of the parameter's shape, for every parameter, on this rank only.
+        """Return this rank's residuals by parameter name, float32 of the parameter's shape; not a copy.
 
         Raises:
             ConfigError: the compressor was never attached.
@@ -83,16 +83,16 @@ class Compressor(ABC):
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, on the same rank of as many.
+        """Load the result of `state` of the same rank and the same number of ranks.
 
         Raises:
             ConfigError: the compressor was never attached.
-            LoadFailed: names are missing or unexpected, or shapes differ; nothing was changed.
+            LoadFailed: names are missing or unexpected, or shapes differ. Nothing has changed.
         """
         self._check_names({}, state)
 
     def _check_names(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-        """Raise `LoadFailed` with everything in which `given` is not as `own`."""
+        """Raise a `LoadFailed` that names every difference between `own` and `given`."""
         wrong = [f"{name} is missing" for name in own if name not in given]
         wrong += [f"{name} is not expected" for name in given if name not in own]
         wrong += [

@@ -1,4 +1,4 @@
-"""DDP's communication hook. It can be registered once and never taken away, so those who use it take turns."""
+"""The communication hook of DDP, which can be registered once and never removed, and is therefore shared in turns."""
 
 from __future__ import annotations
 
@@ -17,81 +17,81 @@ Synchronized = torch.futures.Future[torch.Tensor]
 
 
 class HookOwner(Protocol):
-    """Who uses the hook.
+    """An object that synchronizes the gradients of a model in DDP's place.
 
     Attributes:
-        tenant: what it is, in words.
+        description: name of the owner in error messages.
     """
 
     @property
-    def tenant(self) -> str: ...
+    def description(self) -> str: ...
 
     def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Synchronized:
-        """Synchronize a bucket whose gradients are all there; the future is of its mean over the ranks, flat."""
+        """Synchronize a bucket of complete gradients; return a future of its flat mean over the ranks."""
         ...
 
 
 class CommHookSlot:
-    """The hook of one model; without a tenant it averages, as DDP does by itself.
+    """The communication hook of one model. Without an owner it averages gradients, as DDP does by default.
 
     Attributes:
-        tenant: who uses it.
-        group: of the ranks of the model.
+        owner: object that the hook calls; None if the slot is free.
+        group: process group of the model.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.tenant: HookOwner | None = None
+        self.owner: HookOwner | None = None
         self.group = group
 
     def leave(self) -> None:
-        """The tenant does not use it any more."""
-        self.tenant = None
+        """Free the slot."""
+        self.owner = None
 
     def _run(self, bucket: dist.GradBucket) -> Synchronized:
-        return allreduce_hook(self.group, bucket) if self.tenant is None else self.tenant.on_bucket(bucket, self.group)
+        return allreduce_hook(self.group, bucket) if self.owner is None else self.owner.on_bucket(bucket, self.group)
 
 
-_SEATS: WeakKeyDictionary[DistributedDataParallel, CommHookSlot] = WeakKeyDictionary()
+_SLOTS: WeakKeyDictionary[DistributedDataParallel, CommHookSlot] = WeakKeyDictionary()
 
 
-def distributed(model: nn.Module, tenant: str) -> DistributedDataParallel | None:
-    """A model that DDP synchronizes, out of torch.compile; None if it is none.
+def distributed(model: nn.Module, description: str) -> DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` module under torch.compile, or None if DDP does not wrap the model.
 
     Raises:
-        ConfigError: it contains one.
+        ConfigError: DDP wraps a submodule of the model.
     """
     inner = getattr(model, "_orig_mod", None)  # of torch.compile
     model = inner if isinstance(inner, nn.Module) else model
     if isinstance(model, DistributedDataParallel):
         return model
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ConfigError(f"{type(model).__name__} contains a DistributedDataParallel: give that to {tenant}")
+        raise ConfigError(f"{type(model).__name__} contains a DistributedDataParallel: give that to {description}")
     return None
 
 
-def take_seat(model: DistributedDataParallel, tenant: HookOwner, instead: str) -> CommHookSlot:
-    """Have DDP call a tenant, until `CommHookSlot.leave`.
+def claim_hook_slot(model: DistributedDataParallel, owner: HookOwner, instead: str) -> CommHookSlot:
+    """Let DDP call an owner for every bucket, until `CommHookSlot.leave`.
 
     Args:
-        model: whose gradients are to be synchronized.
-        tenant: to be called for every bucket.
-        instead: what a user does who has a hook already.
+        model: model whose gradients the owner synchronizes.
+        owner: object to be called for every bucket.
+        instead: advice for users whose model has a communication hook already.
 
     Raises:
-        ConfigError: the model has another communication hook, or a tenant.
+        ConfigError: the model has another communication hook, or another owner.
     """
-    seat = _SEATS.get(model)
-    if seat is None:
-        seat = CommHookSlot(model.process_group)
+    slot = _SLOTS.get(model)
+    if slot is None:
+        slot = CommHookSlot(model.process_group)
         try:  # a lambda, since DDP does not understand annotations that are strings
-            model.register_comm_hook(seat, lambda seat, bucket: seat._run(bucket))
+            model.register_comm_hook(slot, lambda slot, bucket: slot._run(bucket))
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"{tenant.tenant} cannot be the communication hook of this DistributedDataParallel; {instead}. "
+                f"{owner.description} cannot be the communication hook of this DistributedDataParallel; {instead}. "
                 f"DDP says: {str(error).splitlines()[0]}"
             ) from error
-        _SEATS[model] = seat
-    elif seat.tenant is not None:
-        raise ConfigError(f"this model has {seat.tenant.tenant} already; detach or close that first")
-    seat.tenant = tenant
-    return seat
+        _SLOTS[model] = slot
+    elif slot.owner is not None:
+        raise ConfigError(f"this model has {slot.owner.description} already; detach or close that first")
+    slot.owner = owner
+    return slot

@@ -1,11 +1,11 @@
-"""The gradient of one step as bytes, and back, bit for bit.
+"""Lossless encoding of the gradient of one step.
 
-Parameters of one dtype are laid end to end, in their order, and stored in one of four ways:
+Parameters of one dtype are concatenated in their order, and stored in one of four encodings:
 
-* sparse: where the gradient may be non-zero, as gaps between places, and the values there.
-* half: values that are 16-bit floats times one number, as clipping leaves what was synchronized in 16 bits.
-* palette: values that are among at most 256, as k-means leaves them.
-* raw: anything.
+* sparse: gaps between the indices of elements that may be non-zero, and their values.
+* half: 16-bit floats and one factor, as for gradients that were synchronized in 16 bits and then clipped.
+* palette: codes of at most 256 levels, as for gradients that k-means quantized.
+* raw: the values.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dsq_ckpt.storage.checkpoint import dtype_of
 _ESCAPE = 255
 _SAMPLE = 4096
 _NEAR = 3
-"""Numbers next to a candidate that are candidates too."""
-_WITNESSES = 64
+"""Adjacent floats of a candidate, on each side, that are candidates too."""
+_PROBES = 64
 _HALVES = (torch.float16, torch.bfloat16)
 _LEVEL = 1  # zstd on what is hardly compressible: more effort gains nothing
 
 Add = Callable[[bytes], int]
-"""Keeps a block of bytes; returns its number."""
+"""A function that stores a block of bytes and returns its number."""
 Get = Callable[[int], bytes]
-"""The bytes of a block."""
+"""A function that returns the bytes of a block."""
 
 
 def encode_sparse(places: torch.Tensor, values: torch.Tensor, add: Add) -> dict[str, Any]:
-    """Values at places, int64, which may repeat if they have the same value; in any order.
+    """Encode values at int64 indices, in any order; an index may repeat with the same value.
 
     Returns:
-        What `decode` needs, as plain data.
+        Plain data for `decode`.
     """
     order, first = np.unique(places.numpy(), return_index=True)
     gaps = np.diff(order, prepend=-1) - 1
@@ -59,15 +59,15 @@ def encode_dense(
     values: torch.Tensor, scales: Sequence[float], half: torch.dtype | None, levels: torch.Tensor | None, add: Add,
     search: bool = False,
 ) -> dict[str, Any]:
-    """Values, flat, in the smallest way that gives them back bit for bit.
+    """Encode flat values in the smallest encoding that restores them bit for bit.
 
     Args:
-        values: of any dtype.
-        scales: what they may be multiplied by since they were 16-bit floats or levels.
-        half: the 16-bit type that they may have been in; None: not known.
-        levels: float32, what they may be among, before they were multiplied.
-        add: keeps bytes.
-        search: they may be multiplied by any number besides, which they tell themselves.
+        values: 1-D tensor of any dtype.
+        scales: candidate factors by which 16-bit floats or levels were multiplied.
+        half: 16-bit dtype of the values before multiplication; None if unknown.
+        levels: float32, candidate levels of the values before multiplication; None if unknown.
+        add: function that stores a block.
+        search: also search factors that the values themselves imply; see `scales_within`.
     """
     if values.dtype == torch.float32 and values.numel():
         for scale in scales if levels is not None else ():
@@ -90,10 +90,10 @@ def encode_dense(
 
 
 def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
-    """Undo `encode_sparse` or `encode_dense`, into `out`, flat, of the dtype that was encoded.
+    """Decode the result of `encode_sparse` or `encode_dense` into `out`, a 1-D tensor of the encoded dtype.
 
     Raises:
-        CodingError, CorruptCheckpoint: the bytes are not as the entry says.
+        CodingError, CorruptCheckpoint: the blocks do not match the entry.
     """
     kind, elements = entry["as"], out.numel()
     if kind == "raw":
@@ -115,13 +115,13 @@ def decode(entry: Mapping[str, Any], out: torch.Tensor, get: Get) -> None:
         raise CorruptCheckpoint(f"a gradient is stored as {kind!r}, which this version does not know")
 
 
-def scales_from(witnesses: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Numbers that gradients may have been multiplied by since they were synchronized, the likeliest first.
+def scales_from(probes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Return candidate factors by which gradients were multiplied since their synchronization, the likeliest first.
 
     Args:
-        witnesses: a few elements of each parameter before and after, in float32.
+        probes: a few elements of each parameter before and after, float32.
     """
-    pairs = [(before.double(), after.double()) for before, after in witnesses]
+    pairs = [(before.double(), after.double()) for before, after in probes]
     if not pairs:
         return [1.0]
     before, after = (torch.cat(side) for side in zip(*pairs, strict=True))
@@ -142,15 +142,15 @@ def scales_from(witnesses: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[
 
 
 def scales_within(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
-    """Numbers that values may be products of with 16-bit floats, as the values themselves tell.
+    """Yield candidate factors f such that every value is f times a 16-bit float.
 
-    The largest value is a significand, of which there are 128 in bfloat16 and 1024 in float16, times the number, up to
-    a power of two, which 16-bit floats absorb. Each gives a candidate, right but for the rounding of that one product;
-    the others among the values leave the right one.
+    The largest value is the factor times one of the significands, 128 in bfloat16 and 1024 in float16, up to a power
+    of two, which 16-bit floats absorb. Each significand gives a candidate, exact up to the rounding of one product; a
+    sample of the other values then rejects wrong candidates.
 
     Args:
-        values: float32, flat.
-        dtype: of the 16-bit floats.
+        values: float32[n].
+        dtype: dtype of the 16-bit floats.
     """
     top = torch.stack(values.aminmax()).abs().max()
     if not top.isfinite() or top == 0:
@@ -163,19 +163,23 @@ def scales_within(values: torch.Tensor, dtype: torch.dtype) -> Iterator[float]:
     candidates = (candidates.view(torch.int32)[:, None] + torch.arange(-_NEAR, _NEAR + 1, dtype=torch.int32)).view(-1)
     candidates = candidates.view(torch.float32)[:, None]
     some = values[:: max(values.numel() // _SAMPLE, 1)]
-    if int(some.count_nonzero()) < _WITNESSES:
+    if int(some.count_nonzero()) < _PROBES:
         some = values
     some = some[some != 0]
-    some = some[:: max(some.numel() // _WITNESSES, 1)]
+    some = some[:: max(some.numel() // _PROBES, 1)]
     yield from candidates[((some / candidates).to(dtype).float() * candidates == some).all(1), 0].tolist()
 
 
 def sparse_places(entry: Mapping[str, Any], elements: int, get: Get) -> torch.Tensor:
-    """Where a gradient that is stored sparse may be non-zero, int64, ascending."""
+    """Return the ascending int64 indices of a sparse encoding.
+
+    Raises:
+        CorruptCheckpoint: the indices do not match the number of elements.
+    """
     block, size = entry["gaps"]
     stream = np.frombuffer(shuffle_decompress(get(block), 1, int(size)), np.uint8)
     ends = stream != _ESCAPE
-    # Every byte moves the place on; an escape does not stop there.
+    # Every byte advances the index; an escape does not end the gap.
     places = np.cumsum(stream.astype(np.int64) + ends)[ends] - 1
     if len(places) != int(entry["count"]) or (len(places) and int(places[-1]) >= elements):
         raise CorruptCheckpoint(f"{len(places)} places of a gradient of {elements} elements do not fit")
@@ -194,7 +198,7 @@ def _palette(values: torch.Tensor, levels: torch.Tensor) -> tuple[U8, torch.Tens
 
 
 def _halved(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor | None:
-    """The 16-bit floats that `values` are, multiplied by `scale`; None if they are not."""
+    """Return 16-bit floats whose products with `scale` are `values`, or None if there are none."""
     if scale == 0:
         return None
     factor = torch.tensor(scale, dtype=torch.float32)

@@ -1,12 +1,12 @@
-"""Error feedback: what compression left out of a gradient is added to the next one.
+"""Error feedback: the compression error of a gradient is added to the next gradient.
 
 Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014; for sparse gradients Stich,
-Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018. Without it, elements that are always small would never
-be trained.
+Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018. Without error feedback, elements whose gradients are
+always small would never be trained.
 
-Residuals are float32 whatever the gradient's dtype: in bfloat16 a residual that is 256 times a gradient would swallow
-it. Gradients of float64 are rounded to float32. A residual has the unit of the gradients it was left by, so a loss
-scale that changes between steps (`GradScaler` with float16) is not made up for.
+Residuals are float32 for every gradient dtype: in bfloat16 a residual that is 256 times a gradient would absorb it.
+Gradients of float64 are rounded to float32. A residual has the loss scale of its step, so a loss scale that changes
+between steps (`GradScaler` with float16) is not corrected.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.buckets import Hooked, Part, in_memory, memory_strides
+from dsq_ckpt.lowdiff.buckets import BucketSlice, HookedCompressor, in_memory, memory_strides
 
 
 def forget_nonfinite(residual: Tensor, largest: Tensor) -> None:
-    """Hold back no infinity and no NaN, of which a gradient has many when a loss scale was too large: they would come
-    back in every later gradient.
+    """Set infinite and NaN residuals to zero, in place.
+
+    A loss scale that is too large gives such gradients, and the residuals would spoil every later gradient.
 
     Args:
-        residual: what is held back.
-        largest: the largest of what it was taken from; they were sent, and tell that there is no more where they are
-            finite.
+        residual: residual of a gradient.
+        largest: largest elements of gradient plus residual; if they are finite, so is the residual.
     """
     if residual.is_cuda or not bool(largest.isfinite().all()):  # on a GPU asking would make training wait
         residual.nan_to_num_(0.0, 0.0, 0.0)
 
 
-class Feedback(Hooked):
-    """Keeps a residual for each parameter, on its device and in its memory format."""
+class FeedbackCompressor(HookedCompressor):
+    """A compressor with a residual for each parameter, on its device and in its memory format."""
 
     def __init__(self, spec: str, feedback: bool) -> None:
         super().__init__(spec)
@@ -46,7 +46,7 @@ class Feedback(Hooked):
         self._residuals.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """See `Compressor.state`; residuals that no step has made yet are made now."""
+        """See `GradientCompressor.state`; missing residuals are created as zeros."""
         if not self._names:
             raise ConfigError(f"compressor '{self.spec}' has no residuals before attach() was called with a model")
         if not self.feedback:
@@ -54,14 +54,14 @@ class Feedback(Hooked):
         return {name: self._residual(p, memory_strides(p)) for p, name in self._names.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Compressor.load_state`."""
+        """See `GradientCompressor.load_state`."""
         own = self.state()
         self._check_names(own, state)
         for name, residual in own.items():
             residual.copy_(state[name])
 
     def _residual(self, parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
-        """The residual, laid out as the gradient is; zeros if there was none."""
+        """Return the residual in the gradient's layout, initially zeros."""
         kept = self._residuals.get(parameter)
         if kept is not None and kept.stride() == strides:
             return kept
@@ -69,13 +69,13 @@ class Feedback(Hooked):
         self._residuals[parameter] = fresh.zero_() if kept is None else fresh.copy_(kept)
         return fresh
 
-    def _flat_residual(self, part: Part) -> Tensor:
-        """The residual of a parameter in memory order, float32[elements]; shares it."""
-        return in_memory(self._residual(part.parameter, part.strides))
+    def _flat_residual(self, slice_: BucketSlice) -> Tensor:
+        """Return a view of a parameter's residual in memory order, float32[elements]."""
+        return in_memory(self._residual(slice_.parameter, slice_.strides))
 
     def _dropped(self, gradient: Tensor) -> bool:
-        """Whether DDP may drop what is synchronized for a gradient, because no rank used the parameter.
+        """Return whether DDP may drop the synchronized gradient, because no rank used the parameter.
 
-        What is sent of a residual then would be lost. DDP gives zeros for a parameter that this rank did not use.
+        A residual that was sent would then be lost. DDP gives zeros for a parameter that this rank did not use.
         """
-        return self._skips and not (bool(gradient[:256].any()) or bool(gradient.any()))
+        return self._ddp_may_drop and not (bool(gradient[:256].any()) or bool(gradient.any()))

@@ -6,11 +6,11 @@ momentum buffer v and gradient g,
 
     (p', v') = A (p, v) + b g
 
-with a 2 x 2 matrix A and a vector b that are the same for all elements of a group. A run of steps is such a map too:
-one matrix, and what it adds to p and v, which is zero where no gradient of the run was. Two runs in a row merge into
-one: A2 A1, and A2 (dp1, dv1) + (dp2, dv2).
+with a 2 x 2 matrix A and a vector b that are the same for all elements of a group. A sequence of steps is such a map
+too: one matrix, and an offset of p and v, which is zero where all gradients of the sequence are zero. Two consecutive
+maps merge into one: A2 A1, and A2 (dp1, dv1) + (dp2, dv2).
 
-What comes out equals a replay up to rounding, not bit for bit: sums are taken in another order, and in float64.
+The result equals a replay up to rounding, not bit for bit: sums are taken in another order, and in float64.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MOMENTUM = "momentum_buffer"
 Matrix = tuple[tuple[float, float], tuple[float, float]]
 
 
-class Run(NamedTuple):
-    """What consecutive steps do to one parameter.
+class StepMap(NamedTuple):
+    """The affine map of consecutive steps of one parameter.
 
     Attributes:
-        matrix: A.
-        places: int64, ascending: elements to which something is added; None: all.
-        added: float64 (2, len(places)): what is added to p and to v.
+        matrix: matrix A.
+        places: ascending int64 indices of the elements with an offset; None for all elements.
+        added: float64[2, len(places)], offsets of p and of v.
     """
 
     matrix: Matrix
@@ -44,10 +44,10 @@ class Run(NamedTuple):
 
 
 def check_linear(optimizer: torch.optim.Optimizer) -> None:
-    """Whether steps of an optimizer can be merged.
+    """Check that steps of an optimizer can be merged.
 
     Raises:
-        ConfigError: they are not linear.
+        ConfigError: its steps are not linear.
     """
     kind = type(optimizer)
     if kind is not torch.optim.SGD:
@@ -58,25 +58,25 @@ def check_linear(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Merging:
-    """Steps of SGD, taken one by one and merged at the end; a context manager.
+    """A context manager that collects steps of SGD, and merges them on exit.
 
     Args:
-        subject: with an SGD optimizer, in the state before the first step; changed in place.
-        threads: that merge parameters at the same time.
+        train_state: model with an SGD optimizer, in the state before the first step; changed in place.
+        threads: number of threads over which parameters are distributed.
 
     Attributes:
-        merges: with the full state, of the parameter that took the most.
+        merges: largest number of merges with the full state of any parameter.
 
     Raises:
         ConfigError: the optimizer's step is not linear.
     """
 
-    def __init__(self, subject: TrainState, threads: int) -> None:
-        check_linear(subject.optimizer)
-        self._subject = subject
+    def __init__(self, train_state: TrainState, threads: int) -> None:
+        check_linear(train_state.optimizer)
+        self._train_state = train_state
         self._threads = threads
-        self._runs: dict[str, list[Run]] = {name: [] for name in subject.parameters}
-        self._momentum = {name: self._buffer(name) is not None for name in subject.parameters}
+        self._maps: dict[str, list[StepMap]] = {name: [] for name in train_state.parameters}
+        self._momentum = {name: self._buffer(name) is not None for name in train_state.parameters}
         self.merges = 0
 
     def __enter__(self) -> Merging:
@@ -86,37 +86,38 @@ class Merging:
         if kind is not None:
             return
         with ThreadPoolExecutor(max(self._threads, 1), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            self.merges = max(pool.map(self._merge, self._runs), default=0)
+            self.merges = max(pool.map(self._merge, self._maps), default=0)
 
     def step(self, hyper: Sequence[Mapping[str, Any]], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take a step: hyperparameters of the groups, and flat gradients by parameter."""
+        """Add a step, given the hyperparameters of each group and the flat gradients by parameter."""
         settings = [{key: from_plain(value) for key, value in group.items()} for group in hyper]
         for name, gradient in gradients.items():
-            own = settings[self._subject.group_of(name)]
-            self._runs[name].append(_step(own, gradient, self._momentum[name]))
+            own = settings[self._train_state.group_of(name)]
+            self._maps[name].append(_step(own, gradient, self._momentum[name]))
             self._momentum[name] = self._momentum[name] or bool(own["momentum"])
 
     def _buffer(self, name: str) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._subject.optimizer.state[self._subject.parameters[name]].get(_MOMENTUM)
+        state = self._train_state.optimizer.state[self._train_state.parameters[name]]
+        found: torch.Tensor | None = state.get(_MOMENTUM)
         return found
 
     def _merge(self, name: str) -> int:
-        runs = self._runs[name]
-        if not runs:
+        maps = self._maps[name]
+        if not maps:
             return 0
-        parameter, old = self._subject.parameters[name], self._buffer(name)
+        parameter, old = self._train_state.parameters[name], self._buffer(name)
         flat = parameter.detach().cpu().double().reshape(-1)
         values = torch.stack([flat, torch.zeros_like(flat) if old is None else old.cpu().double().reshape(-1)])
-        count = _merged(values, runs)
+        count = _merged(values, maps)
         with torch.no_grad():
             parameter.copy_(values[0].view(parameter.shape))
         buffer = torch.empty_like(parameter).copy_(values[1].view(parameter.shape)) if self._momentum[name] else None
-        self._subject.optimizer.state[parameter][_MOMENTUM] = buffer
+        self._train_state.optimizer.state[parameter][_MOMENTUM] = buffer
         return count
 
 
-def _step(settings: Mapping[str, Any], gradient: torch.Tensor, started: bool) -> Run:
-    """One step of torch.optim.SGD as a map; `started`: there is a momentum buffer."""
+def _step(settings: Mapping[str, Any], gradient: torch.Tensor, started: bool) -> StepMap:
+    """Return one step of torch.optim.SGD as a map; `started` says whether there is a momentum buffer."""
     rate, momentum = float(settings["lr"]), float(settings["momentum"])
     decay, sign = float(settings["weight_decay"]), -1.0 if settings["maximize"] else 1.0
     # d = sign g + decay p; v' = momentum v + kept d; the first buffer is d itself.
@@ -138,32 +139,32 @@ def _step(settings: Mapping[str, Any], gradient: torch.Tensor, started: bool) ->
     flat = gradient.double()
     places = flat.nonzero().view(-1)
     if 4 * len(places) > len(flat):
-        return Run(matrix, None, torch.stack([vector[0] * flat, vector[1] * flat]))
+        return StepMap(matrix, None, torch.stack([vector[0] * flat, vector[1] * flat]))
     picked = flat[places]
-    return Run(matrix, places, torch.stack([vector[0] * picked, vector[1] * picked]))
+    return StepMap(matrix, places, torch.stack([vector[0] * picked, vector[1] * picked]))
 
 
-def _merged(values: torch.Tensor, runs: list[Run]) -> int:
-    """Apply runs to (p, v): the first to the state, the others to each other, until none is left (figure 10)."""
+def _merged(values: torch.Tensor, maps: list[StepMap]) -> int:
+    """Apply maps to (p, v): in each round, merge the first into the state and the others in pairs (figure 10)."""
     count = 0
-    while runs:
-        first, rest = runs[0], runs[1:]
+    while maps:
+        first, rest = maps[0], maps[1:]
         _apply(values, first)
         count += 1
-        runs = [_pair(*rest[place : place + 2]) for place in range(0, len(rest), 2)]
+        maps = [_pair(*rest[place : place + 2]) for place in range(0, len(rest), 2)]
     return count
 
 
-def _apply(values: torch.Tensor, run: Run) -> None:
-    values.copy_(torch.tensor(run.matrix, dtype=torch.float64) @ values)
-    if run.places is None:
-        values += run.added
+def _apply(values: torch.Tensor, step_map: StepMap) -> None:
+    values.copy_(torch.tensor(step_map.matrix, dtype=torch.float64) @ values)
+    if step_map.places is None:
+        values += step_map.added
     else:
-        values[:, run.places] += run.added
+        values[:, step_map.places] += step_map.added
 
 
-def _pair(one: Run, other: Run | None = None) -> Run:
-    """Two runs in a row as one."""
+def _pair(one: StepMap, other: StepMap | None = None) -> StepMap:
+    """Return the composition of two consecutive maps."""
     if other is None:
         return one
     later = torch.tensor(other.matrix, dtype=torch.float64)
@@ -171,13 +172,16 @@ def _pair(one: Run, other: Run | None = None) -> Run:
     matrix = ((product[0][0], product[0][1]), (product[1][0], product[1][1]))
     moved = later @ one.added
     if one.places is None or other.places is None:
-        whole, part = (moved, other) if one.places is None else (other.added.clone(), Run(matrix, one.places, moved))
-        if part.places is None:
-            return Run(matrix, None, whole + part.added)
-        whole[:, part.places] += part.added
-        return Run(matrix, None, whole)
+        if one.places is None:
+            whole, places, part = moved, other.places, other.added
+        else:
+            whole, places, part = other.added.clone(), one.places, moved
+        if places is None:
+            return StepMap(matrix, None, whole + part)
+        whole[:, places] += part
+        return StepMap(matrix, None, whole)
     places, back = torch.unique(torch.cat([one.places, other.places]), return_inverse=True)
     added = torch.zeros(2, len(places), dtype=torch.float64)
     added[:, back[: len(one.places)]] += moved
     added[:, back[len(one.places) :]] += other.added
-    return Run(matrix, places, added)
+    return StepMap(matrix, places, added)

@@ -1,5 +1,5 @@
-"""A lock that a checkpointing process holds while it lives, so that nobody reads or continues a log that is still
-being written by a process whose training process is gone.
+"""A lock that a checkpointing process holds while it lives, so that no process reads or continues a log that is still
+being written after its training process died.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dsq_ckpt.lowdiff.segments import LOG
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
-def path_of(run: Path, session: str, rank: int) -> Path:
-    """The file that a process locks."""
+def lock_path(run: Path, session: str, rank: int) -> Path:
+    """Return the path of the lock file of a rank."""
     return run / LOG / f"{session}-{rank:05d}.lock"
 
 
 class Lock:
-    """A file that is locked until it is released, or this process ends."""
+    """An exclusive file lock, held until `release` or the end of this process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class Lock:
             os.close(self._descriptor)
 
     def release(self) -> None:
-        """Nothing is written any more."""
+        """Remove the lock file and release the lock."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -49,10 +49,10 @@ class Lock:
 def wait_for_writers(
     run: Path, timeout: float, session: str | None = None, failed: type[DSQError] = SaveFailed
 ) -> None:
-    """Wait until no checkpointing process writes into a run, but for those of a session.
+    """Wait until no checkpointing process writes into a run, except those of `session`.
 
     Raises:
-        SaveFailed: one still does after `timeout` seconds; or another error, if `failed` says so.
+        SaveFailed: a process still writes after `timeout` seconds. `failed` gives another error class.
     """
     deadline = time.monotonic() + timeout
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
@@ -92,7 +92,7 @@ def _released(path: Path, failed: type[DSQError]) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has its name."""
+    """Return whether an open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""`GradientLog`: every step of training on disk, by the gradients that training synchronized anyway.
+"""`GradientLog`: a checkpoint of every training step, from the gradients that training synchronizes anyway.
 
-LowDiff (Yao et al., section V): a snapshot now and then, and between snapshots the compressed gradient of every step,
-handed to a checkpointing process that batches and writes them while training goes on.
+LowDiff (Yao et al., section V): periodic snapshots, and between snapshots the compressed gradient of every step. A
+checkpointing process batches and writes the gradients while training continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.capture import capture
-from dsq_ckpt.lowdiff.compressors import Compressor
+from dsq_ckpt.lowdiff.compressors import GradientCompressor
 from dsq_ckpt.lowdiff.compressors import compressor as compressor_of
 from dsq_ckpt.lowdiff.recorder import Recorder, recovered_or_none
 from dsq_ckpt.lowdiff.recovery import Recovered
@@ -25,33 +25,33 @@ from dsq_ckpt.lowdiff.tuning import Bounds, Tuner
 
 
 class GradientLog(Recorder):
-    """Logs every step of a training loop, so that `recover` gives the state after any of the last ones.
+    """A log of every step of a training loop, from which `recover` restores the state after the last complete step.
 
-    `log.step()` ends an iteration: call it after `optimizer.step()` and after the schedulers' steps. All ranks make it
-    together, and call `step` alike.
+    `log.step()` ends an iteration: call it after `optimizer.step()` and after the schedulers' steps. Construction and
+    `step` are collective.
 
     Args:
-        run: directory of the run; snapshots and the log lie in it, on storage that all ranks share.
-        model: under DDP, or plain in a single process. Its compressor's communication hook is registered here.
-        optimizer: of its parameters.
-        compressor: of gradients, before they are synchronized: "topk:0.01", "fp16", "bf16", "kmeans:16"; "none" logs
-            what the job's own communication hook (PowerSGD, fp16, none) left.
-        resume: what `recover` returned, None where it returned None.
+        run: directory of the snapshots and the log, on storage that all ranks share.
+        model: model under DDP, or unwrapped in a single process. The compressor attaches to it.
+        optimizer: optimizer of the model's parameters.
+        compressor: gradient compressor, "topk:0.01", "fp16", "bf16" or "kmeans:16"; "none" logs the result of the job's
+            own communication hook (PowerSGD, fp16, none).
+        resume: result of `recover`, which may be None.
         state: schedulers, scalers and the like by name, logged with every step.
-        base: how snapshots are stored: "exact", "dsq" (small, and lossy), or a configuration of the engine's.
-        snapshot_every: steps between snapshots, or "auto": by the costs that are measured while it runs.
-        batch: steps that are written at once, or "auto".
-        mtbf: mean time between failures of the whole job, in seconds; None: as observed, hours at first.
-        queue: steps that may be on their way to the checkpointing process; training waits rather than exceed it.
-        keep: snapshots that are kept, with the log since the oldest of them.
-        cores: CPUs that the checkpointing process may use; None: as this one.
-        process_group: that DDP synchronizes over; None: the default one.
+        base: configuration of snapshots: "exact", "dsq" (small and lossy), or a configuration of the engine.
+        snapshot_every: steps between snapshots, or "auto" to tune it from measured costs.
+        batch: steps per written segment, or "auto".
+        mtbf: mean time between failures of the whole job, in seconds; None to estimate it, starting at hours.
+        queue: largest number of steps in transit to the checkpointing process; training waits at this limit.
+        keep: number of snapshots to keep, with the log since the oldest of them.
+        cores: CPUs of the checkpointing process; None for those of this process.
+        process_group: process group of DDP; None for the default group.
         timeout: seconds after which ranks that cannot reach each other give up, and after which a checkpointing process
-            that takes no step is left alone, as one that died.
+            that accepts no step is treated as dead.
 
     Attributes:
-        steps_done: optimizer steps done, with those before a recovery.
-        spent: seconds that training spent in the log, between backward passes; what it waited is part of it.
+        steps_done: optimizer steps done, including those before a recovery.
+        spent: seconds that training spent in the log between backward passes, including waiting.
 
     Raises:
         CheckpointExists: the run has a log, and `resume` is None.
@@ -60,7 +60,7 @@ class GradientLog(Recorder):
 
     def __init__(
         self, run: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, *,
-        compressor: str | Compressor = "topk:0.01", resume: Recovered | None = None,
+        compressor: str | GradientCompressor = "topk:0.01", resume: Recovered | None = None,
         state: Mapping[str, Stateful] | None = None, base: str | Mapping[str, Any] = "exact",
         snapshot_every: int | Literal["auto"] = "auto", batch: int | Literal["auto"] = "auto",
         mtbf: float | None = None, queue: int = 4, keep: int = 1, cores: Collection[int] | None = None,
@@ -79,19 +79,19 @@ class GradientLog(Recorder):
 
     @property
     def snapshot_every(self) -> int:
-        """Steps between snapshots, at present."""
+        """Current number of steps between snapshots."""
         return self._pace["snapshot_every"]
 
     @property
     def batch(self) -> int:
-        """Steps that are written at once, at present."""
+        """Current number of steps per written segment."""
         return self._pace["batch"]
 
     @property
     def bound(self) -> int:
-        """Steps that a failure of everything at once costs at most, while `logging`.
+        """Largest number of steps that a failure of all processes at once loses, while `logging`.
 
-        Those that are on their way, those that wait for their batch, and the one that is being done.
+        The sum of steps in transit, steps that wait for their batch, and the step under way.
         """
         return self._queue + self.batch + 1
 
@@ -104,7 +104,7 @@ class GradientLog(Recorder):
             self._compressor.load_state({name: found[name] for name in own})
 
     def _attach_compressor(self) -> None:
-        self._compressor.attach(self._subject.model)
+        self._compressor.attach(self._train_state.model)
 
     def _detach(self) -> None:
         self._compressor.detach()
@@ -112,9 +112,9 @@ class GradientLog(Recorder):
     def _begin(self) -> dict[str, Any]:
         return {"batch": self.batch}
 
-    def _capture(self, room: int) -> None:
-        traces = self._compressor.take()
-        self._pending = capture(self._subject, self._own, traces, self._whole, room, self._running())
+    def _capture(self, buffer_bytes: int) -> None:
+        infos = self._compressor.take()
+        self._pending = capture(self._train_state, self._own, infos, self._dense_only, buffer_bytes, self._running())
 
     def _discard(self) -> None:
         self._compressor.take()
@@ -123,7 +123,7 @@ class GradientLog(Recorder):
         return self.steps_done - self._snapshot_at >= self.snapshot_every
 
     def _settings(self) -> dict[str, int]:
-        return {"snapshot_every": self._tuner.choice.snapshot_every, "batch": self._tuner.choice.batch}
+        return {"snapshot_every": self._tuner.settings.snapshot_every, "batch": self._tuner.settings.batch}
 
     def _set(self, settings: Mapping[str, int]) -> None:
         if not settings["batch"]:  # nothing was decided yet
@@ -140,14 +140,14 @@ class GradientLog(Recorder):
         if "snapshot" in measured:  # the settings move a step with each
             self._tuner.suggest()
 
-    def _about(self) -> dict[str, Any]:
+    def _log_metadata(self) -> dict[str, Any]:
         return {"compressor": self._compressor.spec, "tuner": self._tuner.state()}
 
 
 def _tuner(
     snapshot_every: int | Literal["auto"], batch: int | Literal["auto"], mtbf: float | None, resume: Recovered | None
 ) -> Tuner:
-    """What chooses the two settings, or stays with what was given; it goes on from what the last run had learned."""
+    """Return a tuner with fixed settings as given, continuing from the last run's measurements."""
     usual = Bounds()
     every_bounds = usual.every if snapshot_every == "auto" else (snapshot_every, snapshot_every)
     batch_bounds = usual.batch if batch == "auto" else (batch, batch)

@@ -1,4 +1,4 @@
-"""The server of a gradient log: encodes steps, batches them, writes segments (LowDiff, section V-B)."""
+"""The server of a gradient log, which encodes steps, batches them, and writes segments (LowDiff, section V-B)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsq_ckpt.lowdiff.channel import Channel
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.locks import Lock
 from dsq_ckpt.lowdiff.segments import Step
-from dsq_ckpt.lowdiff.server import Server, Unfaithful
+from dsq_ckpt.lowdiff.server import IncompleteGradient, Server
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 
 class LogServer(Server):
-    """Writes each step that it is handed; several at once. See `Server` for the arguments."""
+    """A server that writes received steps in batches. See `Server` for the arguments."""
 
     def __init__(self, channel: Channel, begin: Mapping[str, Any], lock: Lock) -> None:
         super().__init__(channel, begin, lock)
@@ -36,13 +36,13 @@ class LogServer(Server):
             started = time.perf_counter()
             step = self._encode(message)
             self._encoding += time.perf_counter() - started
-            self._tell({"kind": "free", "slot": message["slot"]})
+            self._report({"kind": "free", "slot": message["slot"]})
             if self._buffered and step.number != self._buffered[-1].number + 1:
                 self._flush()  # steps that were not logged lie between: a segment is of consecutive ones
             self._buffered.append(step)
         else:
             meta = message["meta"] if self.rank == 0 else None
-            self._save_later(message["step"], self._pieces(message["tensors"]), meta)
+            self._save_later(message["step"], self._staged_tensors(message["tensors"]), meta)
         if len(self._buffered) >= self._batch:
             self._flush()
 
@@ -53,7 +53,7 @@ class LogServer(Server):
             segments.close(self.run, self.session, self._last, self.config.storage.fsync)
 
     def _encode(self, message: Mapping[str, Any]) -> Step:
-        """A step with its gradients as bytes; its slot is free afterwards."""
+        """Return an encoded step, after which its slot is free."""
         blocks: list[bytes] = []
 
         def add(block: bytes) -> int:
@@ -61,18 +61,22 @@ class LogServer(Server):
             return len(blocks) - 1
 
         slot = self._slots.get(message["slot"])
-        about: dict[str, Any] = {key: message[key] for key in ("hyper", "after")}
-        about["grads"] = [] if slot is None else [*self._sparse(message, slot, add), *self._dense(message, slot, add)]
-        about["buffers"] = []
+        record: dict[str, Any] = {key: message[key] for key in ("hyper", "after")}
+        record["grads"] = [] if slot is None else [*self._sparse(message, slot, add), *self._dense(message, slot, add)]
+        record["buffers"] = []
         for name, dtype, shape, offset in message["buffers"]:
             assert slot is not None
             buffer = slot.view(offset, tuple(shape), dtype_of(dtype))
             raw = buffer.reshape(-1).view(torch.uint8).numpy().tobytes() if buffer.numel() else b""
-            about["buffers"].append([name, dtype, shape, add(raw)])
-        return Step(int(message["step"]), about, blocks)
+            record["buffers"].append([name, dtype, shape, add(raw)])
+        return Step(int(message["step"]), record, blocks)
 
     def _sparse(self, message: Mapping[str, Any], slot: Arena, add: Any) -> list[dict[str, Any]]:
-        """Gradients whose places are known, each dtype by itself, the parameters end to end."""
+        """Encode the sparse gradients, per dtype, with the parameters concatenated.
+
+        Raises:
+            IncompleteGradient: a gradient is non-zero outside of its support.
+        """
         found = []
         for part in sorted(message["sparse"], key=lambda part: str(part["dtype"])):
             total = sum(part["counts"])
@@ -83,11 +87,11 @@ class LogServer(Server):
             for param, own, picked, expected in zip(
                 part["params"], places.split(part["counts"]), values.split(part["counts"]), nonzero, strict=True
             ):
-                # Each place once, and together they must be all that is not +0: what is not logged is lost.
+                # Each index counts once, and together they must cover all elements that are not +0, lest some be lost.
                 unique = torch.zeros(self.entries[param].elements, dtype=torch.bool)
                 unique[own[as_integers(picked) != 0]] = True
                 if int(unique.count_nonzero()) != expected:
-                    raise Unfaithful(self.entries[param].name)
+                    raise IncompleteGradient(self.entries[param].name)
                 own += start
                 start += self.entries[param].elements
             entry = encode_sparse(places, values, add)
@@ -112,7 +116,7 @@ class LogServer(Server):
         return found
 
     def _flush(self) -> None:
-        """Write the steps that are buffered as one segment."""
+        """Write the buffered steps as one segment."""
         if not self._buffered:
             return
         started = time.perf_counter()
@@ -123,7 +127,7 @@ class LogServer(Server):
         self._last = last
         encoding = self._encoding / len(self._buffered)
         self._buffered, self._encoding = [], 0.0
-        self._tell({
+        self._report({
             "kind": "written", "first": first, "last": last, "bytes": info.size,
             "seconds": time.perf_counter() - started, "encoding": encoding,
         })

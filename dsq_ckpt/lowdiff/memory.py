@@ -1,7 +1,7 @@
-"""A replica's state handed from its process to a new training process on the same host (LowDiff+, section VI-C).
+"""Transfer of a replica's state to a new training process on the same host (LowDiff+, section VI-C).
 
-The process listens under a name that is made of the run and the rank, without a file. Who connects must be of the same
-user. Answers are plain data and shared memory.
+The replica's process listens on an abstract socket whose name is derived from the run and the rank. Only processes of
+the same user may connect. Answers are plain data and shared memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.locks import wait_for_writers
-from dsq_ckpt.lowdiff.snapshots import Piece, about, newest_first
+from dsq_ckpt.lowdiff.snapshots import SnapshotTensor, newest_first, read_metadata
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 _PEER = struct.Struct("3i")
 _PATIENCE, _TRANSFER = 30.0, 300.0
-"""Seconds to wait for an answer, and for one with all of a state."""
+"""Seconds to wait for an answer, and for an answer with a whole state."""
 
 
-class Share(NamedTuple):
-    """A rank's share of a replica after a step: path, dtype, shape and place of each tensor in an arena, and what a
-    snapshot says besides.
+class ReplicaShard(NamedTuple):
+    """A rank's shard of a replica after a step.
+
+    Attributes:
+        step: steps done.
+        tensors: path, dtype, shape and arena offset of each tensor.
+        meta: metadata of a snapshot.
+        arena: shared memory of the tensors.
     """
 
     step: int
@@ -45,21 +50,21 @@ class Share(NamedTuple):
     meta: dict[str, Any]
     arena: Arena
 
-    def pieces(self) -> list[Piece]:
-        """The tensors, in the arena."""
+    def snapshot_tensors(self) -> list[SnapshotTensor]:
+        """Return the tensors; they share the arena's memory."""
         return [
-            Piece(tuple(path), self.arena.view(at, tuple(shape), dtype_of(dtype)))
+            SnapshotTensor(tuple(path), self.arena.view(at, tuple(shape), dtype_of(dtype)))
             for path, dtype, shape, at in self.tensors
         ]
 
 
-class Holder(Protocol):
-    """What holds a share of a replica.
+class ReplicaHolder(Protocol):
+    """An object that holds a rank's shard of a replica.
 
     Attributes:
-        session: that it belongs to.
-        ranks: that share the replica.
-        newest: steps that it was handed.
+        session: session of the log.
+        ranks: number of ranks that share the replica.
+        newest: last step that it received.
     """
 
     session: str
@@ -68,11 +73,11 @@ class Holder(Protocol):
     @property
     def newest(self) -> int: ...
 
-    def after(self, step: int) -> Share | None: ...
+    def after(self, step: int) -> ReplicaShard | None: ...
 
 
 def listen(run: Path, rank: int) -> socket.socket | None:
-    """Be there for a new training process; None if another process of the run is."""
+    """Return a socket that listens for a new training process, or None if another process of the run listens."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address(run, rank))
@@ -83,8 +88,8 @@ def listen(run: Path, rank: int) -> socket.socket | None:
     return listener
 
 
-def serve(listener: socket.socket, holder: Holder, seconds: float) -> None:
-    """Answer whoever asks, until the state was taken, or nobody took it within so many seconds."""
+def serve(listener: socket.socket, holder: ReplicaHolder, seconds: float) -> None:
+    """Answer requests until a process has taken the state, at most for `seconds` seconds."""
     deadline = time.monotonic() + seconds
     taken, take = socket.socketpair()
     with listener, taken, take:
@@ -94,12 +99,12 @@ def serve(listener: socket.socket, holder: Holder, seconds: float) -> None:
                 return
             if ready:
                 connection, _ = listener.accept()
-                # Each by itself: one that says nothing keeps no other from being answered.
+                # A thread each: a silent connection must not block others.
                 threading.Thread(target=_answer, args=(connection, take, holder), daemon=True).start()
 
 
-def _answer(connection: socket.socket, take: socket.socket, holder: Holder) -> None:
-    """Answer one process, and shut `take` down when it took the state."""
+def _answer(connection: socket.socket, take: socket.socket, holder: ReplicaHolder) -> None:
+    """Answer one process, and shut `take` down when it has taken the state."""
     channel = Channel(connection)
     with suppress(Exception):  # it is gone, or is no training process
         while _same_user(connection) and (received := channel.receive(_TRANSFER)) is not None:
@@ -118,12 +123,12 @@ def _answer(connection: socket.socket, take: socket.socket, holder: Holder) -> N
     channel.close()
 
 
-class InMemory:
-    """The state of a run in the memory of the processes that survived it; has what a `Snapshot` has.
+class MemorySnapshot:
+    """The state of a run in the memory of surviving processes, with the interface of `Snapshot`.
 
     Attributes:
         meta: see `Snapshot`.
-        path: of the run.
+        path: directory of the run.
     """
 
     lossy = False
@@ -134,26 +139,30 @@ class InMemory:
         self._tensors = tensors
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a tensor."""
+        """Return shape and dtype of a tensor."""
         return tuple(self._tensors[name].shape), self._tensors[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, in memory that holds all of them."""
+        """Return a tensor; it shares memory with the others.
+
+        Raises:
+            CorruptCheckpoint: the replica has no such tensor.
+        """
         if name not in self._tensors:
             raise CorruptCheckpoint(f"the replica of '{self.path}' has no '{name}'")
         return self._tensors[name]
 
 
-class Survivors:
-    """The processes that hold the replica of a run, as one rank sees them; collective.
+class SurvivingReplica:
+    """One rank's connection to the surviving processes that hold the replica of a run; its methods are collective.
 
     Args:
-        run: the run directory.
-        comm: of the ranks that recover.
+        run: directory of the run.
+        comm: communicator of the ranks that recover.
     """
 
     def __init__(self, run: Path, comm: Communicator) -> None:
@@ -161,15 +170,15 @@ class Survivors:
         self._comm = comm
         self._channel = _connect(run, comm.rank)
 
-    def state(self) -> InMemory | None:
-        """The state at the last step that all ranks can give; None if any of them is gone."""
-        told = self._comm.gather(self._ask({"kind": "status"}, {"newest", "session", "ranks"}))
-        if any(status is None or status[0]["ranks"] != self._comm.size for status in told):
+    def state(self) -> MemorySnapshot | None:
+        """Return the state at the last step that all processes have, or None if any of them has ended."""
+        statuses = self._comm.gather(self._ask({"kind": "status"}, {"newest", "session", "ranks"}))
+        if any(status is None or status[0]["ranks"] != self._comm.size for status in statuses):
             return None
-        if len({status[0]["session"] for status in told}) > 1:
+        if len({status[0]["session"] for status in statuses}) > 1:
             return None
-        step = min(int(status[0]["newest"]) for status in told)
-        session = told[0][0]["session"]
+        step = min(int(status[0]["newest"]) for status in statuses)
+        session = statuses[0][0]["session"]
         behind = gather_from_all_ranks(
             self._comm, lambda: self._comm.rank == 0 and self._left_behind(session, step), LoadFailed
         )
@@ -183,7 +192,7 @@ class Survivors:
         group = cpu_group(self._comm)
         shares = self._comm.gather((answer["tensors"], 0 if arena is None else arena.size, answer["meta"]["plain"]))
         tensors: dict[str, torch.Tensor] = {}
-        for rank, (told_tensors, size, _) in enumerate(shares):
+        for rank, (listed, size, _) in enumerate(shares):
             whole = torch.empty(0, dtype=torch.uint8)
             if rank == self._comm.rank and arena is not None:
                 whole = arena.tensor
@@ -191,17 +200,17 @@ class Survivors:
                 whole = torch.empty(size, dtype=torch.uint8)
             if group is not None and size:
                 dist.broadcast(whole, group=group, group_src=rank)
-            for path, dtype, shape, at in told_tensors:
+            for path, dtype, shape, at in listed:
                 nbytes = torch.Size(shape).numel() * dtype_of(dtype).itemsize
                 tensors[".".join(path)] = whole[at : at + nbytes].view(dtype_of(dtype)).view(shape)
         if group is not None:
             dist.destroy_process_group(group)
         plain = {name: values for share in shares for name, values in share[2].items()}
         meta = {**self._comm.broadcast(answer["meta"]), "plain": plain}
-        return InMemory(self._run, meta, tensors)
+        return MemorySnapshot(self._run, meta, tensors)
 
     def dismiss(self) -> None:
-        """Let this rank's process end; what it still has to write it writes."""
+        """Let this rank's process finish its writes and end."""
         if self._channel is not None:
             with suppress(ChannelClosed):
                 self._channel.send({"kind": "end"})
@@ -209,15 +218,15 @@ class Survivors:
             self._channel = None
 
     def _left_behind(self, session: str, step: int) -> bool:
-        """Whether the run went on elsewhere since, from what is on disk."""
+        """Return whether a later session has a newer snapshot on disk."""
         newest = newest_first(self._run) if self._run.is_dir() else []
-        found = about(newest[0][0]) if newest else None
+        found = read_metadata(newest[0][0]) if newest else None
         return found is not None and found["session"] != session and int(found["step"]) >= step
 
     def _ask(
         self, question: dict[str, Any], keys: Set[str], patience: float = _PATIENCE
     ) -> tuple[dict[str, Any], Arena | None] | None:
-        """Its answer, with these keys; None if it has none, or is something else."""
+        """Return the answer to a question, or None if there is none or it lacks one of `keys`."""
         if self._channel is None:
             return None
         try:
@@ -229,7 +238,7 @@ class Survivors:
 
 
 def _connect(run: Path, rank: int) -> Channel | None:
-    """To the process that holds this rank's share; one that still writes may listen in a moment."""
+    """Connect to the process that holds this rank's shard; retry while a process of the run still writes."""
     deadline = time.monotonic() + _PATIENCE
     while (channel := _connected(run, rank)) is None and _written(run) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -258,7 +267,7 @@ def _connected(run: Path, rank: int) -> Channel | None:
 
 
 def _address(run: Path, rank: int) -> str:
-    """A name in Linux's abstract namespace: it is gone with the process, whatever happens to that."""
+    """Return a name in Linux's abstract namespace, which disappears with the process."""
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
     return f"\0dsq_ckpt-{os.getuid()}-{digest}-{rank}"
 

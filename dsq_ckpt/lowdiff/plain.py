@@ -1,7 +1,7 @@
-"""Plain data as JSON and back: hyperparameters and states of schedulers, without pickle.
+"""Conversion of plain data to and from JSON, for hyperparameters and states of schedulers, without pickle.
 
-JSON has no tuples, no keys but strings, no bytes, no tensors, and no numbers that are not finite; these become an
-object with one key that begins with a dollar sign.
+JSON has no tuples, keys other than strings, bytes, tensors or non-finite numbers; each becomes an object with one key
+that begins with a dollar sign.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter":
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """What JSON can hold of a value; `from_plain` gives the same value back.
+    """Convert a value to JSON data, from which `from_plain` restores the same value.
 
     Args:
         value: None, numbers, strings, bytes, lists, tuples, dicts, and tensors and arrays of up to 1 MiB.
-        where: what it belongs to, for the error.
+        where: name of the value in error messages.
 
     Raises:
-        ConfigError: it holds something else; the message says where.
+        ConfigError: the value holds an object of another type; the message says where.
     """
     if type(value) is float and not math.isfinite(value):
         return {"$float": repr(value)}
@@ -56,10 +56,10 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`.
+    """Restore a value from the result of `to_plain`.
 
     Raises:
-        CorruptCheckpoint: it is nothing that `to_plain` makes.
+        CorruptCheckpoint: the data is not a result of `to_plain`.
     """
     if isinstance(value, list):
         return [from_plain(item) for item in value]

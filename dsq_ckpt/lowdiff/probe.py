@@ -1,4 +1,4 @@
-"""A few elements of a gradient right after its synchronization, for compressors that leave it dense."""
+"""Probes: a few elements of a gradient right after its synchronization, for compressors with dense results."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsq_ckpt.lowdiff.buckets import Bucket, Part, on_this_stream
+from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, on_this_stream
 
 _ELEMENTS = 16
-"""Of a parameter, beside the largest of its bucket."""
+"""Elements per parameter, in addition to the largest element of the bucket."""
 
-Seen = tuple[Tensor, Tensor]
-"""What `GradientInfo.witness` is."""
+Probe = tuple[Tensor, Tensor]
+"""Indices and values; see `GradientInfo.probe`."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where to look in buckets of one kind: evenly spaced in every parameter.
+class ProbeIndices:
+    """Evenly spaced indices of every parameter, for buckets of one layout.
 
     Attributes:
-        flat: int64, into the bucket.
-        bounds: which of them belong to each part.
+        flat: int64 indices into the bucket.
+        bounds: range of `flat` for each slice.
     """
 
     flat: Tensor
     bounds: Sequence[tuple[int, int]]
 
     @classmethod
-    def of(cls, bucket: Bucket) -> Places:
-        """Places for buckets that are laid out as this one."""
-        chosen = [evenly(part.elements, _ELEMENTS) + part.start for part in bucket.parts]
+    def of(cls, bucket: Bucket) -> ProbeIndices:
+        """Return the indices for buckets of this layout."""
+        chosen = [evenly(slice_.elements, _ELEMENTS) + slice_.start for slice_ in bucket.slices]
         return cls(torch.cat(chosen).to(bucket.flat.device), bounds_of([len(places) for places in chosen]))
 
-    def witnesses(self, bucket: Bucket) -> list[Callable[[], Seen | None]]:
-        """Look at a bucket now; what it gives makes the witness of each part when it is called."""
+    def probes(self, bucket: Bucket) -> list[Callable[[], Probe | None]]:
+        """Read elements of a bucket now; return a function for each slice that builds its probe."""
         if not bucket.flat.numel():
-            return [lambda: None for _ in bucket.parts]
+            return [lambda: None for _ in bucket.slices]
         values, largest = bucket.flat.index_select(0, self.flat), _largest(bucket.flat)
         top = (largest, bucket.flat.index_select(0, largest))
         return [
-            partial(_witness, part, (self.flat[start:stop], values[start:stop]), top)
-            for part, (start, stop) in zip(bucket.parts, self.bounds, strict=True)
+            partial(_probe, slice_, (self.flat[start:stop], values[start:stop]), top)
+            for slice_, (start, stop) in zip(bucket.slices, self.bounds, strict=True)
         ]
 
 
 def _largest(flat: Tensor) -> Tensor:
-    """Place of the largest magnitude, or of a NaN, int64[1]; NumPy needs no copy and a fifth of torch's time."""
+    """Return the index of the largest magnitude, or of a NaN, int64[1]; NumPy takes a fifth of torch's time."""
     if flat.device.type != "cpu" or flat.dtype != torch.float32:
         return flat.abs().argmax().view(1)
     values = flat.numpy()
@@ -57,21 +57,21 @@ def _largest(flat: Tensor) -> Tensor:
     return torch.tensor([high if values[high] >= -values[low] else low])
 
 
-def _witness(part: Part, some: Seen, top: Seen) -> Seen | None:
-    if not part.elements:
+def _probe(slice_: BucketSlice, some: Probe, top: Probe) -> Probe | None:
+    if not slice_.elements:
         return None
-    pairs = [top, some] if part.start <= int(top[0]) < part.stop else [some]
+    pairs = [top, some] if slice_.start <= int(top[0]) < slice_.stop else [some]
     places, values = (torch.cat([on_this_stream(tensor) for tensor in both]) for both in zip(*pairs, strict=True))
-    return part.row_major(places - part.start), values
+    return slice_.row_major(places - slice_.start), values
 
 
 def evenly(elements: int, most: int) -> Tensor:
-    """At most `most` indices of that many elements, evenly spaced, int64."""
+    """Return at most `most` evenly spaced int64 indices into `elements` elements."""
     return torch.arange(0, elements, max(1, -(-elements // most)))
 
 
 def bounds_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each one lies in the concatenation of all."""
+    """Return the range of each item in the concatenation of all items."""
     bounds, start = [], 0
     for length in lengths:
         bounds.append((start, start + length))

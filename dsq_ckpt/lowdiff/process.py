@@ -1,7 +1,7 @@
-"""The checkpointing process: takes steps and snapshots from a training process, and writes them.
+"""The checkpointing process, which receives steps and snapshots from a training process and writes them.
 
-It has a session of its own, so that what kills the training process leaves it alone: it then writes what it was given
-and ends. Nothing that it is told is a pickle.
+It runs in its own session, so that signals to the training process do not reach it: it then writes everything it has
+received and ends. Messages contain no pickles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsq_ckpt.lowdiff.server import Server, describe
 
 
 def main(descriptor: int) -> int:
-    """Serve the training process at the other end of a socket."""
+    """Serve the training process at the other end of a socket; return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the training process gets them too, and this one ends after it
     channel = Channel(socket.socket(fileno=descriptor))
@@ -37,12 +37,12 @@ def main(descriptor: int) -> int:
         if begin["cores"]:
             os.sched_setaffinity(0, begin["cores"])
         torch.set_num_threads(int(begin["threads"]))
-        lock = locks.Lock(locks.path_of(Path(begin["run"]), begin["session"], int(begin["rank"])))
+        lock = locks.Lock(locks.lock_path(Path(begin["run"]), begin["session"], int(begin["rank"])))
         server = (ReplicaServer if "optimizer" in begin else LogServer)(channel, begin, lock)
         server.serve()
     except ChannelClosed:
         return 0
-    except BaseException as error:  # whatever ends this process, training is told
+    except BaseException as error:  # report every error to the training process
         last = traceback.extract_tb(error.__traceback__)[-1]
         with suppress(ChannelClosed):
             channel.send({"kind": "failed", "text": f"{describe(error)} ({Path(last.filename).name}:{last.lineno})"})

@@ -1,14 +1,14 @@
-"""Gradients as codes of a few levels that k-means finds, with error feedback.
+"""Quantization of gradients to a few k-means levels, with error feedback.
 
 A bucket is averaged and quantized in two phases, as in an all-reduce made of its two halves: a reduce-scatter leaves
 each rank with the mean of its shard, the rank quantizes it, and an all-gather takes codes (one byte per element) and
-levels to all ranks. Everyone decodes the same bytes, so all replicas are bit-identical.
+levels to all ranks. All ranks decode the same bytes, so their models are bit-identical.
 
-Only the owner of a shard knows what quantization left out, so it keeps the residual of its elements. When DDP rebuilds
-its buckets, elements get new owners. What a rank holds of elements that are no longer its own then goes into the next
-average, times the world size because the average divides by it: nothing is lost, and nothing counts twice.
+Only the owner of a shard knows the quantization error, so it keeps the residual of its elements. When DDP rebuilds its
+buckets, elements get new owners. A rank then adds its residuals of foreign elements to the next average, times the
+world size because the average divides by it: every residual counts exactly once.
 
-The reduce-scatter is waited for. Collectives that were started by callbacks would start in another order on each rank.
+The reduce-scatter is synchronous: collectives that callbacks start would start in another order on each rank.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.core.arrays import F32, U8
 from dsq_ckpt.kernels.keys import FIRST_NORMAL, KEYS_PER_OCTAVE, SHIFT, KeyWindow
-from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
+from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, Group, all_gather, on_this_stream, ready
 from dsq_ckpt.lowdiff.contract import GradientInfo
-from dsq_ckpt.lowdiff.feedback import Feedback
-from dsq_ckpt.lowdiff.probe import Places, Seen
+from dsq_ckpt.lowdiff.feedback import FeedbackCompressor
+from dsq_ckpt.lowdiff.probe import Probe, ProbeIndices
 from dsq_ckpt.quantization.sketch import Sketch
 
 _OCTAVES = 12
-"""Below the largest magnitude that levels are sought in; what is smaller counts as zero."""
+"""Octaves below the largest magnitude that the codebook covers; smaller magnitudes count as zero."""
 _TRACED_LEVELS = 256
 
 
 
 class _Owned(NamedTuple):
-    """Outside of these places in a parameter's memory, the residual of this rank is zero."""
+    """The range of a parameter's memory outside of which this rank's residual is zero."""
 
     first: int
     last: int
     strides: tuple[int, ...]
 
 
-class KMeans(Feedback):
-    """Quantizes each rank's shard of a bucket to at most that many levels; zero is one of them, and decodes to zero."""
+class KMeans(FeedbackCompressor):
+    """A compressor that quantizes each rank's shard of a bucket to at most `levels` levels, one of which is zero."""
 
     name: ClassVar[str] = "kmeans"
 
@@ -57,17 +57,17 @@ class KMeans(Feedback):
         super().__init__(f"kmeans:{levels}{'' if feedback else ',feedback=off'}", feedback)
         self.levels = levels
         self._owned: dict[nn.Parameter, _Owned] = {}
-        self._places: dict[tuple[int, ...], Places] = {}
+        self._probe_indices: dict[tuple[int, ...], ProbeIndices] = {}
 
     def _begin(self) -> None:
         super()._begin()
         self._owned.clear()
-        self._places.clear()
+        self._probe_indices.clear()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Compressor.load_state`."""
+        """See `GradientCompressor.load_state`."""
         super().load_state(state)
-        self._owned.clear()  # the buckets of the run that saved may have been others
+        self._owned.clear()  # the saved run may have had other buckets
 
     def _synchronize(self, bucket: Bucket, group: Group | None) -> Future[Tensor]:
         rank, world = (0, 1) if group is None else (group.rank(), group.size())
@@ -95,12 +95,13 @@ class KMeans(Feedback):
         return all_gather(gathered.view(-1), mine, group).get_future().then(decode)
 
     def _averaged(self, bucket: Bucket, group: Group | None, rank: int, world: int, length: int) -> Tensor:
-        """Mean over the ranks of this rank's shard, float32, with what other ranks held back of it before."""
+        """Return the mean over the ranks of this rank's shard, float32, with the residuals of former owners."""
         elements = bucket.flat.numel()
         whole = torch.zeros(world * length, dtype=torch.float32, device=bucket.flat.device)
         whole[:elements] = bucket.flat
-        for part in bucket.parts if self.feedback else ():
-            self._hand_over(part, bucket.of(part), whole[part.start : part.stop], rank * length, length, world)
+        for slice_ in bucket.slices if self.feedback else ():
+            sent = whole[slice_.start : slice_.stop]
+            self._transfer_residuals(slice_, bucket.of(slice_), sent, rank * length, length, world)
         if group is None:
             return whole[:elements]
         shard = whole.new_empty(length)
@@ -108,42 +109,45 @@ class KMeans(Feedback):
         reduce(shard, whole, group=group)
         return shard.div_(world)[: max(0, min(length, elements - rank * length))]
 
-    def _hand_over(self, part: Part, gradient: Tensor, sent: Tensor, first: int, length: int, world: int) -> None:
-        """Send residuals of elements that this rank no longer owns."""
+    def _transfer_residuals(
+        self, slice_: BucketSlice, gradient: Tensor, sent: Tensor, first: int, length: int, world: int
+    ) -> None:
+        """Add residuals of elements that this rank no longer owns to the gradients it sends."""
         own = _Owned(
-            min(max(first - part.start, 0), part.elements), min(max(first + length - part.start, 0), part.elements),
-            part.strides,
+            min(max(first - slice_.start, 0), slice_.elements),
+            min(max(first + length - slice_.start, 0), slice_.elements),
+            slice_.strides,
         )
-        if self._owned.get(part.parameter) == own:
+        if self._owned.get(slice_.parameter) == own:
             return
-        if part.parameter in self._residuals:
+        if slice_.parameter in self._residuals:
             if self._dropped(gradient):
-                self._owned.pop(part.parameter, None)
-                return  # another time: now it would be lost
-            residual = self._flat_residual(part)
-            for here in (slice(0, own.first), slice(own.last, part.elements)):
+                self._owned.pop(slice_.parameter, None)
+                return  # postponed: the residual would be lost now
+            residual = self._flat_residual(slice_)
+            for here in (slice(0, own.first), slice(own.last, slice_.elements)):
                 sent[here].add_(residual[here], alpha=world)
                 residual[here] = 0.0
-        self._owned[part.parameter] = own
+        self._owned[slice_.parameter] = own
 
-    def _with_residuals(self, bucket: Bucket, shard: Tensor, first: int) -> list[Part]:
-        """Add residuals to a shard that begins at `first`, in place; returns the parts they were added to."""
+    def _with_residuals(self, bucket: Bucket, shard: Tensor, first: int) -> list[BucketSlice]:
+        """Add residuals in place to a shard that begins at `first`; return the slices that received one."""
         used = []
-        for part in bucket.parts if self.feedback else ():
-            mine, theirs = _overlap(part, first, len(shard))
+        for slice_ in bucket.slices if self.feedback else ():
+            mine, theirs = _overlap(slice_, first, len(shard))
             if mine.stop > mine.start and not self._dropped(shard[mine]):
-                shard[mine] += self._flat_residual(part)[theirs]
-                used.append(part)
+                shard[mine] += self._flat_residual(slice_)[theirs]
+                used.append(slice_)
         return used
 
-    def _keep(self, used: list[Part], left: Tensor, first: int) -> None:
-        """Store what quantization left out of a shard."""
-        for part in used:
-            mine, theirs = _overlap(part, first, len(left))
-            self._flat_residual(part)[theirs] = left[mine]
+    def _keep(self, used: list[BucketSlice], left: Tensor, first: int) -> None:
+        """Store the quantization errors of a shard as residuals."""
+        for slice_ in used:
+            mine, theirs = _overlap(slice_, first, len(left))
+            self._flat_residual(slice_)[theirs] = left[mine]
 
     def _decode(self, bucket: Bucket, gathered: Tensor, length: int) -> Tensor:
-        """Overwrite the bucket with what all ranks sent: levels, then codes, uint8[world, 4 * levels + length]."""
+        """Decode the levels and codes of all ranks, uint8[world, 4 * levels + length], into the bucket."""
         rows = gathered.cpu().numpy()
         levels = np.ascontiguousarray(rows[:, : 4 * self.levels]).view(np.float32)
         direct = bucket.flat.device.type == "cpu" and bucket.flat.dtype == torch.float32
@@ -157,44 +161,44 @@ class KMeans(Feedback):
         return self._look(bucket, levels, length)
 
     def _look(self, bucket: Bucket, levels: F32, length: int) -> Tensor:
-        if (places := self._places.get(bucket.key)) is None:
-            places = self._places[bucket.key] = Places.of(bucket)
+        if (places := self._probe_indices.get(bucket.key)) is None:
+            places = self._probe_indices[bucket.key] = ProbeIndices.of(bucket)
         held = torch.from_numpy(levels).to(bucket.flat.dtype).float()  # as the bucket rounds them
-        for part, witness in zip(bucket.parts, places.witnesses(bucket), strict=True):
-            if self._dropped(bucket.of(part)):
+        for slice_, probe in zip(bucket.slices, places.probes(bucket), strict=True):
+            if self._dropped(bucket.of(slice_)):
                 continue  # DDP may leave in p.grad what was there
-            ranks = slice(part.start // length, -(-part.stop // length))
-            self._left[part.parameter] = partial(_trace, held[ranks], witness)
+            ranks = slice(slice_.start // length, -(-slice_.stop // length))
+            self._info_factories[slice_.parameter] = partial(_gradient_info, held[ranks], probe)
         return bucket.flat
 
 
-def _overlap(part: Part, first: int, length: int) -> tuple[slice, slice]:
-    """Where a part lies in a shard, and where that is in the part; empty if it does not."""
-    start = max(part.start, first)
-    stop = max(min(part.stop, first + length), start)
-    return slice(start - first, stop - first), slice(start - part.start, stop - part.start)
+def _overlap(slice_: BucketSlice, first: int, length: int) -> tuple[slice, slice]:
+    """Return the intersection of a slice and a shard, relative to the shard and to the slice; may be empty."""
+    start = max(slice_.start, first)
+    stop = max(min(slice_.stop, first + length), start)
+    return slice(start - first, stop - first), slice(start - slice_.start, stop - slice_.start)
 
 
-def _trace(levels: Tensor, witness: Callable[[], Seen | None]) -> GradientInfo:
+def _gradient_info(levels: Tensor, probe: Callable[[], Probe | None]) -> GradientInfo:
     distinct = levels.unique()
     known = len(distinct) <= _TRACED_LEVELS and not bool(distinct.isnan().any())
-    seen = witness()
+    seen = probe()
     there = seen and (on_this_stream(seen[0]), on_this_stream(seen[1]))
     return GradientInfo(None, None, distinct if known else None, there)
 
 
 def quantized(values: F32, most: int) -> tuple[F32, U8]:
-    """Levels and codes of a shard, by exact k-means on its sketch.
+    """Quantize a shard by exact k-means on its sketch.
 
-    The level that is nearest to zero becomes zero. Infinite values and NaN must not vanish in a codebook: a shard that
-    holds any has NaN for its only level.
+    The level nearest to zero becomes zero. Infinities and NaN must not vanish in a codebook: a shard with any of them
+    has NaN as its only level.
 
     Args:
         values: float32[n].
-        most: levels, 2..256.
+        most: largest number of levels, 2..256.
 
     Returns:
-        Levels float32[1..most], ascending, and uint8[n].
+        Ascending levels float32[1..most], and codes uint8[n].
     """
     codes = np.zeros(len(values), np.uint8)
     top = float(np.abs(values).max(initial=0.0))
@@ -218,7 +222,7 @@ def quantized(values: F32, most: int) -> tuple[F32, U8]:
 
 
 def dequantized(codes: U8, levels: F32) -> F32:
-    """The level of each code, float32[n]."""
+    """Return the level of each code, float32[n]."""
     values = np.empty(len(codes), np.float32)
     kernels.dequantize(np.ascontiguousarray(codes), levels, 1.0, -1, np.empty(0, np.float32), values)
     return values

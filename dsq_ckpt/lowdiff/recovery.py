@@ -1,4 +1,4 @@
-"""`recover`: the latest snapshot, and every complete logged step after it."""
+"""`recover`: loading of the latest snapshot, and replay of every complete logged step after it."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.linear import check_linear
 from dsq_ckpt.lowdiff.locks import wait_for_writers
-from dsq_ckpt.lowdiff.memory import InMemory, Survivors
+from dsq_ckpt.lowdiff.memory import MemorySnapshot, SurvivingReplica
 from dsq_ckpt.lowdiff.plain import from_plain
-from dsq_ckpt.lowdiff.replay import Replayed, by_parameter, replay, share
-from dsq_ckpt.lowdiff.segments import Segment
+from dsq_ckpt.lowdiff.replay import ReplayResult, owned_parameters, replay, updates_independently
+from dsq_ckpt.lowdiff.segments import LogSegment
 from dsq_ckpt.lowdiff.sharing import exchange
 from dsq_ckpt.lowdiff.snapshots import RESIDUAL, Snapshot, newest_first
-from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, Entry, Stateful, TrainState, entries_from
+from dsq_ckpt.lowdiff.train_state import MODEL, OPTIMIZER, ParameterEntry, Stateful, TrainState, entries_from
 from dsq_ckpt.lowdiff.unchanged import unchanged_on_failure
 from dsq_ckpt.storage.paths import local_path
 
 
 @dataclass
 class Recovered:
-    """What `recover` gave back.
+    """The result of `recover`.
 
     Attributes:
         step: optimizer steps done in the recovered state.
-        snapshot: of the snapshot it was replayed from.
-        path: of that snapshot; of the run, where the state came from memory.
-        lossy: the snapshot was stored lossy, so the state is near to what training had, not equal.
-        from_memory: the state came from a process that survived.
-        closed: the log was closed, so there was no failure.
-        ended: why the log ends where it does, where some of it is missing or damaged; None: it ends as it was left.
-        left_out: what was logged and could not be given back, with `partial`.
-        feedback_lost: with `partial`, what error feedback held back could not be given back.
-        seconds: that loading the snapshot and replaying took.
-        residual: gradients that were not sent yet, by parameter, of this rank; None: there are none for it.
-        merged: steps were merged, so the state is that of a replay up to rounding.
-        sent: by parameter, where gradients were sent since the snapshot, int64; None: everywhere.
+        snapshot: optimizer steps done at the snapshot from which replay started.
+        path: path of the snapshot, or of the run if the state came from memory.
+        lossy: True if the snapshot is lossy, so that the state approximates that of training.
+        closed: True if the log was closed, so that there was no failure.
+        from_memory: True if the state came from a surviving process.
+        ended: reason for the end of the log if part of it is missing or damaged; None if it is intact.
+        left_out: with `partial`, logged parts that could not be restored.
+        feedback_lost: with `partial`, True if the residuals of error feedback could not be restored.
+        seconds: durations of loading the snapshot and of the replay.
+        compressor: spec of the log's compressor.
+        residual: residuals of error feedback on this rank at the snapshot, by parameter; None if it has none.
+        sent: int64 indices of the elements sent since the snapshot, by parameter; None for all elements.
+        tuner: state of the log's tuner; None if it has none.
+        merged: True if steps were merged, so that the state equals a replay up to rounding.
     """
 
     step: int
@@ -71,23 +73,25 @@ class Recovered:
 
     @property
     def replayed(self) -> int:
-        """Steps that were replayed."""
+        """Number of replayed steps."""
         return self.step - self.snapshot
 
     @property
     def exact(self) -> bool:
-        """Whether model, optimizer and states are bit for bit those after `step` steps of the run."""
+        """True if model, optimizer and states are bit for bit those after `step` steps of the run."""
         return not (self.lossy or self.left_out or self.merged)
 
     @property
     def continues_exactly(self) -> bool:
-        """Whether the run goes on exactly as it would have without the failure. What error feedback holds back is known
-        at the snapshot; after steps that were replayed it is that of the snapshot, without what was sent since.
+        """True if training continues exactly as it would have without the failure.
+
+        With error feedback it does so only from a snapshot: after replayed steps the residuals are those of the
+        snapshot, without the elements sent since.
         """
         return self.exact and not self.feedback_lost and (self.replayed == 0 or self.residual is None)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What error feedback goes on with: that of the snapshot where nothing was sent since, zero elsewhere."""
+        """Return the residuals to continue with: those of the snapshot, with zeros where elements were sent since."""
         found = {name: tensor.clone() for name, tensor in (self.residual or {}).items()}
         for name, places in self.sent.items():
             if name in found:
@@ -100,59 +104,58 @@ def recover(
     state: Mapping[str, Stateful] | None = None, replay_log: bool = True, partial: bool = False, memory: bool = True,
     merge: bool = False, process_group: dist.ProcessGroup | None = None, timeout: float = 300.0,
 ) -> Recovered | None:
-    """Give model and optimizer the state after the last step of a run that is complete on disk; collective.
+    """Restore model and optimizer to the state after the last step of a run that is complete on disk; collective.
 
-    The snapshot is loaded, and the optimizer run again over the logged gradients: bit for bit what training had, if the
-    snapshot is exact and the machine, its number of threads and torch are the same.
+    The newest snapshot is loaded, and the optimizer replays the logged gradients. The result is bit for bit the state
+    of training if the snapshot is exact and the machine, its number of threads and torch are the same.
 
     Args:
         run: directory of the run.
-        model: as it was logged, of any values.
-        optimizer: of the same kind and with the same groups.
-        state: schedulers and the like, by the names they were logged under.
-        replay_log: go on from the snapshot through the log; False: the snapshot alone, from which a run with error
-            feedback goes on exactly.
-        merge: merge the logged steps in pairs instead of replaying them, which SGD allows: the same up to rounding.
+        model: model with the logged structure; its values are overwritten.
+        optimizer: optimizer of the logged class, with the logged groups.
+        state: schedulers, scalers and the like, by their names in the log.
+        replay_log: replay the log after the snapshot. False restores the snapshot alone, from which a run with error
+            feedback continues exactly.
+        partial: restore as much as possible if parameters, groups or the number of ranks differ from the log; otherwise
+            a difference is an error.
         memory: take the state from the memory of a `Replica` that survived its training process, if there is one.
-        partial: recover what is possible where parameters, groups or the number of ranks are others than were logged;
-            otherwise that is an error.
-        process_group: of the ranks that recover; None: the default one.
-        timeout: seconds to wait for checkpointing processes that still write what they were given before a failure.
+        merge: merge the logged steps in pairs instead of replaying them (SGD only); equal up to rounding.
+        process_group: process group of the ranks that recover; None for the default group.
+        timeout: seconds to wait for checkpointing processes that still write steps from before a failure.
 
     Returns:
-        None where the run has nothing to recover from, on all ranks.
+        A `Recovered`; None on all ranks if the run has no snapshot.
 
     Raises:
-        ConfigError: something cannot be recovered, or steps cannot be merged; nothing was changed.
-        LoadFailed: model, optimizer or ranks are not those that were logged, the run is a file, or another process
-            still writes into it after `timeout`; nothing was changed.
-        CorruptCheckpoint: there are snapshots, and none can be read, or the log changed while it was read; nothing was
-            changed.
+        ConfigError: the model or optimizer cannot be recovered, or steps cannot be merged. Nothing has changed.
+        LoadFailed: model, optimizer or ranks differ from the log, the run is a file, or another process still writes
+            into it after `timeout`. Nothing has changed.
+        CorruptCheckpoint: no snapshot can be read, or the log changed while it was read. Nothing has changed.
     """
     comm = communicator(process_group)
-    subject = run_on_all_ranks(comm, lambda: TrainState(model, optimizer, state), LoadFailed)
-    return recover_subject(
-        local_path(run), subject, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
+    train_state = run_on_all_ranks(comm, lambda: TrainState(model, optimizer, state), LoadFailed)
+    return recover_train_state(
+        local_path(run), train_state, comm, replay_log=replay_log, partial=partial, memory=memory, merge=merge,
         timeout=timeout,
     )
 
 
 @held_signals()
-def recover_subject(
-    directory: Path, subject: TrainState, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
+def recover_train_state(
+    directory: Path, train_state: TrainState, comm: Communicator, *, replay_log: bool = True, partial: bool = False,
     memory: bool = True, merge: bool = False, timeout: float = 300.0,
 ) -> Recovered | None:
-    """As `recover`, of anything that is logged by names."""
+    """Restore a train state; see `recover` for the arguments."""
     started = time.perf_counter()
     if merge:
-        run_on_all_ranks(comm, lambda: check_linear(subject.optimizer), LoadFailed)
-    survivors = Survivors(directory, comm)
+        run_on_all_ranks(comm, lambda: check_linear(train_state.optimizer), LoadFailed)
+    survivors = SurvivingReplica(directory, comm)
     in_memory = survivors.state() if memory else None
     if in_memory is not None:
         kept = in_memory
-        # If this fails the processes stay, and it may be tried again.
-        with unchanged_on_failure(subject):
-            recovered = run_on_all_ranks(comm, lambda: _restore(subject, kept, comm, partial), LoadFailed)
+        # If this fails, the surviving processes stay, and recovery may be tried again.
+        with unchanged_on_failure(train_state):
+            recovered = run_on_all_ranks(comm, lambda: _restore(train_state, kept, comm, partial), LoadFailed)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         survivors.dismiss()
         return recovered
@@ -169,15 +172,15 @@ def recover_subject(
     def load() -> Recovered:
         let_signals_through()
         with Snapshot(path) as snapshot, snapshot.naming():
-            recovered = _restore(subject, snapshot, comm, partial)
+            recovered = _restore(train_state, snapshot, comm, partial)
         recovered.seconds = (time.perf_counter() - started, 0.0)
         return recovered
 
-    with unchanged_on_failure(subject):
+    with unchanged_on_failure(train_state):
         recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
         if last is not None and not recovered.left_out:
-            recovered = _replayed(directory, subject, recovered, last, merge, comm, load)
+            recovered = _replayed(directory, train_state, recovered, last, merge, comm, load)
         elif last is not None and last > recovered.step:
             recovered.ended = f"{last - recovered.step} logged steps were not replayed: they need what was left out"
     recovered.seconds = (recovered.seconds[0], time.perf_counter() - started - recovered.seconds[0])
@@ -185,14 +188,14 @@ def recover_subject(
 
 
 def _wait(run: Path, timeout: float) -> None:
-    """Until nothing is written into the run any more."""
+    """Wait until no process writes into the run."""
     if run.exists() and not run.is_dir():
         raise LoadFailed(f"'{run}' is a file; expected the directory of a run, as a log was given it")
     wait_for_writers(run, timeout, failed=LoadFailed)
 
 
 def _choose(run: Path) -> tuple[Path, int, str | None] | None:
-    """The newest snapshot that can be read, the last step that follows it, and why there are no more."""
+    """Return the newest readable snapshot, the last step that can be replayed, and why the log ends there."""
     problems = []
     for path, _ in newest_first(run) if run.is_dir() else ():
         try:
@@ -206,31 +209,33 @@ def _choose(run: Path) -> tuple[Path, int, str | None] | None:
             continue
         if problems:
             warn(f"an older snapshot is used, '{path}': {problems[0]}")
-        course = segments.course(run, session, step)
-        return path, step + len(course.segments), course.ended
+        log_steps = segments.replayable_steps(run, session, step)
+        return path, step + len(log_steps.segments), log_steps.ended
     if problems:
         raise CorruptCheckpoint(f"no snapshot of '{run}' can be read: {'; '.join(problems[:3])}")
     return None
 
 
-def _restore(subject: TrainState, snapshot: Snapshot | InMemory, comm: Communicator, partial: bool) -> Recovered:
-    """Load a snapshot; nothing is changed if that fails."""
+def _restore(
+    train_state: TrainState, snapshot: Snapshot | MemorySnapshot, comm: Communicator, partial: bool
+) -> Recovered:
+    """Load a snapshot, without any change if that fails."""
     meta = snapshot.meta
-    if (layout := meta.get("layout", TrainState.layout)) != subject.layout:
+    if (layout := meta.get("layout", TrainState.layout)) != train_state.layout:
         raise LoadFailed(
-            f"'{snapshot.path}' is of {layout}, to be recovered is {subject.layout}: ranks hold other parts of it; "
+            f"'{snapshot.path}' is of {layout}, to be recovered is {train_state.layout}: ranks hold other parts of it; "
             "recover with what was logged"
         )
-    entries, own = entries_from(meta["entries"]), subject.entries(1)
-    problems = [] if subject.optimizer.__class__.__name__ == meta["optimizer"] else [
-        f"the optimizer is {subject.optimizer.__class__.__name__}, logged was {meta['optimizer']}"
+    entries, own = entries_from(meta["entries"]), train_state.entries(1)
+    problems = [] if train_state.optimizer.__class__.__name__ == meta["optimizer"] else [
+        f"the optimizer is {train_state.optimizer.__class__.__name__}, logged was {meta['optimizer']}"
     ]
     problems += differences(entries, own)
-    if len(meta["hyper"]) != len(subject.optimizer.param_groups) and not problems:
-        problems.append(f"{len(meta['hyper'])} groups were logged, {len(subject.optimizer.param_groups)} are there")
-    if set(meta["states"]) != set(subject.states):
+    if len(meta["hyper"]) != len(train_state.optimizer.param_groups) and not problems:
+        problems.append(f"{len(meta['hyper'])} groups were logged, {len(train_state.optimizer.param_groups)} are there")
+    if set(meta["states"]) != set(train_state.states):
         problems.append(
-            f"states {sorted(meta['states'])} were logged, {sorted(subject.states)} are to be recovered (state=)"
+            f"states {sorted(meta['states'])} were logged, {sorted(train_state.states)} are to be recovered (state=)"
         )
     names = set(snapshot.names())
     prefix = f"{'.'.join(RESIDUAL)}."
@@ -240,7 +245,7 @@ def _restore(subject: TrainState, snapshot: Snapshot | InMemory, comm: Communica
         lost.append(
             f"{meta['ranks']} ranks were logged, {comm.size} recover: what error feedback holds back belongs to ranks"
         )
-    wanted = {".".join(path): tensor for path, tensor, _ in subject.tensors() if path[0] == MODEL}
+    wanted = {".".join(path): tensor for path, tensor, _ in train_state.tensors() if path[0] == MODEL}
     for name, tensor in wanted.items():
         if name not in names:
             problems.append(f"'{name}' was not logged")
@@ -251,37 +256,39 @@ def _restore(subject: TrainState, snapshot: Snapshot | InMemory, comm: Communica
             f"'{snapshot.path}' is of another run: {'; '.join([*problems, *lost][:5])}. Recover with the same model, "
             "optimizer, states and ranks, or what is possible with partial=True"
         )
-    # All is read before anything is changed.
+    # All tensors are read before any is changed.
     values = {
         name: snapshot.tensor(name) for name, tensor in wanted.items()
         if name in names and snapshot.shape(name)[0] == tuple(tensor.shape)
     }
-    state = _optimizer_state(subject, snapshot, {entry.name: entry for entry in own}) if not problems else None
+    state = _optimizer_state(train_state, snapshot, {entry.name: entry for entry in own}) if not problems else None
     residual = None
     if held_back and not lost:
         start = f"{prefix}{comm.rank}."
         residual = {name.removeprefix(start): snapshot.tensor(name) for name in names if name.startswith(start)}
     if state is not None:
-        subject.set_states(meta["states"])
-        subject.set_hyper(meta["hyper"])
-        subject.replace_state(state)
+        train_state.set_states(meta["states"])
+        train_state.set_hyper(meta["hyper"])
+        train_state.replace_state(state)
     with torch.no_grad():
         for name, tensor in wanted.items():
             if name in values:
                 tensor.copy_(values[name])
+    closed = isinstance(snapshot, Snapshot)
+    closed = closed and segments.closed_marker(snapshot.path.parent, meta["session"]).exists()
     return Recovered(
         step=int(meta["step"]), snapshot=int(meta["step"]), path=snapshot.path,
         lossy=bool(snapshot.lossy or meta["lossy"]), ended=None,
-        from_memory=isinstance(snapshot, InMemory),
-        closed=isinstance(snapshot, Snapshot) and segments.end_of(snapshot.path.parent, meta["session"]).exists(),
+        from_memory=isinstance(snapshot, MemorySnapshot),
+        closed=closed,
         # Without the optimizer's state nothing can be replayed; without residuals everything can.
         left_out=problems, feedback_lost=bool(lost), seconds=(0.0, 0.0), compressor=meta["compressor"],
         residual=residual, tuner=meta["tuner"],
     )
 
 
-def differences(logged: Sequence[Entry], own: Sequence[Entry]) -> list[str]:
-    """What is different about the parameters of an optimizer, in words."""
+def differences(logged: Sequence[ParameterEntry], own: Sequence[ParameterEntry]) -> list[str]:
+    """Return the differences between logged parameters and an optimizer's own, in words."""
     before, now = {entry.name: entry for entry in logged}, {entry.name: entry for entry in own}
     found = [f"'{name}' was not logged" for name in now if name not in before]
     found += [f"'{name}' was logged, and the optimizer has no such parameter" for name in before if name not in now]
@@ -297,18 +304,18 @@ def differences(logged: Sequence[Entry], own: Sequence[Entry]) -> list[str]:
 
 
 def _optimizer_state(
-    subject: TrainState, snapshot: Snapshot | InMemory, entries: Mapping[str, Entry]
+    train_state: TrainState, snapshot: Snapshot | MemorySnapshot, entries: Mapping[str, ParameterEntry]
 ) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter, as it was."""
+    """Return the saved state of the optimizer by parameter."""
     state: dict[str, dict[str, Any]] = {}
     prefix = f"{OPTIMIZER}.state."
     for name in snapshot.names():
         if name.startswith(prefix):
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
-            if parameter in subject.parameters or parameter not in entries:  # others are of other ranks
+            if parameter in train_state.parameters or parameter not in entries:  # others are of other ranks
                 state.setdefault(parameter, {})[key] = snapshot.tensor(name)
     for parameter, values in snapshot.meta["plain"].items():
-        if parameter in subject.parameters or parameter not in entries:
+        if parameter in train_state.parameters or parameter not in entries:
             state.setdefault(parameter, {}).update({key: from_plain(value) for key, value in values.items()})
     if unknown := sorted(set(state) - set(entries)):
         raise CorruptCheckpoint(f"'{snapshot.path}' has optimizer state of '{unknown[0]}', which it does not log")
@@ -317,65 +324,65 @@ def _optimizer_state(
 
 
 def _replayed(
-    run: Path, subject: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator,
+    run: Path, train_state: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator,
     load: Callable[[], Recovered],
 ) -> Recovered:
-    """The state after step `last`, or after an earlier one where the log turns out to be damaged; collective."""
+    """Replay up to step `last`, or an earlier step if the log is damaged; collective."""
     while True:
-        once = functools.partial(_replay, run, subject, recovered, last, merge, comm)
-        course, done, shared = run_on_all_ranks(comm, once, LoadFailed)
+        once = functools.partial(_replay, run, train_state, recovered, last, merge, comm)
+        log_steps, done, shared = run_on_all_ranks(comm, once, LoadFailed)
         steps = comm.gather((done.steps, done.ended))
         if len({count for count, _ in steps}) == 1:
             break
-        # Some rank could not read all of its share: once more, to where all can.
+        # Some rank could not read all of its share: replay again up to the last step that all ranks can read.
         count, ended = min(steps, key=lambda pair: pair[0])
         last = recovered.snapshot + count
         recovered = run_on_all_ranks(comm, load, LoadFailed)
         recovered.ended = ended
     if shared and done.steps:
-        exchange(subject, share(subject, course, comm.rank), comm)
+        exchange(train_state, owned_parameters(train_state, log_steps, comm.rank), comm)
     recovered.step += done.steps
     recovered.merged = merge and done.steps > 0
     recovered.ended = done.ended or recovered.ended
 
     def finish() -> None:
         if done.steps:
-            with torch.no_grad(), course[done.steps - 1][0].readable(recovered.step):
-                subject.set_hyper(done.hyper)
-                subject.set_states(done.states)
-                for name, buffer in subject.buffers():
+            with torch.no_grad(), log_steps[done.steps - 1][0].readable(recovered.step):
+                train_state.set_hyper(done.hyper)
+                train_state.set_states(done.states)
+                for name, buffer in train_state.buffers():
                     if name in done.buffers:
                         buffer.copy_(done.buffers[name])
         if recovered.residual is not None:
-            recovered.sent = _sent(course[: done.steps], recovered.snapshot + 1)
+            recovered.sent = _sent(log_steps[: done.steps], recovered.snapshot + 1)
 
     run_on_all_ranks(comm, finish, LoadFailed)
     return recovered
 
 
 def _replay(
-    run: Path, subject: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator
-) -> tuple[list[list[Segment]], Replayed, bool]:
-    """Replay what is this rank's to replay: the log, what came of it, and whether the other ranks have the rest."""
+    run: Path, train_state: TrainState, recovered: Recovered, last: int, merge: bool, comm: Communicator
+) -> tuple[list[list[LogSegment]], ReplayResult, bool]:
+    """Replay this rank's share; return the log, the result, and whether other ranks replayed the rest."""
     with Snapshot(recovered.path) as snapshot:
         session = snapshot.meta["session"]
-    course = segments.course(run, session, recovered.snapshot, last)
-    if len(course.segments) != last - recovered.snapshot:
-        raise CorruptCheckpoint(f"the log of '{run}' changed while it was read: {course.ended}")
+    log_steps = segments.replayable_steps(run, session, recovered.snapshot, last)
+    if len(log_steps.segments) != last - recovered.snapshot:
+        raise CorruptCheckpoint(f"the log of '{run}' changed while it was read: {log_steps.ended}")
     shared = (
-        comm.size > 1 and not merge and by_parameter(subject.optimizer)
-        and bool(course.segments) and course.segments[0][0].ranks == comm.size
+        comm.size > 1 and not merge and updates_independently(train_state.optimizer)
+        and bool(log_steps.segments) and log_steps.segments[0][0].ranks == comm.size
     )
-    threads, rank = StorageConfig().thread_count(), comm.rank if shared or subject.partitioned else None
-    done = replay(subject, course.segments, recovered.snapshot + 1, threads, merge, rank)
-    return course.segments, done, shared and not subject.partitioned
+    threads, rank = StorageConfig().thread_count(), comm.rank if shared or train_state.partitioned else None
+    done = replay(train_state, log_steps.segments, recovered.snapshot + 1, threads, merge, rank)
+    return log_steps.segments, done, shared and not train_state.partitioned
 
 
-def _sent(course: Sequence[Sequence[Segment]], first: int) -> dict[str, torch.Tensor | None]:
-    """Where gradients were sent in these steps, by parameter; None: everywhere."""
+def _sent(log_steps: Sequence[Sequence[LogSegment]], first: int) -> dict[str, torch.Tensor | None]:
+    """Return the int64 indices of elements sent in these steps, by parameter; None for all elements."""
     found: dict[str, list[torch.Tensor]] = {}
     everywhere: set[str] = set()
-    for number, segments_of in enumerate(course, first):
+    for number, segments_of in enumerate(log_steps, first):
         for segment in segments_of:
             for name, places in segment.sent(number).items():
                 if places is None:

@@ -1,6 +1,6 @@
-"""Replay: the optimizer run again over logged gradients.
+"""Replay of the optimizer over logged gradients.
 
-The same optimizer does the same arithmetic on the same numbers, so what comes out is bit for bit what training had.
+The same optimizer does the same arithmetic on the same numbers, so the result is bit for bit the state of training.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.lowdiff.linear import Merging
-from dsq_ckpt.lowdiff.segments import Segment
+from dsq_ckpt.lowdiff.segments import LogSegment
 from dsq_ckpt.lowdiff.train_state import TrainState
 
-_AHEAD = 4
+_PREFETCHED_STEPS = 4
 _BY_PARAMETER = frozenset({
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
 })
-"""Optimizers of torch.optim that update each parameter by itself: replay of some of them is exact by itself."""
+"""Optimizers of torch.optim that update each parameter independently, so that a subset can be replayed exactly."""
 
 
-class Decoded(NamedTuple):
-    """A step, read: None for `hyper` where the optimizer did no step."""
+class DecodedStep(NamedTuple):
+    """A decoded step; `hyper` is None if the optimizer did no step."""
 
     number: int
     hyper: list[dict[str, Any]] | None
@@ -38,9 +38,15 @@ class Decoded(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
 
-class Replayed(NamedTuple):
-    """What a replay came to: steps, what the last one left behind (hyperparameters, states of schedulers and the like,
-    buffers of the model), and why it ended early.
+class ReplayResult(NamedTuple):
+    """The result of a replay.
+
+    Attributes:
+        steps: number of replayed steps.
+        hyper: hyperparameters of each group after the last step.
+        states: states of schedulers and the like after the last step.
+        buffers: buffers of the model after the last step.
+        ended: why the replay ended early; None if it did not.
     """
 
     steps: int
@@ -51,107 +57,110 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    subject: TrainState, course: Sequence[Sequence[Segment]], first: int, threads: int, merge: bool = False,
+    train_state: TrainState, log_steps: Sequence[Sequence[LogSegment]], first: int, threads: int, merge: bool = False,
     rank: int | None = None,
-) -> Replayed:
-    """Replay steps, in place; it ends at the last one that can be read.
+) -> ReplayResult:
+    """Replay steps in place, up to the last readable step.
 
     Args:
-        subject: whose parameters and optimizer state are those before the first step.
-        course: see `segments.course`.
+        train_state: train state before the first step.
+        log_steps: segments of each step; see `segments.replayable_steps`.
         first: number of the first step.
-        threads: over which parameters on the CPU are dealt, where the optimizer updates each by itself.
-        merge: merge the steps with each other instead; see `linear`.
-        rank: replay what this rank logged, and nothing else; None: all of it.
+        threads: number of threads over which parameters on the CPU are distributed, if the optimizer updates each
+            independently.
+        merge: merge the steps instead; see `linear`.
+        rank: rank whose share of the parameters is replayed; None for all parameters.
 
     Raises:
         ConfigError: the optimizer's steps cannot be merged.
     """
-    names = share(subject, course, rank)
-    way = Merging(subject, threads) if merge else _Shards(subject, names, threads)
+    names = owned_parameters(train_state, log_steps, rank)
+    method = Merging(train_state, threads) if merge else _ShardedOptimizer(train_state, names, threads)
     done, ended = 0, None
     hyper: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
-    with way, _ahead(course, first, rank) as steps:
+    with method, _prefetched(log_steps, first, rank) as steps:
         for step in steps:
             let_signals_through()
             if isinstance(step, DSQError):
                 ended = f"step {first + done} cannot be read: {step}"
                 break
             if step.hyper is not None:
-                with course[done][0].readable(first + done):
-                    way.step(step.hyper, step.gradients)
+                with log_steps[done][0].readable(first + done):
+                    method.step(step.hyper, step.gradients)
             done += 1
             hyper, states = step.after["hyper"] or step.hyper or hyper, step.after["states"]
             buffers |= step.buffers
-    return Replayed(done, hyper, states, buffers, ended)
+    return ReplayResult(done, hyper, states, buffers, ended)
 
 
-def share(subject: TrainState, course: Sequence[Sequence[Segment]], rank: int | None) -> list[str]:
-    """Names of the parameters that a rank logged; of all, where that is None or nothing was logged."""
-    if rank is None or not course:
-        return list(subject.parameters)
-    return [entry.name for segment in course[0] if segment.rank == rank for entry in segment.entries]
+def owned_parameters(train_state: TrainState, log_steps: Sequence[Sequence[LogSegment]], rank: int | None) -> list[str]:
+    """Return the names of the parameters that a rank logged, or of all if `rank` is None or there are no steps."""
+    if rank is None or not log_steps:
+        return list(train_state.parameters)
+    return [entry.name for segment in log_steps[0] if segment.rank == rank for entry in segment.entries]
 
 
-def by_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to update each parameter by itself."""
+def updates_independently(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to update each parameter independently."""
     return type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_PARAMETER
 
 
-class _Shards:
-    """The optimizer in parts, each with some of the parameters, that do their steps at the same time."""
+class _ShardedOptimizer:
+    """An optimizer split into shards of the parameters that step in parallel."""
 
-    def __init__(self, subject: TrainState, own: Sequence[str], threads: int) -> None:
-        self._subject = subject
-        optimizer = subject.optimizer
-        on_host = all(parameter.device.type == "cpu" for parameter in subject.parameters.values())
-        count = max(min(threads, len(own)), 1) if on_host and by_parameter(optimizer) else 1
-        dealt: list[list[str]] = [[] for _ in range(count)]
+    def __init__(self, train_state: TrainState, own: Sequence[str], threads: int) -> None:
+        self._train_state = train_state
+        optimizer = train_state.optimizer
+        on_host = all(parameter.device.type == "cpu" for parameter in train_state.parameters.values())
+        count = max(min(threads, len(own)), 1) if on_host and updates_independently(optimizer) else 1
+        partitions: list[list[str]] = [[] for _ in range(count)]
         loads = [0] * count
-        for name in sorted(own, key=lambda name: -subject.parameters[name].numel()):
+        for name in sorted(own, key=lambda name: -train_state.parameters[name].numel()):
             lightest = loads.index(min(loads))
-            dealt[lightest].append(name)
-            loads[lightest] += subject.parameters[name].numel()
-        if not by_parameter(optimizer):
-            dealt = subject.calls()  # it may tell parameters of one call from those of another
-        self._parts = [(names, _part(optimizer, {subject.parameters[name] for name in names})) for names in dealt]
+            partitions[lightest].append(name)
+            loads[lightest] += train_state.parameters[name].numel()
+        if not updates_independently(optimizer):
+            partitions = train_state.calls()  # the optimizer may distinguish parameters of different calls
+        self._shards = [
+            (names, _sub_optimizer(optimizer, {train_state.parameters[name] for name in names})) for names in partitions
+        ]
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
-    def __enter__(self) -> _Shards:
+    def __enter__(self) -> _ShardedOptimizer:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        for parameter in self._subject.parameters.values():
+        for parameter in self._train_state.parameters.values():
             parameter.grad = None
 
     def step(self, hyper: Sequence[dict[str, Any]], gradients: dict[str, torch.Tensor]) -> None:
-        """One step of all parts; they share hyperparameters, which therefore are set before."""
-        self._subject.set_hyper(hyper)
+        """Do one step with all shards, after setting their common hyperparameters."""
+        self._train_state.set_hyper(hyper)
         if self._pool is None:
-            for names, part in self._parts:
-                self._step(names, part, gradients)
+            for names, shard in self._shards:
+                self._step(names, shard, gradients)
         else:
-            state = self._subject.optimizer.state
+            state = self._train_state.optimizer.state
             before = len(state)
-            for done in [self._pool.submit(self._step, *part, gradients) for part in self._parts]:
+            for done in [self._pool.submit(self._step, *shard, gradients) for shard in self._shards]:
                 done.result()
             # What this step made is in the order in which threads made it; training had that of the parameters.
             made = set(list(state)[before:])
-            for parameter in self._subject.parameters.values():
+            for parameter in self._train_state.parameters.values():
                 if parameter in made:
                     state[parameter] = state.pop(parameter)
 
     def _step(
         self, names: Sequence[str], optimizer: torch.optim.Optimizer, gradients: dict[str, torch.Tensor]
     ) -> None:
-        for own, group in zip(optimizer.param_groups, self._subject.optimizer.param_groups, strict=True):
+        for own, group in zip(optimizer.param_groups, self._train_state.optimizer.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
         for name in names:
-            parameter = self._subject.parameters[name]
+            parameter = self._train_state.parameters[name]
             flat = gradients.get(name)
             if flat is None:
                 parameter.grad = None
@@ -163,28 +172,28 @@ class _Shards:
         optimizer.step()
 
 
-def _part(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer with some of the parameters, their state, and neither hooks nor what a scheduler put around it."""
-    part = copy.copy(optimizer)
+def _sub_optimizer(optimizer: torch.optim.Optimizer, parameters: set[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer with some of the parameters, without hooks and wrappers of schedulers."""
+    shard = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
-        if name != "step":  # optimizers that are not torch's have more, which copying leaves out
-            part.__dict__.setdefault(name, value)
-    part.param_groups = [
+        if name != "step":  # optimizers outside of torch have attributes that copying leaves out
+            shard.__dict__.setdefault(name, value)
+    shard.param_groups = [
         {**group, "params": [parameter for parameter in group["params"] if parameter in parameters]}
         for group in optimizer.param_groups
     ]
-    return part
+    return shard
 
 
 @contextmanager
-def _ahead(
-    course: Sequence[Sequence[Segment]], first: int, rank: int | None
-) -> Iterator[Iterator[Decoded | DSQError]]:
-    """Steps, read and decoded by a thread some steps ahead of who takes them; an error is the last."""
-    waiting: queue.Queue[Decoded | DSQError | BaseException | None] = queue.Queue(_AHEAD)
+def _prefetched(
+    log_steps: Sequence[Sequence[LogSegment]], first: int, rank: int | None
+) -> Iterator[Iterator[DecodedStep | DSQError]]:
+    """Yield an iterator of steps that a thread reads and decodes ahead; an error is the last item."""
+    waiting: queue.Queue[DecodedStep | DSQError | BaseException | None] = queue.Queue(_PREFETCHED_STEPS)
     stop = threading.Event()
 
-    def put(item: Decoded | DSQError | BaseException | None) -> bool:
+    def put(item: DecodedStep | DSQError | BaseException | None) -> bool:
         while not stop.is_set():
             try:
                 waiting.put(item, timeout=0.1)
@@ -194,9 +203,9 @@ def _ahead(
         return False
 
     def work() -> None:
-        last: Sequence[Segment] = ()
+        last: Sequence[LogSegment] = ()
         try:
-            for number, found in enumerate(course, first):
+            for number, found in enumerate(log_steps, first):
                 for segment in last:
                     if segment not in found:
                         segment.close()
@@ -210,7 +219,7 @@ def _ahead(
             for segment in last:
                 segment.close()
 
-    def steps() -> Iterator[Decoded | DSQError]:
+    def steps() -> Iterator[DecodedStep | DSQError]:
         while (item := waiting.get()) is not None:
             if isinstance(item, DSQError):
                 yield item
@@ -228,7 +237,7 @@ def _ahead(
         thread.join()
 
 
-def _decoded(number: int, found: Sequence[Segment], rank: int | None) -> Decoded:
+def _decoded(number: int, found: Sequence[LogSegment], rank: int | None) -> DecodedStep:
     gradients: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     hyper, after = found[0].after(number)
@@ -237,4 +246,4 @@ def _decoded(number: int, found: Sequence[Segment], rank: int | None) -> Decoded
             gradients |= segment.gradients(number)
         if segment.steps[number].get("buffers"):
             buffers |= segment.buffers(number)
-    return Decoded(number, hyper, after, gradients, buffers)
+    return DecodedStep(number, hyper, after, gradients, buffers)

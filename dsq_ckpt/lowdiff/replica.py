@@ -1,8 +1,7 @@
-"""`Replica`: model and optimizer kept up to date in another process, without compressed gradients.
+"""`Replica`: an up-to-date copy of model and optimizer in another process, without gradient compression.
 
-LowDiff+ (Yao et al., section VI): gradients are handed over while the backward pass goes on, a checkpointing process on
-the CPU applies them to its replica, which is saved as often as the disk keeps up, and which survives the training
-process.
+LowDiff+ (Yao et al., section VI): gradients are streamed during the backward pass to a checkpointing process, which
+applies them to its replica on the CPU, saves the replica as often as the disk allows, and survives training.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import nn
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.scan import factor_between
-from dsq_ckpt.lowdiff.capture import Captured
+from dsq_ckpt.lowdiff.capture import CapturedStep
 from dsq_ckpt.lowdiff.encoding import scales_from
 from dsq_ckpt.lowdiff.plain import to_plain
 from dsq_ckpt.lowdiff.recorder import Recorder
@@ -33,39 +32,39 @@ from dsq_ckpt.lowdiff.worker_client import ProcessGone
 _STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
     "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
 }
-_SEEN, _WITNESSES = 8, 64
-"""Parameters, and elements of each, that tell what gradients were multiplied by."""
+_SEEN, _PROBES = 8, 64
+"""Number of parameters, and of elements of each, from which the factor of gradients is determined."""
 _SLOWED = 0.01
 
 
 class Replica(Recorder):
-    """Keeps a replica of a training loop's state in another process, after every step.
+    """A replica of a training loop's state in another process, updated after every step.
 
-    `replica.step()` ends an iteration, as that of `GradientLog`. A new training process on the same host gets the state
-    from memory (`recover`); after a failure of the host, it gets the last one that was saved.
+    `replica.step()` ends an iteration, like `GradientLog.step`. A new training process on the same host recovers the
+    state from memory (`recover`); after a failure of the host, it recovers the last saved state.
 
-    The replica does what the optimizer does, on the CPU: bit for bit the same where training is on the CPU too, and
-    within rounding where it is on a GPU.
+    The replica runs the optimizer on the CPU: bit for bit equal if training runs on the CPU too, and equal up to
+    rounding if training runs on a GPU.
 
     Args:
         run: directory of the run, on storage that all ranks share.
-        model: under DDP, or plain in a single process.
-        optimizer: of its parameters; of a class that can be imported, which keeps all it knows in its groups and state.
-        resume: what `recover` returned, None where it returned None.
+        model: model under DDP, or unwrapped in a single process.
+        optimizer: optimizer of the model's parameters, of an importable class without state beyond groups and `state`.
+        resume: result of `recover`, which may be None.
         state: schedulers, scalers and the like by name.
-        base: how the replica is saved: "exact", "dsq" (small, and lossy), or a configuration of the engine's.
-        hook: (state, hook), a communication hook that DDP is to synchronize with; None: an all-reduce.
-        persist_every: steps between saves at least; more where saving slows training down.
-        queue: steps that may be on their way; training waits rather than exceed it.
-        keep: saved states that are kept.
-        cores: CPUs that the checkpointing process, and the threads that copy gradients, may use; None: all.
-        linger: seconds that the replica is kept after the training process died.
-        process_group: that DDP synchronizes over; None: the default one.
+        base: configuration of saved states: "exact", "dsq" (small and lossy), or a configuration of the engine.
+        hook: (state, hook), communication hook for DDP; None for an all-reduce.
+        persist_every: least number of steps between saves; increased while saving slows training down.
+        queue: largest number of steps in transit; training waits at this limit.
+        keep: number of saved states to keep.
+        cores: CPUs of the checkpointing process and of the threads that copy gradients; None for all.
+        linger: seconds for which the replica outlives the training process.
+        process_group: process group of DDP; None for the default group.
         timeout: seconds after which ranks that cannot reach each other give up.
 
     Raises:
         CheckpointExists: the run has saved states, and `resume` is None.
-        ConfigError: an argument is out of range, or the optimizer cannot be made again in another process.
+        ConfigError: an argument is out of range, or the optimizer cannot be created in another process.
     """
 
     def __init__(
@@ -91,49 +90,49 @@ class Replica(Recorder):
 
     @property
     def bound(self) -> int:
-        """Steps that a failure of training processes alone costs at most, while `logging`."""
+        """Largest number of steps that a failure of the training processes alone loses, while `logging`."""
         return 1
 
-    def _subject_of(
+    def _train_state_of(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, states: Mapping[str, Stateful]
     ) -> TrainState:
-        subject = super()._subject_of(model, optimizer, states)
+        train_state = super()._train_state_of(model, optimizer, states)
         self._kind = _importable(optimizer)
-        return subject
+        return train_state
 
     def _attach(self, resume: Recovered | None) -> None:
-        self._handover = GradientStreamer(self._subject, self._hook, self._cores)
-        self._handover.attach()
+        self._streamer = GradientStreamer(self._train_state, self._hook, self._cores)
+        self._streamer.attach()
 
     def _detach(self) -> None:
-        self._handover.detach()
+        self._streamer.detach()
 
     def _begin(self) -> dict[str, Any]:
         return {"optimizer": self._kind, "linger": self._linger, "path": sys.path}
 
     def _started(self) -> None:
-        room = self._buffer_room()
+        buffer_bytes = self._buffer_bytes()
         self._began, self._ended = None, (time.perf_counter(), 0.0)
-        self._handover.start(self._running(), self._subject, self._own, room)
+        self._streamer.start(self._running(), self._train_state, self._own, buffer_bytes)
 
     def _suspend(self) -> None:
-        self._handover.stop()
+        self._streamer.stop()
         super()._suspend()
 
     def _send_step(self) -> None:
         if not self._stepped:
-            self._handover.let_go()  # a replica that is a step behind may have all others
+            self._streamer.discard_slot()  # a replica that is a step behind may have all others
         super()._send_step()
 
-    def _capture(self, room: int) -> None:
-        over = self._handover
-        over.wait()  # where a backward pass failed
-        if over.failed is not None:
-            raise over.failed
-        over.take_slot()
-        over.reserve(room)
+    def _capture(self, buffer_bytes: int) -> None:
+        streamer = self._streamer
+        streamer.wait()  # where a backward pass failed
+        if streamer.failed is not None:
+            raise streamer.failed
+        streamer.take_slot()
+        streamer.reserve(buffer_bytes)
         for entry in self._own:
-            gradient = self._subject.parameters[entry.name].grad
+            gradient = self._train_state.parameters[entry.name].grad
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided or dtype_name(gradient.dtype) != entry.dtype:
@@ -144,41 +143,41 @@ class Replica(Recorder):
         scale = self._scale()
         parts: list[dict[str, Any]] = []
         for place, entry in enumerate(self._own):
-            parameter = self._subject.parameters[entry.name]
+            parameter = self._train_state.parameters[entry.name]
             if parameter.grad is None:
                 continue
             if scale is None:
-                over.view(parameter).copy_(parameter.grad)
-            parts.append({"param": place, "dtype": entry.dtype, "at": over.place(parameter)})
-        slot, new = over.give()
+                streamer.view(parameter).copy_(parameter.grad)
+            parts.append({"param": place, "dtype": entry.dtype, "at": streamer.place(parameter)})
+        slot, new = streamer.transfer_slot()
         hints = {"scales": [1.0 if scale is None else scale], "half": None}
-        self._pending = Captured({"sparse": [], "dense": parts, "hints": hints}, slot, over.buffers_at, new)
+        self._pending = CapturedStep({"sparse": [], "dense": parts, "hints": hints}, slot, streamer.buffers_at, new)
 
     def _scale(self) -> float | None:
-        """What the gradients that were handed over have been multiplied by since; None: something else was done."""
-        over = self._handover
-        own = [self._subject.parameters[entry.name] for entry in self._own]
-        if any(parameter.grad is not None and parameter not in over.handed for parameter in own):
+        """Return the factor of the gradients since they were streamed; None if they changed in another way."""
+        streamer = self._streamer
+        own = [self._train_state.parameters[entry.name] for entry in self._own]
+        if any(parameter.grad is not None and parameter not in streamer.streamed for parameter in own):
             return None
         present = [parameter for parameter in own if parameter.grad is not None]
-        before = [over.view(parameter) for parameter in present]
+        before = [streamer.view(parameter) for parameter in present]
         after = [parameter.grad.detach() for parameter in present if parameter.grad is not None]
-        witnesses = []
+        probes = []
         for one, other in list(zip(before, after, strict=True))[:: max(len(before) // _SEEN, 1)]:
-            every = max(one.numel() // _WITNESSES, 1)
-            witnesses.append((one.view(-1)[::every].float(), other.reshape(-1)[::every].cpu().float()))
-        return factor_between(before, scales_from(witnesses), after)
+            every = max(one.numel() // _PROBES, 1)
+            probes.append((one.view(-1)[::every].float(), other.reshape(-1)[::every].cpu().float()))
+        return factor_between(before, scales_from(probes), after)
 
     def _discard(self) -> None:
-        self._handover.handed.clear()
+        self._streamer.streamed.clear()
 
     def _snapshot_due(self) -> bool:
         return False
 
     def _all_sent(self, step: int) -> None:
-        """Have the replica saved again, as soon as it is, if that does not slow training down.
+        """Request a save of the replica unless saving slows training down.
 
-        At a step that all ranks have sent, so that none waits for what another will never have.
+        The step has been sent by all ranks, so no process waits for a step that another will never receive.
         """
         if step <= self._snapshot_at or self._running().saving or step - self._persisted_at < self._pace:
             return
@@ -197,12 +196,13 @@ class Replica(Recorder):
         self._pace = max(settings["persist"], self._persist_every)
 
     def _observe(self, **measured: Any) -> None:
-        """CheckFreq's rule: save less often where that takes training more than a hundredth of its time. Training also
-        waits where the replica is slower than it is; what counts is what it waits for more than when nothing is saved.
+        """Adapt the interval between saves by CheckFreq's rule: at most a hundredth of training's time.
+
+        Training also waits for a slow replica; only the additional waiting time during saves counts.
         """
-        if "snapshot" not in measured or self._began is None or self._handle is None:
+        if "snapshot" not in measured or self._began is None or self._client is None:
             return
-        (began, before), now, waited = self._began, time.perf_counter(), self._handle.waited
+        (began, before), now, waited = self._began, time.perf_counter(), self._client.waited
         self._took = now - began
         slowed = waited - before - self._calm * self._took > _SLOWED * (now - self._ended[0])
         self._wanted_pace = min(2 * self._pace, 1 << 20) if slowed else max(self._pace // 2, 1)
@@ -215,29 +215,29 @@ class Replica(Recorder):
             self._leave()
 
     def _leave(self) -> None:
-        """As if this process had died: the replica is there for whoever goes on."""
+        """Leave the replica running for a successor, as if this process had died."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._detach()
         atexit.unregister(self._at_exit)
-        if self._handle is not None:
+        if self._client is not None:
             with suppress(ProcessGone):
-                self._handle.send({"kind": "leave"})
-            self._handle.close(None)
-            self._handle = None
+                self._client.send({"kind": "leave"})
+            self._client.close(None)
+            self._client = None
         self._state = "waiting"
 
     def _at_exit(self) -> None:
-        if not hasattr(sys, "last_value"):  # which Python sets when an exception ends it
+        if not hasattr(sys, "last_value"):  # set by Python when an exception ends the process
             super()._at_exit()
 
 
 def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """How another process makes such an optimizer.
+    """Return a description from which another process creates an equal optimizer.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: another process cannot create the optimizer.
     """
     kind = type(optimizer)
     extra = sorted(set(vars(optimizer)) - _STANDARD - {name for name in vars(optimizer) if "hook" in name})

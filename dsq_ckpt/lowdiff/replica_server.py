@@ -1,7 +1,7 @@
-"""The server of a replica: model and optimizer on the CPU, kept as training has them (LowDiff+, section VI).
+"""The server of a replica: model and optimizer on the CPU, in the state of training (LowDiff+, section VI).
 
-It applies the gradients that training applied, with the same optimizer, and saves the result as often as it is told.
-When the training process dies it stays a while, so that the next one gets the state from memory.
+It applies training's gradients with the same optimizer, and saves the result on request. When the training process
+dies it stays for some time, so that the next training process can recover the state from memory.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.server import Server, describe
-from dsq_ckpt.lowdiff.snapshots import Piece
+from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER, dtype_name
-from dsq_ckpt.lowdiff.worker_client import Layout, nbytes
+from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 
 class ReplicaServer(Server):
-    """Keeps a replica of this rank's share of the model; see `Server` for the arguments.
+    """A server that holds a replica of this rank's share of the model; see `Server` for the arguments.
 
-    With several ranks it is one step behind what it was handed: when training dies, ranks may have handed over one step
-    more or less than others, and then all must be able to stop at the same.
+    With several ranks it applies a step only when the next one arrives: when training dies, ranks may differ by one
+    received step, and all must be able to stop at the same step.
     """
 
     def __init__(self, channel: Channel, begin: Mapping[str, Any], lock: Lock) -> None:
         super().__init__(channel, begin, lock)
-        self._about_optimizer: dict[str, Any] = begin["optimizer"]
+        self._optimizer_spec: dict[str, Any] = begin["optimizer"]
         self._linger = float(begin["linger"])
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
@@ -49,16 +49,16 @@ class ReplicaServer(Server):
         self._meta: dict[str, Any] = {}
         self._waiting: list[Mapping[str, Any]] = []
         self._path: list[str] = begin["path"]
-        self._turn = threading.RLock()  # of those who change or read the replica, once training is gone
-        self._copy: memory.Share | None = None
+        self._turn = threading.RLock()  # serializes changes and reads of the replica after training has ended
+        self._copy: memory.ReplicaShard | None = None
         self._persisted = -1
         self._problem = ""
         self.applied = 0
-        """Steps that the replica has done."""
+        """Last step that was applied to the replica."""
 
     @property
     def newest(self) -> int:
-        """Steps that it was handed."""
+        """Last step that was received."""
         with self._turn:
             return int(self._waiting[-1]["step"]) if self._waiting else self.applied
 
@@ -71,7 +71,7 @@ class ReplicaServer(Server):
             self._waiting.append(message)
             self.advance(self.newest - (1 if self.ranks > 1 else 0))
         elif message["kind"] == "persist":
-            self.advance(int(message["step"]))  # all ranks were handed it
+            self.advance(int(message["step"]))  # all ranks have received it
             self._persist()
         elif message["kind"] == "leave":
             raise ChannelClosed("the training process goes on without")
@@ -79,34 +79,34 @@ class ReplicaServer(Server):
             raise ValueError(f"message {message['kind']!r}")
 
     def advance(self, step: int) -> None:
-        """Do the steps up to this one, of those that were handed over."""
+        """Apply the received steps up to `step`."""
         with self._turn:
             while self._waiting and int(self._waiting[0]["step"]) <= step:
                 self._apply(self._waiting.pop(0))
 
-    def after(self, step: int) -> memory.Share | None:
-        """The replica after a step, in shared memory; None if it is not that far, or was left behind."""
+    def after(self, step: int) -> memory.ReplicaShard | None:
+        """Return the replica after a step, in shared memory; None if it is at an earlier or a later step."""
         with self._turn:
             if self.applied <= step <= self.newest:
                 self.advance(step)
             return None if self.applied != step else self._shared()
 
-    def _shared(self) -> memory.Share:
-        """A copy of the replica, in shared memory; one for each step."""
+    def _shared(self) -> memory.ReplicaShard:
+        """Return a copy of the replica in shared memory, made once per step."""
         if self._copy is None or self._copy.step != self.applied:
-            pieces = self._replica()
-            layout = Layout()
-            places = [layout.add(nbytes(piece.tensor)) for piece in pieces]
+            snapshot_tensors = self._replica()
+            layout = ArenaLayout()
+            places = [layout.add(nbytes(item.tensor)) for item in snapshot_tensors]
             arena = Arena.create(layout.size)
-            told = []
-            for (path, tensor), at in zip(pieces, places, strict=True):
+            listed = []
+            for (path, tensor), at in zip(snapshot_tensors, places, strict=True):
                 arena.view(at, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-                told.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
-            self._copy = memory.Share(self.applied, told, self._about(), arena)
+                listed.append([list(path), dtype_name(tensor.dtype), list(tensor.shape), at])
+            self._copy = memory.ReplicaShard(self.applied, listed, self._log_metadata(), arena)
         return self._copy
 
-    def _about(self) -> dict[str, Any]:
-        """What a snapshot of it says of the log; the optimizer's plain state is that of this rank's share."""
+    def _log_metadata(self) -> dict[str, Any]:
+        """Return the metadata of a snapshot; the optimizer's plain state is that of this rank's share."""
         assert self._optimizer is not None
         plain: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters.items():
@@ -116,12 +116,12 @@ class ReplicaServer(Server):
         return {**self._meta, "step": self.applied, "plain": plain, "state_keys": {}}
 
     def _become(self, message: Mapping[str, Any]) -> None:
-        """Take over the state of training as the replica."""
+        """Initialize the replica from a snapshot of training."""
         for left_out in self._waiting:
-            self._tell({"kind": "free", "slot": left_out["slot"]})
+            self._report({"kind": "free", "slot": left_out["slot"]})
         self._waiting.clear()
         self._meta = dict(message["meta"])
-        tensors = {piece.path: piece.tensor.clone() for piece in self._pieces(message["tensors"])}
+        tensors = {item.path: item.tensor.clone() for item in self._staged_tensors(message["tensors"])}
         names = {entry.name for entry in self.entries}
         own: dict[str, nn.Parameter] = {}
         self._others = {}
@@ -144,17 +144,17 @@ class ReplicaServer(Server):
         for entry in self.entries:
             groups[entry.group]["params"].append(own[entry.name])
         sys.path += [place for place in self._path if place not in sys.path]
-        kind = getattr(importlib.import_module(self._about_optimizer["module"]), self._about_optimizer["name"])
+        kind = getattr(importlib.import_module(self._optimizer_spec["module"]), self._optimizer_spec["name"])
         optimizer = kind.__new__(kind)
         optimizer.__setstate__({
-            "defaults": from_plain(self._about_optimizer["defaults"]), "state": state, "param_groups": groups,
+            "defaults": from_plain(self._optimizer_spec["defaults"]), "state": state, "param_groups": groups,
         })
         self._optimizer = optimizer
         self._set_hyper(self._meta["hyper"])
         self.applied = int(message["step"])
 
     def _apply(self, message: Mapping[str, Any]) -> None:
-        """Do one step as training did; its slot is free afterwards."""
+        """Apply one step, after which its slot is free."""
         slot = self._slots.get(message["slot"])
         assert self._optimizer is not None
         if message["stepped"]:
@@ -179,38 +179,38 @@ class ReplicaServer(Server):
         self._set_hyper(message["after"]["hyper"] or message["hyper"])
         self._meta |= {"hyper": message["after"]["hyper"] or message["hyper"], "states": message["after"]["states"]}
         self.applied = int(message["step"])
-        self._tell({"kind": "free", "slot": message["slot"]})
+        self._report({"kind": "free", "slot": message["slot"]})
 
     def _set_hyper(self, hyper: list[dict[str, Any]]) -> None:
         assert self._optimizer is not None
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
             group.update({key: from_plain(value) for key, value in values.items()})
 
-    def _replica(self) -> list[Piece]:
+    def _replica(self) -> list[SnapshotTensor]:
         assert self._optimizer is not None
-        found = [Piece(("model", name), parameter.detach()) for name, parameter in self._parameters.items()]
-        found += [Piece(path, tensor) for path, tensor in self._others.items()]
+        found = [SnapshotTensor(("model", name), parameter.detach()) for name, parameter in self._parameters.items()]
+        found += [SnapshotTensor(path, tensor) for path, tensor in self._others.items()]
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value):
-                    found.append(Piece((OPTIMIZER, "state", name, key), value))
+                    found.append(SnapshotTensor((OPTIMIZER, "state", name, key), value))
         aliases = self._meta["aliases"]
         return found + [
-            Piece(("model", alias), self._parameters[name].detach()) for alias, name in aliases.items()
+            SnapshotTensor(("model", alias), self._parameters[name].detach()) for alias, name in aliases.items()
             if name in self._parameters
         ]
 
     def _persist(self) -> None:
-        """Save the replica as it is now, from a copy, in the background."""
+        """Save a copy of the current replica in the background."""
         self.wait()
         if self._copy is not None and self._copy.step == self.applied:
-            pieces = self._copy.pieces()
+            snapshot_tensors = self._copy.snapshot_tensors()
         else:
-            pieces = [Piece(piece.path, piece.tensor.clone()) for piece in self._replica()]
-        self._save_later(self.applied, pieces, self._about())
+            snapshot_tensors = [SnapshotTensor(item.path, item.tensor.clone()) for item in self._replica()]
+        self._save_later(self.applied, snapshot_tensors, self._log_metadata())
 
-    def _save(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
-        with suppress(OSError):  # of this thread: what training hands over goes first
+    def _save(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
+        with suppress(OSError):  # lower this thread's priority: steps of training go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         assert meta is not None
         try:
@@ -223,7 +223,7 @@ class ReplicaServer(Server):
             return
         whole = {**meta, "plain": {name: values for other in everybody for name, values in other["plain"].items()}}
         self._persisted = step
-        super()._save(step, pieces, whole if self.rank == 0 else None)
+        super()._save(step, snapshot_tensors, whole if self.rank == 0 else None)
         if self._persisted == step:  # it did not fail
             self._problem = ""
 
@@ -233,11 +233,11 @@ class ReplicaServer(Server):
         if isinstance(error, RankUnreachable):
             super()._failed(step, error)
             return
-        # The replica is there all the same. The next failure is told in the same words, which are a warning once.
-        self._tell({"kind": "unsaved", "text": self._problem})
+        # The replica is still intact. Later failures repeat the text, so that training warns once.
+        self._report({"kind": "unsaved", "text": self._problem})
 
     def _end(self, closing: bool) -> None:
-        """Save the last state, and give it to the next training process if that asks for it."""
+        """Save the last state, and offer it to the next training process."""
         if self._optimizer is None:
             return
         listener = None if closing else memory.listen(self.run, self.rank)
@@ -252,10 +252,10 @@ class ReplicaServer(Server):
             segments.close(self.run, self.session, self._persisted, self.config.storage.fsync)
 
     def _finish(self, closing: bool) -> None:
-        """Save the last state that all ranks have; then nothing is written any more."""
+        """Save the last state that all ranks have, and release the lock."""
         if not closing and self.ranks == 1:
-            with self._turn, suppress(OSError):  # no memory: it is saved all the same
-                self._shared()  # the next training process will ask for it
+            with self._turn, suppress(OSError):  # without enough memory the state is still saved
+                self._shared()  # the next training process will request it
         self.wait()
         try:
             step = self._last_of_all()
@@ -264,14 +264,14 @@ class ReplicaServer(Server):
                     self.advance(step)
                     if self._persisted != step:
                         self._persist()
-        except BaseException as error:  # other hosts may be gone; what this one has is good all the same
+        except BaseException as error:  # other hosts may have failed; this rank's replica is still valid
             self._problem = self._problem or describe(error)
         self.wait()
         if not closing:
             self._lock.release()
 
     def _last_of_all(self) -> int | None:
-        """The last step that all ranks have, and can go to; None if there is none. Collective."""
+        """Return the last step that all ranks can reach, or None if there is none; collective."""
         while True:
             everybody = self._communicator().gather({"applied": self.applied, "newest": self.newest})
             if all("newest" in other for other in everybody):  # else somebody began to save when this rank had ended

@@ -1,7 +1,7 @@
-"""Segments of a gradient log: files of consecutive steps, one for each rank and batch; `docs/format.md` has all of it.
+"""Segments of a gradient log: files of consecutive steps, one for each rank and batch; see `docs/format.md`.
 
 A segment is a container (`dsq_ckpt.storage.container`): it appears complete or not at all, and every byte is
-checked. What is in it depends on no other segment.
+checked. Segments are independent of each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from dsq_ckpt.core.regular import read_regular, unreadable
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
-from dsq_ckpt.lowdiff.train_state import Entry, entries_from
+from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
 from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json
@@ -29,26 +29,26 @@ LOG = "log"
 _VERSION = 1
 _NOTE = 1 << 16
 _NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
-_MOST_STEPS = 1 << 20  # of one segment: who reads makes tables of them, and a name is not checksummed
+_MOST_STEPS = 1 << 20  # per segment: readers allocate tables of steps, and a file name has no checksum
 _TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
 
 
 class Step(NamedTuple):
-    """One step as a segment has it.
+    """An encoded step of a segment.
 
     Attributes:
-        number: steps done when it was done.
-        about: plain data: hyper, after, grads, buffers.
-        blocks: bytes that `about` refers to by number.
+        number: number of the step; the first step of a run is 1.
+        record: plain data with the keys hyper, after, grads, buffers.
+        blocks: byte blocks that `record` refers to by number.
     """
 
     number: int
-    about: dict[str, Any]
+    record: dict[str, Any]
     blocks: list[bytes]
 
 
 class Name(NamedTuple):
-    """What the name of a segment tells: session, first and last step, rank."""
+    """The parts of a segment's file name: session, first and last step, rank."""
 
     session: str
     first: int
@@ -57,7 +57,7 @@ class Name(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Name | None:
-        """That of a file; None if it is no segment."""
+        """Parse a file name; return None if the file is no segment."""
         match = _NAME.fullmatch(path.name)
         if match is None:
             return None
@@ -71,46 +71,47 @@ class Name(NamedTuple):
 
 
 def write(
-    run: Path, session: str, rank: int, ranks: int, entries: Sequence[Entry], steps: Sequence[Step], fsync: bool
+    run: Path, session: str, rank: int, ranks: int, entries: Sequence[ParameterEntry], steps: Sequence[Step],
+    fsync: bool,
 ) -> FileInfo:
     """Write consecutive steps as one file.
 
     Args:
-        run: the run directory, which has a log.
-        session: of the log.
-        rank: that logged them.
-        ranks: that share the parameters.
-        entries: the parameters that this rank logs.
-        steps: consecutive.
-        fsync: flush it to the device.
+        run: run directory with a log.
+        session: session of the log.
+        rank: rank that logged the steps.
+        ranks: number of ranks that share the parameters.
+        entries: parameters that this rank logs.
+        steps: consecutive steps.
+        fsync: flush the file to the device.
 
     Raises:
-        OSError: it cannot be written; nothing of it stays.
+        OSError: the file cannot be written; no part of it remains.
     """
     name = str(Name(session, steps[0].number, steps[-1].number, rank))
     with ContainerWriter(run / LOG, name, fsync) as writer:
-        told = []
+        listed = []
         for step in steps:
             blocks = [list(writer.add(block)) for block in step.blocks]
-            told.append({"step": step.number, "blocks": blocks, **step.about})
+            listed.append({"step": step.number, "blocks": blocks, **step.record})
         info = writer.finish({
             "log": _VERSION, "session": session, "rank": rank, "ranks": ranks,
-            "parameters": [list(entry) for entry in entries], "steps": told,
+            "parameters": [list(entry) for entry in entries], "steps": listed,
         })
     if fsync:
         sync_directory(run / LOG)
     return info
 
 
-class Segment:
+class LogSegment:
     """A segment opened for reading.
 
     Attributes:
-        entries: the parameters it has gradients of.
-        steps: by number, what is known of a step.
+        entries: parameters of the segment's rank.
+        steps: record of each step, by number.
 
     Raises:
-        CorruptCheckpoint, UnsupportedFormat: it is truncated, altered, or not what its name says.
+        CorruptCheckpoint, UnsupportedFormat: the file is truncated, altered, newer, or does not match its name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,19 +137,19 @@ class Segment:
             self.close()
 
     def close(self) -> None:
-        """Close the file until it is needed again: a log may have more files than a process may open."""
+        """Close the file until the next read: a log may have more files than a process may open."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
     def blocks(self, step: int) -> list[bytes]:
-        """The bytes of a step, each compared with its checksum."""
+        """Return the blocks of a step, verified by their checksums."""
         if self._reader is None:
             self._reader = ContainerReader(self.path)
         return [self._reader.read(Block(*block)) for block in self.steps[step]["blocks"]]
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        """The gradients of a step by name, each flat; parameters that had none are absent.
+        """Return the flat gradients of a step by name, without parameters that had no gradient.
 
         Raises:
             CorruptCheckpoint: the segment does not hold what it says.
@@ -166,7 +167,7 @@ class Segment:
         return found
 
     def sent(self, step: int) -> dict[str, torch.Tensor | None]:
-        """Where gradients were sent in a step, by name, int64; None: everywhere.
+        """Return the int64 indices of the elements sent in a step, by name; None for all elements.
 
         Raises:
             CorruptCheckpoint: the segment does not hold what it says.
@@ -189,7 +190,7 @@ class Segment:
 
     @contextmanager
     def readable(self, step: int) -> Iterator[None]:
-        """Errors in here name the segment, and the step."""
+        """Return a context in which errors name the segment and the step."""
         try:
             yield
         except DSQError as error:
@@ -203,7 +204,11 @@ class Segment:
             raise CorruptCheckpoint(f"'{self.path}', step {step}: {error!r}") from error
 
     def buffers(self, step: int) -> dict[str, torch.Tensor]:
-        """Buffers of the model that changed in a step, by name."""
+        """Return the buffers of the model that changed in a step, by name.
+
+        Raises:
+            CorruptCheckpoint: the segment's data is inconsistent.
+        """
         found = {}
         with self.readable(step):
             blocks = self.blocks(step)
@@ -215,14 +220,15 @@ class Segment:
         return found
 
     def after(self, step: int) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-        """Hyperparameters of each group in a step (None: it was none), and what the step left: `hyper`, `states`.
+        """Return the hyperparameters of each group in a step (None if the optimizer did no step), and the dictionary
+        after the step with the keys `hyper` and `states`.
 
         Raises:
             CorruptCheckpoint: the segment does not hold what it says.
         """
         with self.readable(step):
-            about = self.steps[step]
-            hyper, after = about["hyper"], about["after"]
+            record = self.steps[step]
+            hyper, after = record["hyper"], record["after"]
             for groups in (hyper, after["hyper"]):
                 if groups is not None and not all(isinstance(group, dict) for group in groups):
                     raise CorruptCheckpoint("hyperparameters are no objects")
@@ -232,7 +238,7 @@ class Segment:
 
 
 def names(run: Path, session: str | None = None) -> list[tuple[Name, Path]]:
-    """The segments of a run, of one session or of all, by rank and first step."""
+    """Return the segments of a run in order, of one session or of all."""
     directory = run / LOG
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -242,14 +248,14 @@ def names(run: Path, session: str | None = None) -> list[tuple[Name, Path]]:
     return sorted(found)
 
 
-def end_of(run: Path, session: str) -> Path:
-    """The file that says that a session ended because it was closed, not by a failure."""
+def closed_marker(run: Path, session: str) -> Path:
+    """Return the path of the file that marks a session as closed without a failure."""
     return run / LOG / f"{session}.closed"
 
 
 def close(run: Path, session: str, last: int | None, fsync: bool) -> None:
-    """Note that a session has ended, and its last step; None: it has logged none."""
-    path = end_of(run, session)
+    """Mark a session as closed, with its last step; None if it logged no step."""
+    path = closed_marker(run, session)
     with AtomicFile(path, fsync) as file:
         file.stream.write(json.dumps({"last": last}).encode())
         file.publish()
@@ -258,13 +264,14 @@ def close(run: Path, session: str, last: int | None, fsync: bool) -> None:
 
 
 def closed_after(run: Path, session: str) -> int | None:
-    """The last step of a session that was closed; None: it was not, had none, or an older version closed it.
+    """Return the last step of a closed session; None if the session is not closed, has no step, or an older version
+    closed it.
 
     Raises:
-        CorruptCheckpoint: the note of it is not as it was written.
-        LoadFailed: it cannot be read.
+        CorruptCheckpoint: the marker file is damaged.
+        LoadFailed: the marker file cannot be read.
     """
-    path = end_of(run, session)
+    path = closed_marker(run, session)
     try:
         text = read_regular(path, _NOTE)
         last = strict_json(text)["last"] if text else None
@@ -280,48 +287,48 @@ def closed_after(run: Path, session: str) -> int | None:
 
 
 def leftovers(run: Path) -> Iterator[Path]:
-    """Temporary files of writers that were killed."""
+    """Yield temporary files of killed writers."""
     directory = run / LOG
     for path in directory.iterdir() if directory.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):
             yield path
 
 
-class Course(NamedTuple):
-    """The steps that can be replayed.
+class ReplayableSteps(NamedTuple):
+    """The steps of a log that can be replayed.
 
     Attributes:
-        segments: for each step, oldest first, one segment of each rank.
-        ended: why it ends where it does, if not for want of segments; None: nothing is known to be lost.
+        segments: one segment of each rank for each step, oldest step first.
+        ended: why later steps cannot be replayed; None if no step is known to be lost.
     """
 
-    segments: list[list[Segment]]
+    segments: list[list[LogSegment]]
     ended: str | None
 
 
-def course(run: Path, session: str, after: int, last: int | None = None) -> Course:
-    """The steps after `after` of which every rank's share is there and opens.
+def replayable_steps(run: Path, session: str, after: int, last: int | None = None) -> ReplayableSteps:
+    """Return the consecutive steps after `after` of which every rank's segment exists and opens.
 
     Args:
-        run: the run directory.
-        session: of the snapshot.
+        run: directory of the run.
+        session: session of the snapshot.
         after: steps done at the snapshot.
-        last: no step after this one.
+        last: last step to return; None for all.
     """
     ranks, problem = None, None
     by_step: dict[int, dict[int, Path]] = {}
     for name, path in names(run, session):
         for step in range(max(name.first, after + 1), name.last + 1):
             by_step.setdefault(step, {})[name.rank] = path
-    cache: dict[Path, Segment | DSQError] = {}
-    steps: list[list[Segment]] = []
+    cache: dict[Path, LogSegment | DSQError] = {}
+    steps: list[list[LogSegment]] = []
     step = after + 1
     while (last is None or step <= last) and step in by_step and problem is None:
-        found: list[Segment] = []
+        found: list[LogSegment] = []
         for _, path in sorted(by_step[step].items()):
             if path not in cache:
                 try:
-                    cache[path] = Segment(path)
+                    cache[path] = LogSegment(path)
                 except DSQError as error:
                     cache[path] = error
             segment = cache[path]
@@ -345,18 +352,18 @@ def course(run: Path, session: str, after: int, last: int | None = None) -> Cour
     if problem is None and step not in by_step and later and (last is None or step <= last):
         there = "is there" if min(later) in by_step else "was logged before the log was closed"
         problem = f"step {step} is missing, although step {min(later)} {there}"
-    return Course(steps, problem)
+    return ReplayableSteps(steps, problem)
 
 
 def superseded(run: Path, snapshots: Mapping[str, int]) -> list[Path]:
-    """Files of the log that no snapshot needs.
+    """Return the files of the log that no snapshot needs.
 
     Args:
-        run: the run directory.
-        snapshots: by session, the step of the oldest snapshot that is kept.
+        run: directory of the run.
+        snapshots: step of the oldest remaining snapshot, by session.
     """
     ends = (run / LOG).glob("*.closed")
-    # A session without a snapshot may have begun just now, after all of these; its first is on its way then.
+    # A session without a snapshot may be newer than all of these, with its first snapshot under way.
     newest = max(snapshots.values(), default=0)
     return [path for path in ends if path.stem not in snapshots] + [
         path for name, path in names(run) if name.last <= snapshots.get(name.session, newest)

@@ -1,4 +1,4 @@
-"""What checkpointing processes do alike: listen to their training process, and save snapshots beside that."""
+"""The common part of checkpointing processes: receiving messages of a training process, and saving snapshots."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dsq_ckpt.lowdiff import snapshots
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
-from dsq_ckpt.lowdiff.snapshots import Piece
+from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import entries_from
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 
-class Unfaithful(Exception):
-    """What was handed over is not all of a gradient."""
+class IncompleteGradient(Exception):
+    """Raised when a received sparse gradient lacks non-zero elements."""
 
 
 class Server(ABC):
-    """What a checkpointing process does with what it is told.
+    """A message loop of a checkpointing process.
 
     Args:
-        channel: to the training process.
-        begin: the first message: run, session, rank, ranks, parameters, config, keep, timeout.
-        lock: held for as long as anything is written.
+        channel: channel to the training process.
+        begin: first message, with run, session, rank, ranks, parameters, config, keep and timeout.
+        lock: lock of the run, held while the process may write.
     """
 
     def __init__(self, channel: Channel, begin: Mapping[str, Any], lock: Lock) -> None:
@@ -52,7 +52,7 @@ class Server(ABC):
         self._timeout = timedelta(seconds=float(begin["timeout"]))
         self._alone = False
         self.closed = False
-        """Training said that it is done."""
+        """True if training ended without a failure."""
         self._slots: dict[int, Arena] = {}
         self._staging: Arena | None = None
         self._saving: threading.Thread | None = None
@@ -61,15 +61,15 @@ class Server(ABC):
         self._address: tuple[str, int] | None = None
 
     def serve(self) -> None:
-        """Do what messages say until the training process is gone, or wants this one to end."""
+        """Handle messages until the training process ends, or asks this process to end."""
         ready: dict[str, Any] = {"kind": "ready"}
         if self.rank == 0 and self.ranks > 1:
-            # Where the job's first rank is, it is known by that name to all others.
+            # All ranks can resolve the address of the job's first rank.
             first = os.environ.get("RANK", "0") == "0"
             host = (os.environ.get("MASTER_ADDR") if first else None) or socket.gethostname()
             self._store = dist.TCPStore(host, 0, self.ranks, is_master=True, wait_for_workers=False)
             ready |= {"host": host, "port": self._store.port}
-        self._tell(ready)
+        self._report(ready)
         closing = False
         try:
             while not closing:
@@ -89,58 +89,58 @@ class Server(ABC):
                 else:
                     self._take(message)
         except ChannelClosed:
-            pass  # the training process is gone; what it had handed over is kept all the same
-        except Unfaithful as error:
-            self._tell({"kind": "unfaithful", "name": str(error)})
+            pass  # the training process ended; steps that it sent before are still written
+        except IncompleteGradient as error:
+            self._report({"kind": "unfaithful", "name": str(error)})
         self._end(closing)
 
     def wait(self) -> None:
-        """Wait for the snapshot that is being written."""
+        """Wait for the snapshot under way."""
         if self._saving is not None:
             self._saving.join()
 
     @abstractmethod
     def _take(self, message: Mapping[str, Any]) -> None:
-        """Do what a message says: a step, a snapshot, or a setting."""
+        """Handle a message: a step, a snapshot, or a setting."""
 
     @abstractmethod
     def _end(self, closing: bool) -> None:
-        """There are no more messages; `closing`: because training is done."""
+        """Finish after the last message; `closing` says whether training closed the log."""
 
-    def _pieces(self, told: Iterable[tuple[list[str], str, list[int], int]]) -> list[Piece]:
-        """Tensors in the staging memory."""
+    def _staged_tensors(self, listed: Iterable[tuple[list[str], str, list[int], int]]) -> list[SnapshotTensor]:
+        """Return the described tensors in the staging memory."""
         found = []
-        for path, dtype, shape, offset in told:
+        for path, dtype, shape, offset in listed:
             assert self._staging is not None
-            found.append(Piece(tuple(path), self._staging.view(offset, tuple(shape), dtype_of(dtype))))
+            found.append(SnapshotTensor(tuple(path), self._staging.view(offset, tuple(shape), dtype_of(dtype))))
         return found
 
-    def _save_later(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
-        """Save a snapshot in a thread; what is written meanwhile follows the one before it until this one is there."""
+    def _save_later(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
+        """Save a snapshot in a thread; steps written meanwhile belong to the previous snapshot until it is complete."""
         self.wait()
-        self._saving = threading.Thread(target=self._save, args=(step, pieces, meta), name="snapshot")
+        self._saving = threading.Thread(target=self._save, args=(step, snapshot_tensors, meta), name="snapshot")
         self._saving.start()
 
-    def _save(self, step: int, pieces: list[Piece], meta: Mapping[str, Any] | None) -> None:
+    def _save(self, step: int, snapshot_tensors: list[SnapshotTensor], meta: Mapping[str, Any] | None) -> None:
         started = time.perf_counter()
         try:
             if not self._alone:
-                # Where processes were started again, those before them may still be saving what is older.
+                # After a restart, processes of the previous session may still be saving older snapshots.
                 wait_for_writers(self.run, self._timeout.total_seconds(), self.session)
                 self._alone = True
-            manifest = snapshots.save(self.run, step, pieces, meta, self.config, self._communicator())
+            manifest = snapshots.save(self.run, step, snapshot_tensors, meta, self.config, self._communicator())
             if self.rank == 0:
                 snapshots.retire(self.run, self._keep, step)
             size = manifest.bytes_in("own", "refinement", "index")
-            self._tell({"kind": "snapshot", "step": step, "bytes": size, "seconds": time.perf_counter() - started})
-        except BaseException as error:  # of a thread, which nobody else would tell
+            self._report({"kind": "snapshot", "step": step, "bytes": size, "seconds": time.perf_counter() - started})
+        except BaseException as error:  # an error of a thread would be lost
             self._failed(step, error)
 
     def _failed(self, step: int, error: BaseException) -> None:
-        self._tell({"kind": "failed", "text": f"the snapshot after step {step} was not saved: {describe(error)}"})
+        self._report({"kind": "failed", "text": f"the snapshot after step {step} was not saved: {describe(error)}"})
 
     def _communicator(self) -> Communicator:
-        """Of the checkpointing processes; made when the first snapshot is saved, which all of them do."""
+        """Return the communicator of the checkpointing processes, created for the first snapshot."""
         if self._comm is None:
             assert self._address is not None
             host, port = self._address
@@ -151,12 +151,12 @@ class Server(ABC):
             self._comm = TorchCommunicator()
         return self._comm
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        """Tell the training process; if that is gone, what it sent before is still worth doing."""
+    def _report(self, message: dict[str, Any]) -> None:
+        """Send a report to the training process, if it is still alive."""
         with self._sending, suppress(ChannelClosed):
             self._channel.send(message)
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     return f"{type(error).__name__}: {error}"

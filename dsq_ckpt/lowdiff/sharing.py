@@ -1,4 +1,4 @@
-"""Parallel recovery over ranks: each replays the share that it logged, and gives the others the result."""
+"""Parallel recovery over ranks: each rank replays the share that it logged, and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.train_state import TrainState, dtype_name
-from dsq_ckpt.lowdiff.worker_client import Layout, nbytes
+from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
 from dsq_ckpt.storage.checkpoint import dtype_of
 
 
-def exchange(subject: TrainState, own: Collection[str], comm: Communicator) -> None:
-    """Make parameters and optimizer state the same on all ranks; collective.
+def exchange(train_state: TrainState, own: Collection[str], comm: Communicator) -> None:
+    """Broadcast parameters and optimizer state from their owners to all ranks; collective.
 
     Args:
-        subject: whose they are.
-        own: names of the parameters that are right on this rank; each is on one.
-        comm: of the ranks.
+        train_state: train state, updated in place.
+        own: names of the parameters that this rank owns; each parameter has exactly one owner.
+        comm: communicator of the ranks.
     """
-    told, plain, copies, layout = [], {}, [], Layout()
+    listed, plain, copies, layout = [], {}, [], ArenaLayout()
     for name in own:
-        parameter = subject.parameters[name]
-        values: dict[str, Any] = {"": parameter.detach(), **subject.optimizer.state.get(parameter, {})}
+        parameter = train_state.parameters[name]
+        values: dict[str, Any] = {"": parameter.detach(), **train_state.optimizer.state.get(parameter, {})}
         for key, value in values.items():
             if torch.is_tensor(value):
                 at = layout.add(nbytes(value))
-                told.append((name, key, dtype_name(value.dtype), tuple(value.shape), at))
+                listed.append((name, key, dtype_name(value.dtype), tuple(value.shape), at))
                 copies.append((at, value))
             else:
                 plain[name, key] = to_plain(value, f"'{key}' of the optimizer's state of '{name}'")
     packed = torch.empty(layout.size, dtype=torch.uint8)
     for at, value in copies:
         packed[at : at + nbytes(value)].view(value.dtype).view(value.shape).copy_(value)
-    everybody = comm.gather((told, plain, layout.size))
+    everybody = comm.gather((listed, plain, layout.size))
     group = cpu_group(comm)
     for rank, (theirs, others, size) in enumerate(everybody):
         whole = packed if rank == comm.rank else torch.empty(size, dtype=torch.uint8)
@@ -54,7 +54,7 @@ def exchange(subject: TrainState, own: Collection[str], comm: Communicator) -> N
             found.setdefault(name, {})[key] = from_plain(value)
         with torch.no_grad():
             for name, values in found.items():
-                subject.parameters[name].copy_(values.pop(""))
-        subject.set_state({name: values for name, values in found.items() if values})
+                train_state.parameters[name].copy_(values.pop(""))
+        train_state.set_state({name: values for name, values in found.items() if values})
     if group is not None:
         dist.destroy_process_group(group)

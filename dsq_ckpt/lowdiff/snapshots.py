@@ -1,4 +1,4 @@
-"""Snapshots of a logged run: checkpoints of the engine, with what a log needs to go on from them."""
+"""Snapshots of a logged run: checkpoints of the engine with the metadata that replay needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-\d{9,}")
 _RESIDUALS = {"pattern": f"{'.'.join(RESIDUAL)}.*", "group": "residual"}
 
 
-class Piece(NamedTuple):
+class SnapshotTensor(NamedTuple):
     """A tensor of a snapshot: its path in the nested state dict, and the tensor."""
 
     path: tuple[str, ...]
@@ -46,14 +46,14 @@ class Piece(NamedTuple):
         return ".".join(self.path)
 
 
-def config_of(base: str | Mapping[str, Any]) -> DSQConfig:
+def snapshot_config(base: str | Mapping[str, Any]) -> DSQConfig:
     """Return the configuration of snapshots.
 
     Args:
-        base: "exact", "dsq" (the engine's defaults), or a configuration of the engine's.
+        base: "exact", "dsq" (the engine's defaults), or a configuration of the engine.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `base` is no valid configuration.
     """
     if isinstance(base, str) and base in ("exact", "dsq"):
         tree: Mapping[str, Any] = {"system": base}
@@ -66,61 +66,61 @@ def config_of(base: str | Mapping[str, Any]) -> DSQConfig:
 
 
 def with_residuals(config: DSQConfig) -> DSQConfig:
-    """Return the configuration of snapshots that hold the residuals of error feedback too."""
+    """Return the configuration of snapshots that contain residuals of error feedback."""
     if not is_lossy(config):
         return config
-    # What was not sent yet is distributed unlike weights, so it has codebooks of its own.
+    # Residuals are distributed unlike weights, so they have codebooks of their own.
     rules = [*(rule.model_dump() for rule in config.quantize.rules), _RESIDUALS]
     return DSQConfig.create({**config.model_dump(), "quantize": {**config.quantize.model_dump(), "rules": rules}})
 
 
-def directory_of(run: Path, step: int) -> Path:
-    """Where the snapshot after `step` steps lies."""
+def snapshot_directory(run: Path, step: int) -> Path:
+    """Return the directory of the snapshot after `step` steps."""
     return run / f"step-{step:09d}"
 
 
 def save(
-    run: Path, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any] | None, config: DSQConfig,
+    run: Path, step: int, tensors: Iterable[SnapshotTensor], meta: Mapping[str, Any] | None, config: DSQConfig,
     comm: Communicator,
 ) -> Manifest:
     """Save a snapshot; collective. It is complete on return, or was never there.
 
     Args:
-        run: the run directory.
+        run: directory of the run.
         step: steps done.
-        pieces: of this rank; no other rank may bring the same.
-        meta: of rank 0, plain data; None on the others.
-        config: see `config_of`.
-        comm: of the checkpointing processes.
+        tensors: tensors of this rank; names must not repeat on other ranks.
+        meta: metadata as plain data on rank 0; None on other ranks.
+        config: configuration; see `snapshot_config`.
+        comm: communicator of the checkpointing processes.
 
     Raises:
-        DSQError: on all ranks, when any failed; earlier snapshots are untouched.
+        DSQError: on all ranks, if any failed; earlier snapshots are untouched.
     """
-    own = list(pieces)
+    own = list(tensors)
     if meta is not None:
         text = json.dumps({"version": _VERSION, **meta}, separators=(",", ":")).encode()
-        own.append(Piece(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
-    path = directory_of(run, step)
-    state = LocalState([_shard(piece) for piece in own], nesting={piece.name: piece.path for piece in own})
+        own.append(SnapshotTensor(META, torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+    path = snapshot_directory(run, step)
+    state = LocalState([_shard(item) for item in own], nesting={item.name: item.path for item in own})
     options = SaveOptions(config, parent="auto" if is_lossy(config) else None, overwrite=True)
     save_collectively(path, lambda: state, options, comm)
     return Manifest.read(path)
 
 
-def _shard(piece: Piece) -> LocalShard:
-    shape = tuple(piece.tensor.shape)
-    return LocalShard(ChunkKey(piece.name, (0,) * len(shape), shape), shape, piece.tensor.dtype, lambda: piece.tensor)
+def _shard(item: SnapshotTensor) -> LocalShard:
+    shape = tuple(item.tensor.shape)
+    return LocalShard(ChunkKey(item.name, (0,) * len(shape), shape), shape, item.tensor.dtype, lambda: item.tensor)
 
 
 class Snapshot:
-    """A snapshot opened for reading. Use as a context manager.
+    """A snapshot opened for reading; a context manager.
 
     Attributes:
-        meta: what was saved beside the tensors.
+        meta: metadata of the log.
 
     Raises:
-        CheckpointNotFound: it is a checkpoint, but no snapshot of a log.
-        CorruptCheckpoint, UnsupportedFormat: it cannot be read.
+        CheckpointNotFound: the checkpoint is not a snapshot of a log.
+        CorruptCheckpoint, UnsupportedFormat: the checkpoint cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,12 +142,12 @@ class Snapshot:
         self.close()
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files."""
         self._checkpoint.close()
         self._workers.__exit__()
 
     def naming(self) -> AbstractContextManager[None]:
-        """Return a context in which errors of what it holds are of ours, and name it; see `CheckpointFiles.naming`."""
+        """Return a context in which errors become `DSQError` and name the snapshot; see `CheckpointFiles.naming`."""
         return self._checkpoint.naming()
 
     @property
@@ -155,25 +155,25 @@ class Snapshot:
         return self._checkpoint.manifest.lossy
 
     def damaged(self) -> Iterator[tuple[str, str]]:
-        """Files that are not what was written, and what is wrong with each."""
+        """Yield the name and the problem of each damaged file."""
         for name, _, problem in self._checkpoint.verify():
             if problem is not None:
                 yield name, problem
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return list(self._checkpoint.index["tensors"])
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a tensor."""
+        """Return shape and dtype of a tensor."""
         tensor = self._checkpoint.index["tensors"][name]
         return tuple(tensor["shape"]), dtype_of(tensor["dtype"])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU.
+        """Return a tensor on the CPU.
 
         Raises:
-            CorruptCheckpoint: it is not there, or damaged.
+            CorruptCheckpoint: the tensor is missing or damaged.
         """
         if name not in self._checkpoint.index["tensors"]:
             raise CorruptCheckpoint(f"'{self.path}' has no '{name}'")
@@ -194,7 +194,9 @@ class Snapshot:
 
 
 def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
-    """Complete checkpoints of a run that look like snapshots, by their names; None: the manifest cannot be read."""
+    """Return the complete checkpoints with names of snapshots, newest first, each with its manifest or, if that cannot
+    be read, None.
+    """
     found: list[tuple[Path, Manifest | None]] = []
     for path, manifest in checkpoints(run, lambda *_: None):
         if _NAME.fullmatch(path.name):
@@ -207,15 +209,15 @@ def newest_first(run: Path) -> list[tuple[Path, Manifest | None]]:
     return found
 
 
-def about(path: Path) -> dict[str, Any] | None:
-    """What a snapshot says of itself; None if it is none, or cannot be read."""
+def read_metadata(path: Path) -> dict[str, Any] | None:
+    """Return the metadata of a snapshot; None if `path` is no snapshot, or cannot be read."""
     with suppress(DSQError), Snapshot(path) as snapshot:
         return snapshot.meta
     return None
 
 
 def clear_interrupted(run: Path) -> None:
-    """Remove what snapshots that were interrupted left; nobody may be saving one."""
+    """Remove interrupted snapshots; no process may be saving one."""
     for path in run.iterdir():
         if _NAME.fullmatch(path.name) and path.is_dir() and not is_complete(path):
             gc.collect(path, 0)
@@ -224,20 +226,20 @@ def clear_interrupted(run: Path) -> None:
 
 
 def retire(run: Path, keep: int, saved: int | None = None) -> None:
-    """Remove snapshots but the newest `keep`, and the segments that those left do not need.
+    """Remove all but the newest `keep` snapshots, and the segments that the remaining snapshots do not need.
 
-    A manifest goes first, so that a crash in between leaves garbage, never a checkpoint that does not load.
+    A manifest is removed first, so that a crash in between leaves garbage, never a checkpoint that does not load.
 
     Args:
-        run: the run directory.
-        keep: how many stay.
-        saved: step of the one that was saved just now, which is the newest whatever the clocks of hosts say; None: go
-            by their times.
+        run: directory of the run.
+        keep: number of snapshots to keep.
+        saved: step of the snapshot that was just saved, which is the newest whatever the clocks of hosts say; None to
+            order all snapshots by time.
     """
     found = [(path, meta) for path, manifest in newest_first(run)
-             if manifest is not None and not manifest.pinned and (meta := about(path)) is not None]
+             if manifest is not None and not manifest.pinned and (meta := read_metadata(path)) is not None]
     if saved is not None:
-        found.sort(key=lambda one: one[0] != directory_of(run, saved))
+        found.sort(key=lambda one: one[0] != snapshot_directory(run, saved))
     oldest: dict[str, int] = {}
     for _, meta in found[:keep]:
         step = int(meta["step"])

@@ -1,4 +1,4 @@
-"""Gradients handed over layer by layer, while the backward pass goes on (LowDiff+, section VI-A)."""
+"""Streaming of gradients layer by layer during the backward pass (LowDiff+, section VI-A)."""
 
 from __future__ import annotations
 
@@ -14,45 +14,49 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff.buckets import memory_strides
-from dsq_ckpt.lowdiff.ddp import CommHookSlot, distributed, take_seat
-from dsq_ckpt.lowdiff.train_state import Entry, TrainState
-from dsq_ckpt.lowdiff.worker_client import Layout, ProcessGone, WorkerClient, nbytes
+from dsq_ckpt.lowdiff.ddp import CommHookSlot, claim_hook_slot, distributed
+from dsq_ckpt.lowdiff.train_state import ParameterEntry, TrainState
+from dsq_ckpt.lowdiff.worker_client import ArenaLayout, ProcessGone, WorkerClient, nbytes
 
 Hook = Any
-"""A communication hook of DDP, and its state."""
+"""The state of a communication hook of DDP, and the hook."""
 
 
 class GradientStreamer:
-    """Copies gradients into shared memory as they are synchronized, with threads of its own.
+    """A streamer that copies synchronized gradients into shared memory, with threads of its own.
 
-    Under DDP a bucket is handed over when its all-reduce is done; in a process alone each gradient when it is
-    accumulated. The backward pass does not end before all of it was copied, since clipping may come next.
+    Under DDP a bucket is copied when its all-reduce is done; in a single process each gradient when it is accumulated.
+    The backward pass does not end before all copies are complete, since clipping may follow.
 
     Args:
-        subject: whose gradients they are.
-        own: the parameters that this rank hands over.
-        hook: how DDP is to synchronize, as `register_comm_hook` takes it; None: by an all-reduce.
-        cores: that the threads run on; empty: wherever.
+        train_state: model and optimizer.
+        hook: state and communication hook for DDP; None for an all-reduce.
+        cores: CPUs of the threads; empty for all.
+
+    Attributes:
+        failed: error of the checkpointing process during a backward pass; None without one.
+        slot: slot of the current step; None before its first gradient.
+        streamed: parameters whose gradients are in the slot.
     """
 
-    def __init__(self, subject: TrainState, hook: Hook | None, cores: Collection[int]) -> None:
-        self._subject = subject
+    def __init__(self, train_state: TrainState, hook: Hook | None, cores: Collection[int]) -> None:
+        self._train_state = train_state
         self._hook = hook
         self._cores = cores
-        self._pool = ThreadPoolExecutor(2, "snapshot", initializer=self._settle)
+        self._pool = ThreadPoolExecutor(2, "snapshot", initializer=self._pin_to_cores)
         self._places: dict[nn.Parameter, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        self._handle: WorkerClient | None = None
-        self._room = 0
+        self._client: WorkerClient | None = None
+        self._slot_bytes = 0
         self._copies: list[Future[Any]] = []
         self._synchronized: list[torch.futures.Future[Any]] = []
         self._waits_in = -1
         self._removable: list[Any] = []
-        self._seat: CommHookSlot | None = None
+        self._hook_slot: CommHookSlot | None = None
         self.failed: ProcessGone | OSError | None = None
         self.slot: int | None = None
         self.new = False
-        """The slot's memory is new to the process."""
-        self.handed: set[nn.Parameter] = set()
+        """True if the checkpointing process has not mapped the slot's memory yet."""
+        self.streamed: set[nn.Parameter] = set()
 
     def attach(self) -> None:
         """Hook into the synchronization of gradients.
@@ -60,108 +64,110 @@ class GradientStreamer:
         Raises:
             ConfigError: the model has a communication hook already.
         """
-        if (under := distributed(self._subject.model, "the replica")) is not None:
-            self._seat = take_seat(under, self, "give the other one as hook=(state, hook)")
+        if (under := distributed(self._train_state.model, "the replica")) is not None:
+            self._hook_slot = claim_hook_slot(under, self, "give the other one as hook=(state, hook)")
             return
         if self._hook is not None:
             raise ConfigError("hook= is for models under DistributedDataParallel")
-        for parameter in self._subject.parameters.values():
+        for parameter in self._train_state.parameters.values():
             if parameter.requires_grad:
                 self._removable.append(parameter.register_post_accumulate_grad_hook(self._gradient))
 
     def detach(self) -> None:
-        """Hand nothing over any more."""
+        """Remove the hooks, and stop the threads."""
         self.stop()
         for hook in self._removable:
             hook.remove()
-        if self._seat is not None:
-            self._seat.leave()
-            self._seat = None
+        if self._hook_slot is not None:
+            self._hook_slot.leave()
+            self._hook_slot = None
         self._pool.shutdown()
 
-    def start(self, handle: WorkerClient, subject: TrainState, own: Sequence[Entry], room: int) -> None:
-        """Hand over to a checkpointing process from now on.
+    def start(
+        self, client: WorkerClient, train_state: TrainState, own: Sequence[ParameterEntry], buffer_bytes: int
+    ) -> None:
+        """Stream to a checkpointing process from now on.
 
         Args:
-            handle: of the process.
-            subject: whose gradients they are, as it is now.
-            own: the parameters that this rank hands over.
-            room: bytes for buffers of the model, behind the gradients.
+            client: client of the checkpointing process.
+            train_state: current model and optimizer.
+            own: parameters whose gradients this rank streams.
+            buffer_bytes: bytes to reserve behind the gradients for buffers of the model.
         """
-        layout = Layout()
-        self._subject = subject
+        layout = ArenaLayout()
+        self._train_state = train_state
         self._places = {}
         for entry in own:
-            parameter = subject.parameters[entry.name]
+            parameter = train_state.parameters[entry.name]
             self._places[parameter] = layout.add(nbytes(parameter)), tuple(parameter.shape), parameter.dtype
-        self.buffers_at = layout.add(room)
-        self._room = layout.size
-        self._handle = handle
+        self.buffers_at = layout.add(buffer_bytes)
+        self._slot_bytes = layout.size
+        self._client = client
         self.slot, self.failed = None, None
-        self.handed.clear()
+        self.streamed.clear()
 
     def stop(self) -> None:
-        """Hand nothing over until `start`."""
-        self._handle = self.slot = None
+        """Pause streaming until the next `start`."""
+        self._client = self.slot = None
         self.wait()
 
     def view(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Where a gradient is in the slot."""
-        assert self._handle is not None and self.slot is not None
+        """Return the tensor in the slot for the gradient of a parameter."""
+        assert self._client is not None and self.slot is not None
         offset, shape, dtype = self._places[parameter]
-        return self._handle.arena(self.slot).view(offset, shape, dtype)
+        return self._client.arena(self.slot).view(offset, shape, dtype)
 
     def place(self, parameter: nn.Parameter) -> int:
-        """Where that is, in bytes."""
+        """Return the byte offset of a parameter's gradient in the slot."""
         return self._places[parameter][0]
 
     def take_slot(self) -> None:
-        """Have a slot, waiting for one."""
+        """Acquire a slot for the current step; wait until a slot is free."""
         if self.slot is None:
-            assert self._handle is not None
-            slot = self._handle.slot()
-            arena, self.new = self._handle.room(slot, self._room)
+            assert self._client is not None
+            slot = self._client.slot()
+            arena, self.new = self._client.ensure_arena(slot, self._slot_bytes)
             if any(parameter.is_cuda for parameter in self._places):
                 arena.pin()
             self.slot = slot
 
-    def reserve(self, room: int) -> None:
-        """Have so many bytes for buffers in the slot; where that takes other memory, nothing was handed over."""
-        self._room = max(self._room, self.buffers_at + room)
-        assert self._handle is not None and self.slot is not None
-        if self._handle.arena(self.slot).size < self._room:
-            _, self.new = self._handle.room(self.slot, self._room)
-            self.handed.clear()
+    def reserve(self, buffer_bytes: int) -> None:
+        """Reserve bytes for buffers in the slot; if that needs new memory, gradients in the slot are dropped."""
+        self._slot_bytes = max(self._slot_bytes, self.buffers_at + buffer_bytes)
+        assert self._client is not None and self.slot is not None
+        if self._client.arena(self.slot).size < self._slot_bytes:
+            _, self.new = self._client.ensure_arena(self.slot, self._slot_bytes)
+            self.streamed.clear()
 
-    def let_go(self) -> None:
-        """Give the slot back: what was handed over is not used."""
+    def discard_slot(self) -> None:
+        """Release the slot without sending its gradients."""
         if self.slot is not None:
-            assert self._handle is not None
-            self._handle.release(self.slot)
+            assert self._client is not None
+            self._client.release(self.slot)
             self.slot = None
-        self.handed.clear()
+        self.streamed.clear()
 
-    def give(self) -> tuple[int, bool]:
-        """The slot, which is somebody else's from now on, and whether its memory is new to the process."""
+    def transfer_slot(self) -> tuple[int, bool]:
+        """Return the slot, now owned by the caller, and whether the checkpointing process has not mapped it yet."""
         assert self.slot is not None
         slot, self.slot = self.slot, None
-        self.handed.clear()
+        self.streamed.clear()
         return slot, self.new
 
     @property
-    def tenant(self) -> str:
+    def description(self) -> str:
         """See `ddp.HookOwner`."""
         return "a replica"
 
     def on_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-        """Synchronize a bucket, and hand it over when that is done."""
+        """Synchronize a bucket, and stream the result."""
         done = allreduce_hook(group, bucket) if self._hook is None else self._hook[1](self._hook[0], bucket)
-        if self._handle is None:
+        if self._client is None:
             return done
         self._begin()
         parameters = bucket.parameters()
 
-        def hand_over(finished: torch.futures.Future[Any]) -> torch.Tensor:
+        def stream(finished: torch.futures.Future[Any]) -> torch.Tensor:
             value = finished.value()
             whole: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
             flat, start = whole.view(-1), 0
@@ -173,17 +179,17 @@ class GradientStreamer:
                 ))
             return whole
 
-        handed = done.then(hand_over)
-        self._synchronized.append(handed)
-        return handed
+        streamed = done.then(stream)
+        self._synchronized.append(streamed)
+        return streamed
 
     def _gradient(self, parameter: nn.Parameter) -> None:
-        if self._handle is not None and parameter.grad is not None:
+        if self._client is not None and parameter.grad is not None:
             self._begin()
             self._copy(parameter, parameter.grad)
 
     def _begin(self) -> None:
-        # Of this backward pass: one that fails does not call back.
+        # Once per backward pass, by its id: a pass that fails runs no callback.
         if (graph := torch._C._current_graph_task_id()) != self._waits_in:
             self._waits_in = graph
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
@@ -197,8 +203,8 @@ class GradientStreamer:
         if self.failed is None and parameter in self._places and gradient.layout is torch.strided:
             assert isinstance(parameter, nn.Parameter)
             if gradient.shape != self._places[parameter][1]:
-                return  # the parameter has another shape since, and the log begins anew for that
-            self.handed.add(parameter)
+                return  # the parameter has changed its shape, for which the log restarts
+            self.streamed.add(parameter)
             ready = None
             if gradient.is_cuda:
                 ready = torch.cuda.Event()
@@ -206,7 +212,7 @@ class GradientStreamer:
             self._copies.append(self._pool.submit(_copied, self.view(parameter), gradient.detach(), ready))
 
     def wait(self) -> None:
-        """Until all that was handed over is copied; called when the backward pass is done."""
+        """Wait for all copies; called at the end of the backward pass."""
         synchronized, self._synchronized = self._synchronized, []
         for one in synchronized:
             one.wait()
@@ -214,14 +220,14 @@ class GradientStreamer:
         for copy in copies:
             copy.result()
 
-    def _settle(self) -> None:
-        """A thread goes where it was told to run; Linux's call is for the thread that makes it."""
+    def _pin_to_cores(self) -> None:
+        """Pin the calling thread to the given CPUs."""
         if self._cores:
             os.sched_setaffinity(0, self._cores)
 
 
 def _copied(target: torch.Tensor, gradient: torch.Tensor, ready: torch.cuda.Event | None) -> None:
-    """Copy a gradient to the host, once a GPU has it ready."""
+    """Copy a gradient to the host, after the event that marks it as ready."""
     if ready is None:
         target.copy_(gradient)
         return

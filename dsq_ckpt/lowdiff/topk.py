@@ -2,8 +2,8 @@
 
 Every rank sends the largest elements of gradient + residual of each parameter and keeps the rest as the new residual
 (Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Lin, Han, Mao, Wang and Dally,
-"Deep gradient compression", ICLR 2018). The synchronized gradient is the mean of what the ranks sent. It is added up in
-the order of the ranks and never by atomics, so that all replicas are bit-identical.
+"Deep gradient compression", ICLR 2018). The synchronized gradient is the mean of the sent values, summed in the order
+of the ranks and never by atomics, so that the models of all ranks are bit-identical.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.buckets import Bucket, Group, Part, all_gather, on_this_stream, ready
+from dsq_ckpt.lowdiff.buckets import Bucket, BucketSlice, Group, all_gather, on_this_stream, ready
 from dsq_ckpt.lowdiff.contract import GradientInfo
-from dsq_ckpt.lowdiff.feedback import Feedback, forget_nonfinite
-from dsq_ckpt.lowdiff.probe import Seen, bounds_of, evenly
+from dsq_ckpt.lowdiff.feedback import FeedbackCompressor, forget_nonfinite
+from dsq_ckpt.lowdiff.probe import Probe, bounds_of, evenly
 
-_WITNESSES = 64
+_PROBES = 64
 _SAMPLE = 4096
-"""Elements that tell where to look for the largest."""
+"""Size of the sample that estimates the threshold of the largest elements."""
 
 
-class TopK(Feedback):
-    """Sends max(1, round(ratio * elements)) elements of each parameter."""
+class TopK(FeedbackCompressor):
+    """A compressor that sends max(1, round(ratio * elements)) elements of each parameter."""
 
     name: ClassVar[str] = "topk"
 
@@ -61,8 +61,8 @@ class TopK(Feedback):
         # Row 0 holds indices, row 1 the bits of the values: one tensor, one collective.
         payload = torch.empty((2, plan.size), dtype=torch.int32, device=bucket.flat.device)
         values = payload[1].view(torch.float32)
-        for part, (start, stop) in zip(bucket.parts, plan.bounds, strict=True):
-            self._pick(part, bucket.of(part), payload[0, start:stop], values[start:stop])
+        for slice_, (start, stop) in zip(bucket.slices, plan.bounds, strict=True):
+            self._pick(slice_, bucket.of(slice_), payload[0, start:stop], values[start:stop])
         if group is None or not plan.size:
             self._merge(bucket, plan, payload[None])
             return ready(bucket.flat)
@@ -75,8 +75,8 @@ class TopK(Feedback):
 
         return all_gather(gathered.view(-1), payload.view(-1), group).get_future().then(merge)
 
-    def _pick(self, part: Part, gradient: Tensor, indices: Tensor, values: Tensor) -> None:
-        """Write what is sent of a gradient into int32[k] and float32[k]; the rest becomes the residual."""
+    def _pick(self, slice_: BucketSlice, gradient: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Write the sent elements into `indices`, int32[k], and `values`, float32[k]; keep the rest as residual."""
         if not len(indices):
             return
         if not self.feedback:
@@ -84,7 +84,7 @@ class TopK(Feedback):
             chosen = largest(whole, len(indices))
             torch.index_select(whole, 0, chosen, out=values)
         else:
-            whole = self._flat_residual(part).add_(gradient)
+            whole = self._flat_residual(slice_).add_(gradient)
             chosen = largest(whole, len(indices))
             if self._dropped(gradient):
                 values.zero_()
@@ -95,7 +95,7 @@ class TopK(Feedback):
         indices.copy_(chosen)
 
     def _merge(self, bucket: Bucket, plan: _Plan, gathered: Tensor) -> None:
-        """Overwrite the bucket with the mean of what the ranks sent, int32[world, 2, size]."""
+        """Overwrite the bucket with the mean of all ranks' payloads, int32[world, 2, size]."""
         flat, world = bucket.flat, len(gathered)
         total = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
         total.zero_()
@@ -110,26 +110,26 @@ class TopK(Feedback):
             flat.copy_(total)
         seen = flat.index_select(0, places.view(-1)[plan.seen])
         inside = indices.view(-1)[plan.seen]
-        for number, part in enumerate(bucket.parts):
+        for number, slice_ in enumerate(bucket.slices):
             start, stop = plan.bounds[number]
-            if self._skips and not values[:, start:stop].any():
-                continue  # no rank used it, maybe: then DDP leaves in p.grad what was there
+            if self._ddp_may_drop and not values[:, start:stop].any():
+                continue  # perhaps no rank used the parameter; then DDP leaves p.grad unchanged
             first, last = plan.seen_bounds[number]
-            self._left[part.parameter] = partial(
-                _trace, part, indices[:, start:stop], (inside[first:last], seen[first:last])
+            self._info_factories[slice_.parameter] = partial(
+                _gradient_info, slice_, indices[:, start:stop], (inside[first:last], seen[first:last])
             )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where what lies in the payload of buckets of one kind.
+    """The layout of the payload for buckets of one layout.
 
     Attributes:
-        size: elements that a rank sends.
-        bounds: which of them belong to each part.
-        starts: int64[size], where the part of each of them starts in the bucket.
-        seen: int64, those of the elements that all ranks send which are witnesses.
-        seen_bounds: which witnesses belong to each part.
+        size: number of elements that a rank sends.
+        bounds: range of the payload for each slice.
+        starts: int64[size], start in the bucket of each element's slice.
+        seen: int64 indices of the probes among the elements of all ranks.
+        seen_bounds: range of `seen` for each slice.
     """
 
     size: int
@@ -140,13 +140,13 @@ class _Plan:
 
     @classmethod
     def of(cls, bucket: Bucket, ratio: float, world: int) -> _Plan:
-        """The plan for buckets that are laid out as this one."""
-        counts = [min(part.elements, max(1, round(ratio * part.elements))) for part in bucket.parts]
+        """Return the plan for buckets of this layout."""
+        counts = [min(slice_.elements, max(1, round(ratio * slice_.elements))) for slice_ in bucket.slices]
         size, bounds, device = sum(counts), bounds_of(counts), bucket.flat.device
-        offsets = torch.tensor([part.start for part in bucket.parts])
+        offsets = torch.tensor([slice_.start for slice_ in bucket.slices])
         chosen = []
         for start, stop in bounds:  # entries of all ranks: one may have sent nothing but zeros
-            entry = evenly(world * (stop - start), _WITNESSES)
+            entry = evenly(world * (stop - start), _PROBES)
             k = max(1, stop - start)
             chosen.append(entry // k * size + start + entry % k)
         return cls(
@@ -155,25 +155,25 @@ class _Plan:
         )
 
 
-def _trace(part: Part, indices: Tensor, seen: Seen) -> GradientInfo:
+def _gradient_info(slice_: BucketSlice, indices: Tensor, seen: Probe) -> GradientInfo:
     places, values = (on_this_stream(tensor) for tensor in seen)
-    support = part.row_major(on_this_stream(indices).reshape(-1))
-    return GradientInfo(support, None, None, (part.row_major(places), values) if len(places) else None)
+    support = slice_.row_major(on_this_stream(indices).reshape(-1))
+    return GradientInfo(support, None, None, (slice_.row_major(places), values) if len(places) else None)
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Places of the k largest magnitudes, exactly; of equal ones any. NaN is larger than infinity.
+    """Return the indices of the k largest magnitudes exactly; ties are broken arbitrarily. NaN exceeds infinity.
 
     On a CPU `torch.topk` moves every element, though few can be among the largest. A sample gives a threshold that
-    somewhat more than k elements reach, and `torch.topk` has to choose among those alone. Should fewer reach it, it is
-    asked about all.
+    somewhat more than k elements reach, and `torch.topk` selects among these. If fewer reach it, `torch.topk` selects
+    among all elements.
 
     Args:
         x: float32[n].
         k: in 1..n.
 
     Returns:
-        int64[k], in any order; always the same for equal input.
+        int64[k] in any order, deterministic.
     """
     n = x.numel()
     if k == n:

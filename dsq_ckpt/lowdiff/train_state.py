@@ -1,4 +1,4 @@
-"""What is logged and recovered: a model, its optimizer and states beside them, all by names."""
+"""The state that is logged and recovered: a model, its optimizer, and further states, all by name."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ _UNLOGGABLE = {
 
 
 class Stateful(Protocol):
-    """A scheduler, a gradient scaler, a data loader: what has a state of plain data."""
+    """An object with a state of plain data, such as a scheduler, a gradient scaler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-class Entry(NamedTuple):
-    """A parameter that the optimizer updates: name, shape, torch's name of its dtype, group, the rank that logs it."""
+class ParameterEntry(NamedTuple):
+    """A parameter that the optimizer updates.
+
+    Attributes:
+        name: name in the model.
+        shape: shape of the parameter.
+        dtype: name of the dtype without "torch.".
+        group: number of the optimizer's group.
+        owner: rank that logs the parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -46,21 +54,20 @@ class Entry(NamedTuple):
 
 
 class TrainState:
-    """A model and its optimizer by names.
+    """The state of a training loop by names.
 
     Args:
-        model: plain, or wrapped by DDP or torch.compile.
-        optimizer: of parameters of the model.
-        states: by name; what is logged with every step besides.
+        model: model, possibly wrapped by DDP or torch.compile.
+        optimizer: optimizer of parameters of the model.
+        states: further objects whose states are logged with every step, by name.
 
     Attributes:
-        layout: what decides which tensors there are on each rank, in words.
-        partitioned: each rank has parameters of its own, rather than all having the same.
-        parameters: by name, those that the optimizer updates on this rank, in its order.
+        layout: description of the distribution of tensors over ranks.
+        partitioned: True if each rank has its own parameters; False if all ranks have the same.
+        parameters: parameters that the optimizer updates on this rank by name, in its order.
 
     Raises:
-        ConfigError: the optimizer updates what is no parameter of the model, or a step of it cannot be repeated from
-            gradients.
+        ConfigError: the optimizer updates a tensor outside of the model, or its step cannot be replayed from gradients.
     """
 
     layout: str = "a model that is the same on all ranks"
@@ -116,8 +123,8 @@ class TrainState:
                 "lost"
             )
 
-    def entries(self, ranks: int) -> list[Entry]:
-        """The parameters, dealt to ranks, the largest first, so that all log about as much."""
+    def entries(self, ranks: int) -> list[ParameterEntry]:
+        """Return the parameters with balanced owners: the largest first, each to the rank with the least bytes."""
         loads = [0] * ranks
         owners: dict[str, int] = {}
         for name, parameter in sorted(self.parameters.items(), key=lambda pair: -pair[1].nbytes):
@@ -127,20 +134,21 @@ class TrainState:
         for group, names in enumerate(self._groups):
             for name in names:
                 parameter = self.parameters[name]
-                found.append(Entry(name, tuple(parameter.shape), dtype_name(parameter.dtype), group, owners[name]))
+                shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
+                found.append(ParameterEntry(name, shape, dtype, group, owners[name]))
         return found
 
     def group_of(self, name: str) -> int:
-        """The number of the group that a parameter is in."""
+        """Return the number of the optimizer's group of a parameter."""
         return next(number for number, names in enumerate(self._groups) if name in names)
 
     def calls(self) -> list[list[str]]:
-        """The parameters that the optimizer updates in each call of a step."""
+        """Return the names of the parameters that each call of the optimizer updates within a step."""
         return [list(self.parameters)]
 
     def changed(self) -> bool:
-        """Whether the optimizer has other parameters than when this was made, or they have another shape or dtype, or
-        are elsewhere.
+        """Return whether the optimizer's parameters, or their shapes, dtypes or devices, have changed since
+        construction.
         """
         groups = self.optimizer.param_groups
         return [len(group["params"]) for group in groups] != [len(names) for names in self._groups] or any(
@@ -150,7 +158,7 @@ class TrainState:
         )
 
     def hyper(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each group, as plain data."""
+        """Return the hyperparameters of each group as plain data."""
         return [
             {key: to_plain(value, f"'{key}' of the optimizer's group {number}")
              for key, value in group.items() if key not in STRUCTURE}
@@ -158,7 +166,7 @@ class TrainState:
         ]
 
     def set_hyper(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Set the hyperparameters of each group; tensors, as a learning rate may be, are filled in place."""
+        """Set the hyperparameters of each group; tensors, such as a learning rate, are filled in place."""
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             for key, plain in values.items():
                 value = from_plain(plain)
@@ -169,14 +177,14 @@ class TrainState:
                     group[key] = value
 
     def states_now(self) -> dict[str, Any]:
-        """States of schedulers and the like, as plain data."""
+        """Return the states of schedulers and the like as plain data."""
         return {name: to_plain(state.state_dict(), f"the state of '{name}'") for name, state in self.states.items()}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Give schedulers and the like their states back.
+        """Load the states of schedulers and the like.
 
         Raises:
-            LoadFailed: others were logged.
+            LoadFailed: the names differ from those in the log.
         """
         if set(states) != set(self.states):
             raise LoadFailed(
@@ -186,21 +194,22 @@ class TrainState:
         for name, state in self.states.items():
             state.load_state_dict(from_plain(states[name]))
 
-    def watched(self) -> list[torch.Tensor]:
-        """What nothing but the optimizer may change, if gradients are to tell it: also parameters that it does not
-        have, such as those of a teacher that follows the model.
+    def monitored(self) -> list[torch.Tensor]:
+        """Return the tensors that only the optimizer may change, so that gradients reproduce them.
+
+        They include parameters without an optimizer, such as those of a teacher that follows the model.
         """
         return list(self._names)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent buffers, by name."""
+        """Yield name and tensor of each persistent buffer."""
         for prefix, module in self.model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     yield unwrapped(f"{prefix}.{key}" if prefix else key), buffer
 
     def tensors(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str | None]]:
-        """All tensors of a snapshot: path, tensor, and the parameter they belong to (None: to none that is logged)."""
+        """Yield path, tensor and logged parameter (None without one) of each tensor of a snapshot."""
         for parameter, name in self._names.items():
             yield (MODEL, name), parameter.detach(), name if name in self.parameters else None
         for alias, name in self.aliases.items():
@@ -213,7 +222,7 @@ class TrainState:
                     yield (OPTIMIZER, "state", name, key), value.detach(), name
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """What of the optimizer's state is no tensor, by parameter."""
+        """Return the non-tensor part of the optimizer's state as plain data, by parameter."""
         found: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -222,12 +231,12 @@ class TrainState:
         return found
 
     def replace_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the optimizer this state, and no other."""
+        """Replace the optimizer's whole state."""
         self.optimizer.state.clear()
         self.set_state(state)
 
     def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give parameters their state in the optimizer, of tensors and plain data; where it belongs and as laid out."""
+        """Set the optimizer's state of parameters, on the device and in the layout that the optimizer expects."""
         for name, values in state.items():
             parameter = self.parameters[name]
             group = self.optimizer.param_groups[self.group_of(name)]
@@ -243,7 +252,7 @@ class TrainState:
             self.optimizer.state[parameter] = own
 
     def state_keys(self) -> dict[str, list[str]]:
-        """Keys of the optimizer's state in their order, by parameter."""
+        """Return the ordered keys of the optimizer's state, by parameter."""
         state = self.optimizer.state
         return {name: list(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
@@ -256,22 +265,22 @@ def _form(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.devic
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without others in its memory; a copy where there are."""
+    """Return a tensor that owns its whole storage; a copy if it shares one."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch names it, without "torch."."""
+    """Return torch's name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
-def entries_from(tree: Iterable[Iterable[Any]]) -> list[Entry]:
-    """Entries as a file has them.
+def entries_from(tree: Iterable[Iterable[Any]]) -> list[ParameterEntry]:
+    """Return entries from their representation in a file.
 
     Raises:
         CorruptCheckpoint: a dtype is unknown.
     """
-    entries = [Entry(name, tuple(shape), dtype, group, owner) for name, shape, dtype, group, owner in tree]
+    entries = [ParameterEntry(name, tuple(shape), dtype, group, owner) for name, shape, dtype, group, owner in tree]
     for entry in entries:
         dtype_of(entry.dtype)
     return entries

@@ -1,8 +1,8 @@
-"""How often to snapshot, and how many logged steps to write at once: LowDiff's equations, the model used here, a tuner.
+"""Intervals between snapshots and sizes of batches: LowDiff's equations, the cost model of this package, and a tuner.
 
-*Wasted time* is what a job takes beyond its iterations: steady overhead, and after each failure the recovery and the
-work that is lost (§II-B).  `wasted_time` and `optimum` are equations 8 and 10 of LowDiff (§V-C); `Model` is what
-holds for this package and what `Tuner` follows while a job runs.
+*Wasted time* is the time of a job beyond its iterations: steady overhead, and after each failure the recovery and the
+lost work (§II-B).  `wasted_time` and `optimum` are equations 8 and 10 of LowDiff (§V-C); `Model` describes this
+package, and `Tuner` follows it while a job runs.
 
 **The equations.**  The paper counts the lost work of a failure, ``b / 2``, in iterations, and writes ``1 / f`` for the
 iterations between snapshots: its unit of time is the iteration, so W, R_F, R_D and M have to be in iterations too.
@@ -17,7 +17,7 @@ are exponentials of linear functions of ``log f`` and ``log b``, so their sum is
 they are equal.  It need not be allowed, though: nothing keeps ``b >= 1``, nor ``f b <= 1`` (a batch that is no longer
 than a snapshot's interval), which holds only for ``R_D² <= 2 S M / W``.
 
-**What they leave out.**
+**Differences from this package.**
 
 * R_D is the time to merge one *batch*: batches are counted, so a batch of summed gradients must merge in the time of
   one gradient.  That is true of SGD; Adam cannot be replayed from a sum.  Where each step of a batch is replayed, R_D
@@ -41,34 +41,33 @@ from typing import Any, NamedTuple
 from dsq_ckpt.errors import ConfigError
 
 KEEPS_UP = 0.8
-"""Share of an iteration that the checkpointing process may be busy: iterations are not all alike, and a process
-that needs all of each falls behind for good at the first slow write."""
+"""Largest load of the checkpointing process per iteration; a fully loaded one never catches up after a slow write."""
 HYSTERESIS = 1.02
-"""Settings stay while they waste at most this many times what the optimum would, as an interval 1.2 times the best."""
+"""Settings stay while they waste at most this many times the optimum, as for an interval 1.2 times the best one."""
 PRIOR = 2 * 3600.0
-"""Seconds.  Before a failure was seen, one is assumed to come within this time: the middle, on a logarithmic scale,
-of "minutes to days" that the paper cites for the mean time between failures (5 minutes, 2 days)."""
+"""Assumed seconds between failures before the first one: the geometric mean of 5 minutes and 2 days, the paper's
+"minutes to days"."""
 UNMEASURED_REPLAY = 1 / 3
-"""Of an iteration: replay of a step until a recovery was measured; rather too slow, and snapshots too frequent."""
+"""Iterations to replay a step, assumed until the first recovery; on the slow side, so snapshots are too frequent."""
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running means."""
-_LEAST = 1e-9  # seconds or bytes, for what must not be 0 but may be below a clock's resolution
+_LEAST = 1e-9  # seconds or bytes: a positive stand-in for values below a clock's resolution
 
 
-class Choice(NamedTuple):
-    """Steps from one snapshot to the next, and steps written at once."""
+class TunedSettings(NamedTuple):
+    """The settings of a log: steps from one snapshot to the next, and steps per written segment."""
 
     snapshot_every: int
     batch: int
 
 
-START = Choice(50, 2)
-"""Settings until enough was measured."""
+START = TunedSettings(50, 2)
+"""Settings before the first measurements."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be chosen, both ends included; equal ends fix a setting.
+    """The ranges of the settings, both ends included; equal ends fix a setting.
 
     Attributes:
         every: steps from one snapshot to the next.  The upper end bounds the log on disk and the time of a recovery.
@@ -87,34 +86,33 @@ class Bounds:
             given = f"every={self.every}, batch={self.batch}"
             raise ConfigError(f"bounds are (lowest, highest), at least 1, a batch within an interval; not {given}")
 
-    def clip(self, choice: Choice) -> Choice:
-        """The nearest that is allowed; a batch is never longer than the interval between snapshots."""
-        every = min(max(choice.snapshot_every, self.every[0], self.batch[0]), self.every[1])
-        return Choice(every, min(max(choice.batch, self.batch[0]), self.batch[1], every))
+    def clip(self, settings: TunedSettings) -> TunedSettings:
+        """Return the nearest settings within the bounds; a batch never exceeds the interval between snapshots."""
+        every = min(max(settings.snapshot_every, self.every[0], self.batch[0]), self.every[1])
+        return TunedSettings(every, min(max(settings.batch, self.batch[0]), self.batch[1], every))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a job and its machine cost; in seconds and bytes.
+    """The measured costs of a job on its machine, in seconds and bytes.
 
     Attributes:
         iteration: t, seconds of one step, without waiting for checkpoints.
         bandwidth: W, bytes per second at which snapshots are written.
         snapshot_bytes: S.
-        load: R_F, seconds to load a snapshot, and what else a restart takes whatever the settings.
+        load: R_F, seconds to load a snapshot, plus other costs of a restart that do not depend on the settings.
         replay: seconds to replay one logged step.
         mtbf: M, mean seconds between failures of the whole job: that of one rank divided by their number.
-        ranks: N, only to count GPU-seconds.
-        merge: R_D, seconds to merge one batch of summed gradients; as to replay one step where None.
-        stall: seconds that a snapshot stops training; S / W, all of its writing, where None.
+        ranks: N, for the conversion to GPU-seconds.
+        merge: R_D, seconds to merge one batch of summed gradients; None for the time to replay one step.
+        stall: seconds that a snapshot stops training; None for the whole write, S / W.
         batch_fixed: seconds of the checkpointing process for each batch: file, fsync, commit.
         batch_step: seconds of the checkpointing process for each step of a batch: encoding and writing it.
-        contention: share of the checkpointing process's busy time that training loses, as to a common disk or cache.
-            With a core of its own 1.3 % for steps and 0.4 % for snapshots were measured, within noise of 2 %
-            (`scripts/evaluate_lowdiff.py contention`); so it is 0 unless it is said.
+        contention: share of the checkpointing process's busy time that training loses, as to a shared disk or cache.
+            On separate cores 1.3 % and 0.4 % were measured (`scripts/evaluate_lowdiff.py contention`), noise 2 %.
 
     Raises:
-        ConfigError: naming all values that are out of range.
+        ConfigError: values are out of range; the message names all of them.
     """
 
     iteration: float
@@ -144,12 +142,12 @@ class Costs:
 
     @property
     def write(self) -> float:
-        """S / W, seconds to write a snapshot."""
+        """Seconds to write a snapshot, S / W."""
         return self.snapshot_bytes / self.bandwidth
 
     @property
     def merging(self) -> float:
-        """R_D, seconds to merge one batch."""
+        """Seconds to merge one batch, R_D."""
         return self.replay if self.merge is None else self.merge
 
     @property
@@ -159,10 +157,10 @@ class Costs:
 
 
 def wasted_time(costs: Costs, f: float, b: float, run_time: float) -> float:
-    """Equation 8 of LowDiff, with its units made right (see the module's docstring).
+    """Evaluate equation 8 of LowDiff, with consistent units (see the module's docstring).
 
     Args:
-        costs: `merging`, `write`, `load`, `iteration`, `mtbf` and `ranks` of them count.
+        costs: costs, of which `merging`, `write`, `load`, `iteration`, `mtbf` and `ranks` are used.
         f: snapshots per iteration, > 0.
         b: steps of a batch, > 0.
         run_time: T, seconds.
@@ -176,7 +174,7 @@ def wasted_time(costs: Costs, f: float, b: float, run_time: float) -> float:
 
 
 def optimum(costs: Costs) -> tuple[float, float]:
-    """Equation 10 of LowDiff: ``(f, b)`` at the minimum of `wasted_time`, snapshots per iteration and steps.
+    """Return ``(f, b)``, snapshots per iteration and steps per batch, at the minimum of `wasted_time` (equation 10).
 
     Neither is rounded or bounded: b may be below 1 and ``f b`` above it.
     """
@@ -186,7 +184,7 @@ def optimum(costs: Costs) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Model:
-    """Wasted time where each logged step is replayed by itself and a process beside training writes.
+    """A model of wasted time if each logged step is replayed and a separate process writes.
 
     Let F be ``snapshot_every``, t an iteration, c what a snapshot stops training for, ``p = S / W`` the time to write
     it, r the replay of a step, ``w = batch_fixed + b batch_step`` the time to write a batch, M the mean time between
@@ -215,16 +213,16 @@ class Model:
     costs: Costs
 
     def busy(self, every: float, batch: float) -> float:
-        """Seconds of the checkpointing process per step."""
+        """Return the busy seconds of the checkpointing process per step."""
         return self.costs.batch_fixed / batch + self.costs.batch_step + self.costs.write / every
 
     def slowdown(self, every: float, batch: float, full: float = 1.0) -> float:
-        """Seconds that each step takes longer, snapshots' stalls not counted; it waits once busy > full t."""
+        """Return the additional seconds of a step, without stalls of snapshots; it waits once busy > full t."""
         busy = self.busy(every, batch)
         return self.costs.contention * busy + max(0.0, busy - full * self.costs.iteration)
 
     def wasted_time(self, every: float, batch: float, run_time: float, full: float = 1.0) -> float:
-        """Wasted GPU-seconds of all ranks in ``run_time`` seconds; ``full`` as for `slowdown`."""
+        """Return the wasted GPU-seconds of all ranks in ``run_time`` seconds; ``full`` as for `slowdown`."""
         c = self.costs
         age, lost = every * c.iteration / 2 + max(0.0, c.write - c.stopped), self._lost(batch)
         failure = c.load + lost + c.replay / c.iteration * max(0.0, age - lost)
@@ -232,37 +230,37 @@ class Model:
         return c.ranks * run_time * (failure / c.mtbf + steady)
 
     def optimum(self) -> tuple[float, float]:
-        """``(snapshot_every, batch)`` where nothing but the two formulas matters; batch is infinite where r >= t."""
+        """Return ``(snapshot_every, batch)`` from the two closed formulas; batch is infinite if r >= t."""
         c, every = self.costs, self._intervals(1)[0]
-        if c.replay >= c.iteration:  # then losing a step is cheaper than replaying it
+        if c.replay >= c.iteration:  # losing a step is cheaper than replaying it
             return every, math.inf
         gain = (c.iteration - c.replay) * (c.iteration / 2 + c.batch_step)
         return every, math.sqrt(c.contention * c.batch_fixed * c.mtbf / gain)
 
-    def choice(self, bounds: Bounds | None = None) -> Choice:
-        """The best whole numbers within bounds, with `KEEPS_UP` to spare for the checkpointing process.
+    def best_settings(self, bounds: Bounds | None = None) -> TunedSettings:
+        """Return the best integer settings within bounds, with a load of the checkpointing process below `KEEPS_UP`.
 
         Exact: for each batch the waste is convex in the interval, in pieces (falling behind or not, anything to replay
         or not), so the best whole number is next to a piece's minimum or to where two meet.
         """
         bounds = bounds or Bounds()
         tried = {
-            bounds.clip(Choice(max(whole(min(near, bounds.every[1])), batch), batch))
+            bounds.clip(TunedSettings(max(whole(min(near, bounds.every[1])), batch), batch))
             for batch in range(bounds.batch[0], bounds.batch[1] + 1)
             for near in self._intervals(batch)
             for whole in (math.floor, math.ceil)
         }
         return min(tried, key=lambda one: (self.rate(one), one))
 
-    def rate(self, choice: Choice) -> float:
-        """What `choice` minimises: wasted seconds per second, with `KEEPS_UP` of an iteration as if it were all."""
-        return self.wasted_time(choice.snapshot_every, choice.batch, 1.0, KEEPS_UP) / self.costs.ranks
+    def rate(self, settings: TunedSettings) -> float:
+        """Return the objective of `best_settings`: wasted seconds per second, at a full load of `KEEPS_UP`."""
+        return self.wasted_time(settings.snapshot_every, settings.batch, 1.0, KEEPS_UP) / self.costs.ranks
 
     def _lost(self, batch: float) -> float:
         return batch * self.costs.iteration / 2 + self.costs.batch_fixed + batch * self.costs.batch_step
 
     def _intervals(self, batch: int) -> list[float]:
-        """Where the best interval of a batch may lie, were it no whole number and had no bounds."""
+        """Return candidates for the best real-valued, unbounded interval of a batch."""
         c = self.costs
         stops = c.stopped + c.contention * c.write
         found = [math.sqrt(2 * cost * c.mtbf / (c.replay * c.iteration)) for cost in (stops, stops + c.write)]
@@ -272,14 +270,13 @@ class Model:
 
 
 class Tuner:
-    """Follows `Model.choice` while a job runs, a step at a time (§VII-A, "stepwise adjustments").
+    """A tuner that follows `Model.best_settings` while a job runs (§VII-A, "stepwise adjustments").
 
     Args:
-        start: settings until an iteration, a snapshot and a batch were measured.
-        bounds: of the settings.
-        mtbf: mean seconds between failures, where it is known.  None: observed, as
-            ``(PRIOR + run time) / (1 + failures)``, as if the job had run `PRIOR` seconds before and failed once.  A
-            job without failures thus relaxes as it runs.
+        start: settings before an iteration, a snapshot and a batch were measured.
+        bounds: bounds of the settings.
+        mtbf: mean seconds between failures; None to estimate it as ``(PRIOR + run time) / (1 + failures)``, as if the
+            job had run `PRIOR` seconds before and failed once.  Without failures the intervals thus grow over time.
         contention: see `Costs`.
 
     Raises:
@@ -287,14 +284,15 @@ class Tuner:
     """
 
     def __init__(
-        self, start: Choice = START, bounds: Bounds | None = None, mtbf: float | None = None, contention: float = 0.0,
+        self, start: TunedSettings = START, bounds: Bounds | None = None, mtbf: float | None = None,
+        contention: float = 0.0,
     ) -> None:
         if mtbf is not None and not (math.isfinite(mtbf) and mtbf > 0):
             raise ConfigError(f"mtbf is in seconds and positive, not {mtbf}")
         if not 0 <= contention <= 1:
             raise ConfigError(f"contention is a share, from 0 to 1, not {contention}")
         self.bounds = bounds or Bounds()
-        self.choice = self.bounds.clip(start)
+        self.settings = self.bounds.clip(start)
         self._given, self._contention = mtbf, contention
         self._means: dict[str, float] = {}
         self._run_time = 0.0
@@ -310,20 +308,20 @@ class Tuner:
         snapshot: tuple[float, int] | None = None, batch: tuple[float, int, int] | None = None,
         encoding: float | None = None, load: float | None = None, replay: float | None = None, failures: int = 0,
     ) -> None:
-        """Take measurements into the running means.
+        """Add measurements to the running means.
 
         Args:
-            iteration: seconds of one step.  Without waiting for checkpoints: else a checkpointing process that falls
-                behind would seem to keep up, since it slows the steps that it is measured by.
-            steps: how many steps took that long; counted as run time.
+            iteration: seconds of one step, without waiting for checkpoints: otherwise a checkpointing process that
+                falls behind would seem to keep up, since it slows down the steps against which it is measured.
+            steps: number of steps of this duration, counted as run time.
             stall: seconds that a snapshot stopped training.
-            snapshot: seconds and bytes of writing one.
-            batch: seconds, bytes and steps of writing one.  What its bytes take at a snapshot's bandwidth is taken as
-                a cost of its steps, the rest as a cost of each batch.
-            encoding: seconds to encode one step, not part of ``batch``.
+            snapshot: seconds and bytes of writing a snapshot.
+            batch: seconds, bytes and steps of writing a batch.  The time of its bytes at a snapshot's bandwidth counts
+                as a cost of its steps, the rest as a cost of each batch.
+            encoding: seconds to encode one step, not included in ``batch``.
             load: seconds to load a snapshot.
             replay: seconds to replay one step.
-            failures: so many more.
+            failures: number of new failures.
 
         Raises:
             ValueError: a measurement is negative or not finite.
@@ -344,7 +342,7 @@ class Tuner:
         self._failures += failures
 
     def costs(self) -> Costs | None:
-        """What was measured; None before an iteration, a snapshot and a batch were."""
+        """Return the measured costs, or None before an iteration, a snapshot and a batch were measured."""
         known = self._means
         if not {"iteration", "snapshot_seconds", "batch_seconds"} <= known.keys():
             return None
@@ -353,43 +351,43 @@ class Tuner:
         transfer = min(known["batch_bytes"] * written / size, known["batch_seconds"])
         return Costs(
             iteration=iteration, bandwidth=size / written, snapshot_bytes=size, mtbf=self.mtbf,
-            load=known.get("load", written),  # of the choice only what `HYSTERESIS` is a share of
+            load=known.get("load", written),  # affects the settings only through `HYSTERESIS`
             replay=max(known.get("replay", UNMEASURED_REPLAY * iteration), _LEAST),
             stall=known.get("stall"), contention=self._contention,
             batch_fixed=known["batch_seconds"] - transfer,
             batch_step=known.get("encoding", 0.0) + transfer / max(known["batch_steps"], 1.0),
         )
 
-    def suggest(self) -> Choice:
-        """The settings to go on with, which the next call starts from; each at most doubled or halved.
+    def suggest(self) -> TunedSettings:
+        """Update and return the settings, each at most doubled or halved.
 
-        They stay where the optimum is not better by more than `HYSTERESIS`.
+        They stay unchanged unless the optimum is better by more than `HYSTERESIS`.
         """
         if costs := self.costs():
-            model, now = Model(costs), self.choice
-            aim = model.choice(self.bounds)
+            model, now = Model(costs), self.settings
+            aim = model.best_settings(self.bounds)
             if model.rate(now) > HYSTERESIS * model.rate(aim):
-                self.choice = self.bounds.clip(Choice(*(_towards(*pair) for pair in zip(now, aim, strict=True))))
-        return self.choice
+                self.settings = self.bounds.clip(TunedSettings(*map(_towards, now, aim)))
+        return self.settings
 
     def state(self) -> dict[str, Any]:
-        """What was learned, as JSON has it; what the constructor was given is not part of it."""
+        """Return the measurements as JSON data, without the constructor's arguments."""
         known = {"means": dict(self._means), "run_time": self._run_time, "failures": self._failures}
-        return {"choice": list(self.choice), **known}
+        return {"choice": list(self.settings), **known}
 
     @classmethod
     def from_state(
         cls, state: Mapping[str, Any], bounds: Bounds | None = None, mtbf: float | None = None, contention: float = 0.0,
     ) -> Tuner:
-        """Goes on from `state`, under bounds and a time between failures that may be others.
+        """Create a tuner from the result of `state`, possibly with other bounds and another time between failures.
 
         Raises:
-            ConfigError: a value out of range, or this is no state of a tuner.
+            ConfigError: a value is out of range, or `state` is not the state of a tuner.
         """
         tuner = cls(START, bounds, mtbf, contention)
         try:
             every, batch = (int(number) for number in state["choice"])
-            tuner.choice = tuner.bounds.clip(Choice(every, batch))
+            tuner.settings = tuner.bounds.clip(TunedSettings(every, batch))
             tuner._means = {str(name): float(value) for name, value in state["means"].items()}
             tuner._run_time, tuner._failures = float(state["run_time"]), int(state["failures"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -398,5 +396,5 @@ class Tuner:
 
 
 def _towards(now: int, aim: int) -> int:
-    """One step of at most a factor of two."""
+    """Return the next value from `now` towards `aim`, by at most a factor of two."""
     return min(aim, 2 * now) if aim > now else max(aim, (now + 1) // 2)

@@ -1,4 +1,4 @@
-"""A recovery that fails leaves everything as it was."""
+"""Rollback of a failed recovery."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dsq_ckpt.lowdiff.train_state import STRUCTURE, TrainState
 
 
 @contextmanager
-def unchanged_on_failure(subject: TrainState) -> Iterator[None]:
-    """Put tensors, hyperparameters and states back as they were if what is done in here fails.
+def unchanged_on_failure(train_state: TrainState) -> Iterator[None]:
+    """Restore tensors, hyperparameters and states if the body of the context raises.
 
-    That takes a copy of the subject in host memory meanwhile. What a log says can be wrong in ways that only the
-    optimizer or a scheduler finds, in the middle of a step.
+    The context keeps a copy of the train state in host memory. A log may be wrong in ways that only the optimizer or
+    a scheduler detects, in the middle of a step.
     """
-    optimizer = subject.optimizer
-    tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for _, tensor, _ in subject.tensors()]
+    optimizer = train_state.optimizer
+    tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for _, tensor, _ in train_state.tensors()]
     state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     groups = [_hyper(group) for group in optimizer.param_groups]
-    states = {name: copy.deepcopy(one.state_dict()) for name, one in subject.states.items()}
+    states = {name: copy.deepcopy(one.state_dict()) for name, one in train_state.states.items()}
     try:
         yield
     except BaseException:
@@ -41,7 +41,7 @@ def unchanged_on_failure(subject: TrainState) -> Iterator[None]:
                     own.copy_(value)
                 else:
                     group[key] = value
-        for name, one in subject.states.items():
+        for name, one in train_state.states.items():
             one.load_state_dict(states[name])
         raise
 

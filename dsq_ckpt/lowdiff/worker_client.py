@@ -1,4 +1,4 @@
-"""The training process's end of its checkpointing process: starting it, slots of shared memory, what it reports."""
+"""The training process's client of its checkpointing process: start, slots of shared memory, messages, reports."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PATIENCE = 1.0
 
 
 class ProcessGone(SaveFailed):
-    """The checkpointing process died, or cannot go on; the message says why, and `told` whether it said so itself."""
+    """Raised when the checkpointing process died or failed; `self_reported` is True if it sent the reason itself."""
 
-    told = False
+    self_reported = False
 
 
 class Ready(Protocol):
-    """Something that will have happened, such as `torch.cuda.Event`."""
+    """An event that completes later, such as `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
@@ -37,18 +37,18 @@ class Ready(Protocol):
 
 
 class WorkerClient:
-    """A checkpointing process.
+    """A client that starts a checkpointing process and talks to it.
 
     Args:
-        begin: its first message; see `process.Server`.
-        queue: steps that may be on their way at most.
-        timeout: seconds after which a process that takes nothing is given up.
-        module: that it runs.
+        begin: first message; see `server.Server`.
+        queue: largest number of steps in transit, the number of slots.
+        timeout: seconds after which a process that accepts nothing is treated as dead.
+        module: Python module that the process runs.
 
     Attributes:
-        ready: what it said when it was up; None: it is still starting.
-        reports: what it told since they were last taken: written, snapshot.
-        saving: a snapshot is on its way.
+        ready: report of the process after its start; None while it is starting.
+        reports: received reports that were not handled yet, such as "written" and "snapshot".
+        saving: True while a snapshot is under way.
         waited: seconds that training waited for a free slot.
     """
 
@@ -64,12 +64,12 @@ class WorkerClient:
         self._unsent: deque[tuple[Ready | None, dict[str, Any], Arena | None]] = deque()
         self._free = deque(range(queue))
         self._staging: Arena | None = None
-        self._errors = os.memfd_create("errors")  # for what it prints when it dies
+        self._errors = os.memfd_create("errors")  # stderr of the process
         self._channel, theirs = Channel.pair()
         root = str(Path(dsq_ckpt.__file__).resolve().parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
-            # Not multiprocessing's spawn, which runs the user's script anew and so asks for a guard around all of it.
+            # Not multiprocessing's spawn, which imports the user's script again and so needs a guard in it.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
@@ -86,7 +86,7 @@ class WorkerClient:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], arena: Arena | None = None) -> None:
-        """Send it a message, after those that wait for something.
+        """Send a message, after all pending messages.
 
         Raises:
             ProcessGone: it is gone.
@@ -98,11 +98,11 @@ class WorkerClient:
         try:
             self._channel.send(dict(message), arena, self._timeout)
         except ChannelClosed:
-            self.poll()  # it may have said why
+            self.poll()  # the process may have sent the reason
             self._gone()
 
     def send_when(self, ready: Ready | None, message: Mapping[str, Any], arena: Arena | None = None) -> None:
-        """Send it a message, after those before it, as soon as something has happened; seen at the next call.
+        """Send a message as soon as `ready` has completed, in order; completion is checked at the next call.
 
         Raises:
             ProcessGone: it is gone.
@@ -121,10 +121,10 @@ class WorkerClient:
             self._send(message, arena)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Take what it reported; returns whether there was anything.
+        """Receive reports; return whether there was any.
 
         Raises:
-            ProcessGone: it is gone, or said that it cannot go on.
+            ProcessGone: the process ended, or reported a failure.
         """
         any_ = False
         while True:
@@ -138,7 +138,7 @@ class WorkerClient:
             self._take(received[0])
 
     def slot(self) -> int:
-        """A free slot; waits for one, which bounds what is on its way.
+        """Return a free slot; wait for one, which bounds the steps in transit.
 
         Raises:
             ProcessGone: the process is.
@@ -156,14 +156,14 @@ class WorkerClient:
         return self._free.popleft()
 
     def release(self, slot: int) -> None:
-        """Give back a slot that nothing was sent in; the process may not know its memory, which is let go."""
+        """Release a slot that was not sent, and its memory, which the process may not have mapped."""
         arena = self._arenas.pop(slot, None)
         if arena is not None:
             arena.close()
         self._free.append(slot)
 
-    def room(self, slot: int, size: int) -> tuple[Arena, bool]:
-        """Shared memory of a slot of at least `size` bytes, and whether it is new to the process."""
+    def ensure_arena(self, slot: int, size: int) -> tuple[Arena, bool]:
+        """Return a slot's shared memory of at least `size` bytes, and whether it is newly allocated."""
         arena = self._arenas.get(slot)
         if arena is not None and arena.size >= size:
             return arena, False
@@ -173,11 +173,11 @@ class WorkerClient:
         return self._arenas[slot], True
 
     def arena(self, slot: int) -> Arena:
-        """Shared memory of a slot that has some."""
+        """Return the shared memory of a slot."""
         return self._arenas[slot]
 
     def staging(self, size: int) -> tuple[Arena, bool]:
-        """Shared memory for a snapshot, and whether it is new to the process; not while one is being saved."""
+        """Return shared memory for a snapshot, and whether it is newly allocated; only if no snapshot is under way."""
         assert not self.saving
         if self._staging is not None and self._staging.size >= size:
             return self._staging, False
@@ -187,10 +187,10 @@ class WorkerClient:
         return self._staging, True
 
     def wait(self, condition: str, timeout: float) -> None:
-        """Wait until it is "ready", or has "saved" the snapshot on its way.
+        """Wait until the process is "ready", or has "saved" the snapshot under way.
 
         Raises:
-            ProcessGone: the process is, or it took longer than `timeout` seconds.
+            ProcessGone: the process ended or failed, or the wait took longer than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while (self.ready is None) if condition == "ready" else self.saving:
@@ -201,11 +201,11 @@ class WorkerClient:
             self.poll(min(left, _PATIENCE))
 
     def close(self, timeout: float | None, done: bool = False) -> str | None:
-        """Let it write what it has and end; returns what is wrong if it did not.
+        """Let the process finish its writes and end; return the problem as text, or None.
 
         Args:
-            timeout: seconds to wait for it; None: do not wait, and never mind.
-            done: training is done; otherwise something failed, which is another thing for those who recover.
+            timeout: seconds to wait; None to return at once, without a problem.
+            done: True if training ended without a failure, which recovery distinguishes.
         """
         problem, gone = None, "the checkpointing process failed"
         try:
@@ -216,9 +216,9 @@ class WorkerClient:
                 deadline = time.monotonic() + timeout
                 while self._process.poll() is None and time.monotonic() < deadline:
                     self.poll(0.05)
-                self.poll()  # what it said last
+                self.poll()  # receive the last reports
         except ProcessGone as error:
-            problem = str(error) if error.told else None
+            problem = str(error) if error.self_reported else None
             gone = str(error)
         except ChannelClosed as error:
             gone = str(error)
@@ -229,7 +229,7 @@ class WorkerClient:
                 problem = problem or "the checkpointing process still has work to do, and goes on with it"
         for ready, _, _ in self._unsent:
             if ready is not None:
-                ready.synchronize()  # a GPU writes into memory that is let go below
+                ready.synchronize()  # a GPU writes into memory that is released below
         self._unsent.clear()
         self._channel.close()
         os.close(self._errors)
@@ -247,7 +247,7 @@ class WorkerClient:
             self.ready = report
         elif kind == "failed":
             error = ProcessGone(report["text"])
-            error.told = True
+            error.self_reported = True
             raise error
         elif kind == "unfaithful":
             raise NotSparse(report["name"])
@@ -269,7 +269,7 @@ class WorkerClient:
 
 
 class NotSparse(ProcessGone):
-    """A gradient was not zero where the compressor had left it so."""
+    """Raised when a gradient is non-zero outside of the support that its compressor reported."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -278,18 +278,22 @@ class NotSparse(ProcessGone):
         )
 
 
-class Layout:
-    """Places of tensors in shared memory, one after the other."""
+class ArenaLayout:
+    """The layout of consecutive tensors in an arena.
+
+    Attributes:
+        size: total size in bytes.
+    """
 
     def __init__(self) -> None:
         self.size = 0
 
     def add(self, size: int) -> int:
-        """Room for so many bytes; returns where."""
+        """Reserve `size` bytes; return their offset."""
         at, self.size = self.size, aligned(self.size + size)
         return at
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of its elements."""
+    """Return the size of a tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()

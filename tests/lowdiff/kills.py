@@ -219,9 +219,9 @@ def train(trial: Trial, run: Path, store: Path, rank: int, resume: bool, writer:
     log = loop.log(run, compressor=trial.spec, resume=recovered, timeout=20.0, **trial.options)
     pid, based, promised = 0, True, -1
     while log.steps_done < STEPS:
-        handle = log._handle
-        if handle is not None and handle.pid != pid:
-            pid = handle.pid
+        client = log._client
+        if client is not None and client.pid != pid:
+            pid = client.pid
             os.write(writer, b"process %d\n" % pid)
         loop.step(log.steps_done, rank)
         log.step()

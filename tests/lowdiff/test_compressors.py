@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.lowdiff.compressors import Compressor, compressor
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, compressor
 from dsq_ckpt.lowdiff.quantized import dequantized, quantized
 from dsq_ckpt.lowdiff.topk import largest
 from tests.helpers.processes import torchrun
@@ -148,7 +148,7 @@ def test_what_is_sent_and_what_is_kept_make_the_whole(dtype):
     for step in range(6):
         module.zero_grad()
         known = backward(module, step)
-        traces = topk.take()
+        infos = topk.take()
         for name, p in module.named_parameters():
             whole = residuals[name] + known[name].float()
             left = topk.state()[name]
@@ -158,7 +158,7 @@ def test_what_is_sent_and_what_is_kept_make_the_whole(dtype):
             sent = torch.where(left == 0, whole, 0)  # in float32, before the gradient's dtype rounds it
             assert torch.equal(sent + left, whole)
             assert torch.equal(p.grad, sent.to(dtype))
-            support = traces[p].support
+            support = infos[p].support
             assert len(support) == max(1, round(0.05 * p.numel()))
             assert set(sent.reshape(-1).nonzero().view(-1).tolist()) <= set(support.tolist())
             residuals[name] = left.clone()
@@ -173,24 +173,24 @@ def test_traces_of_a_plain_module(spec):
     for step in range(3):
         module.zero_grad()
         known = backward(module, step)
-        traces = made.take()
+        infos = made.take()
         assert made.take() == {}
         for name, p in module.named_parameters():
-            flat, trace = p.grad.reshape(-1), traces[p]
+            flat, info = p.grad.reshape(-1), infos[p]
             if not p.numel():
-                assert trace.witness is None
+                assert info.probe is None
                 continue
-            places, values = trace.witness
+            places, values = info.probe
             assert torch.equal(flat[places], values) and 0 < len(places) <= 64
             if made.name == "topk":
                 covered = torch.zeros(len(flat), dtype=torch.bool)
-                covered[trace.support] = True
+                covered[info.support] = True
                 assert not flat[~covered].any()
             elif made.name == "kmeans":
-                assert torch.isin(flat, trace.levels).all() and len(trace.levels) <= 8
+                assert torch.isin(flat, info.levels).all() and len(info.levels) <= 8
             else:
-                assert trace.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[spec]
-                assert torch.equal(p.grad, known[name].to(trace.dtype).float())
+                assert info.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[spec]
+                assert torch.equal(p.grad, known[name].to(info.dtype).float())
             if made.name != "topk":
                 assert flat.abs().max() == values.abs().max()
 
@@ -253,8 +253,8 @@ def test_values_that_are_not_finite_stay_visible(spec, value):
     made.attach(module)
     (module.p0[3, 4] * value).backward()
     assert not module.p0.grad.isfinite().all()
-    trace = made.take()[module.p0]
-    assert trace.levels is None
+    info = made.take()[module.p0]
+    assert info.levels is None
     assert all(residual.isfinite().all() for residual in made.state().values())
 
 
@@ -314,7 +314,7 @@ def test_a_state_that_does_not_fit_is_refused():
     ))
     assert not topk.state()["p0"].any()
     for spec in ("none", "fp16", "topk:0.1,feedback=off"):
-        without: Compressor = compressor(spec)
+        without: GradientCompressor = compressor(spec)
         without.attach(gradients((4,)))
         assert without.state() == {}
         without.load_state({})

@@ -38,9 +38,9 @@ def follow(loop: Loop, run, holders, steps: int) -> None:
     """A replica of the loop has what it has, and every step was handed over by DDP's hook."""
     buckets = []
     with replica_of(loop, run) as replica:
-        over = replica._handover
-        called = over.on_bucket
-        over.on_bucket = lambda *args: buckets.append(1) or called(*args)
+        streamer = replica._streamer
+        called = streamer.on_bucket
+        streamer.on_bucket = lambda *args: buckets.append(1) or called(*args)
         for number in range(steps):
             loop.step(number)
             replica.step()
@@ -84,14 +84,14 @@ def test_who_has_it():
     first.attach(loop.model)
     with pytest.raises(ConfigError, match=r"this model has compressor 'topk:0.5.*' already; detach or"):
         compressor("fp16").attach(loop.model)
-    over = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
+    streamer = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
     with pytest.raises(ConfigError, match="this model has compressor 'topk"):
-        over.attach()
+        streamer.attach()
     first.detach()
-    over.attach()
+    streamer.attach()
     with pytest.raises(ConfigError, match="this model has a replica already"):
         first.attach(loop.model)
-    over.detach()
+    streamer.detach()
     first.attach(loop.model)
     first.detach()
 
@@ -99,10 +99,10 @@ def test_who_has_it():
 def test_somebody_elses():
     loop = ddp()
     loop.model.register_comm_hook(None, allreduce_hook)
-    over = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
+    streamer = GradientStreamer(TrainState(loop.model, loop.optimizer), None, ())
     with pytest.raises(ConfigError, match=r"a replica cannot be the communication hook .* give the other one as hook="):
-        over.attach()
-    over.detach()
+        streamer.attach()
+    streamer.detach()
     with pytest.raises(ConfigError, match=r"compressor 'fp16' cannot be .* leave out the other one. DDP says: "):
         compressor("fp16").attach(loop.model)
 
@@ -110,7 +110,7 @@ def test_somebody_elses():
 def test_inside_of_something():
     """Gradients would be seen before DDP has averaged them."""
     outer = nn.Sequential(DistributedDataParallel(nn.Linear(3, 3)))
-    over = GradientStreamer(TrainState(outer, Adam(outer.parameters())), None, ())
+    streamer = GradientStreamer(TrainState(outer, Adam(outer.parameters())), None, ())
     with pytest.raises(ConfigError, match="Sequential contains a DistributedDataParallel: give that to the replica"):
-        over.attach()
-    over.detach()
+        streamer.attach()
+    streamer.detach()

@@ -227,10 +227,10 @@ def test_nothing_is_removed_before_a_snapshot_is_complete(tmp_path, monkeypatch)
 def test_another_session_is_left_alone(tmp_path):
     """A process that still saves does not remove what its successor has logged since."""
     (tmp_path / "log").mkdir()
-    config = snapshots.config_of("exact")
+    config = snapshots.snapshot_config("exact")
     one, two = "1" * 16, "2" * 16
     meta = {"session": one, "step": 100}
-    snapshots.save(tmp_path, 100, [snapshots.Piece(("x",), torch.ones(2))], meta, config, SingleProcess())
+    snapshots.save(tmp_path, 100, [snapshots.SnapshotTensor(("x",), torch.ones(2))], meta, config, SingleProcess())
     for session, last in ((one, 99), (one, 101), (two, 106), ("0" * 16, 90)):
         (tmp_path / "log" / str(segments.Name(session, last, last, 0))).touch()
     snapshots.retire(tmp_path, 1)

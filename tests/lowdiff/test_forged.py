@@ -92,10 +92,10 @@ def test_a_snapshot_names_itself(tmp_path, change):
     recorded(SCHEDULED, tmp_path, 2, compressor="none", snapshot_every=2, keep=1)
     (path,) = tmp_path.glob("step-*")
     with snapshots.Snapshot(path) as snapshot:
-        pieces = [snapshots.Piece(tuple(keys), snapshot.tensor(name))
+        snapshot_tensors = [snapshots.SnapshotTensor(tuple(keys), snapshot.tensor(name))
                   for name, keys in snapshot._checkpoint.index["planner"].items() if tuple(keys) != snapshots.META]
         meta = {**snapshot.meta, **change}
-    snapshots.save(tmp_path, 2, pieces, meta, snapshots.config_of("exact"), communicator(None))
+    snapshots.save(tmp_path, 2, snapshot_tensors, meta, snapshots.snapshot_config("exact"), communicator(None))
     loop = Loop(SCHEDULED, seed=5)
     before = copy.deepcopy(loop.state())
     with pytest.raises(DSQError, match=re.escape(f"'{path}")):

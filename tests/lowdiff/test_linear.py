@@ -49,7 +49,7 @@ def test_merging_is_what_sgd_does(
     generator = torch.Generator().manual_seed(seed)
     one, optimizer = _model(options)
     other, merging_optimizer = _model(options)
-    subject = TrainState(other, merging_optimizer)
+    train_state = TrainState(other, merging_optimizer)
 
     def step(model: nn.Module, target: torch.optim.Optimizer, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in model.named_parameters():
@@ -60,12 +60,12 @@ def test_merging_is_what_sgd_does(
         gradients = _gradients(one, density, generator)
         step(one, optimizer, gradients)
         step(other, merging_optimizer, gradients)
-    with Merging(subject, 2) as merging:
+    with Merging(train_state, 2) as merging:
         for number in range(steps):
             for target in (optimizer, merging_optimizer):
                 target.param_groups[0]["lr"] = 0.1 / (1 + number)
             gradients = _gradients(one, density, generator)
-            merging.step(subject.hyper(), gradients)
+            merging.step(train_state.hyper(), gradients)
             step(one, optimizer, gradients)
     for (name, expected), found in zip(one.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12, msg=name)

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adam
 import dsq_ckpt.lowdiff
 from dsq_ckpt.errors import CheckpointExists, ConfigError, LoadFailed, SaveFailed
 from dsq_ckpt.lowdiff import recorder, segments
-from dsq_ckpt.lowdiff.locks import Lock, path_of, wait_for_writers
+from dsq_ckpt.lowdiff.locks import Lock, lock_path, wait_for_writers
 from tests.lowdiff.loops import (
     ADAM,
     SCHEDULED,
@@ -88,7 +88,7 @@ def test_recovery_from_what_is_no_run(tmp_path):
 
 def test_recovery_while_another_process_writes(tmp_path):
     table = recorded(ADAM, tmp_path, 3)
-    lock = Lock(path_of(tmp_path, "another", 0))
+    lock = Lock(lock_path(tmp_path, "another", 0))
     with pytest.raises(LoadFailed, match=r"still writes into '.*another-00000\.lock"):
         Loop(ADAM).recover(tmp_path, timeout=0.1)
     lock.release()
@@ -97,7 +97,7 @@ def test_recovery_while_another_process_writes(tmp_path):
 
 def test_a_lock_that_is_removed_while_it_is_taken(tmp_path, monkeypatch):
     """By who looked whether somebody held it; its owner takes another one, which is seen."""
-    path, own, removed = path_of(tmp_path, "session", 0), fcntl.flock, []
+    path, own, removed = lock_path(tmp_path, "session", 0), fcntl.flock, []
     path.parent.mkdir()
 
     def flock(descriptor, how):

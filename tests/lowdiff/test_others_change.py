@@ -13,7 +13,7 @@ from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.lowdiff import GradientLog, recover
 from dsq_ckpt.lowdiff.arena import Arena
 from dsq_ckpt.lowdiff.capture import put_buffers
-from dsq_ckpt.lowdiff.worker_client import Layout
+from dsq_ckpt.lowdiff.worker_client import ArenaLayout
 
 pytestmark = [pytest.mark.usefixtures("in_thread", "one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 STEPS = 12
@@ -141,8 +141,8 @@ def test_what_was_sent_is_not_sent_again(tmp_path, compressor, left):
             backward(model, optimizer, number)
             optimizer.step()
             log.step()
-            while log._handle.saving:
-                log._handle.poll(0.01)
+            while log._client.saving:
+                log._client.poll(0.01)
     other = nn.Linear(40, 40)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -164,13 +164,13 @@ class _Slots:
     def arena(self, slot):
         return self.memory
 
-    def room(self, slot, size):
+    def ensure_arena(self, slot, size):
         assert size <= self.memory.size
         return self.memory, False
 
 
 def test_buffers_that_grow_do_not_cost_gradients():
-    slots, layout = _Slots(), Layout()
+    slots, layout = _Slots(), ArenaLayout()
     layout.add(128)
     at = layout.size
     assert put_buffers([("small", torch.zeros(4))], slots, 0, at) is not None

@@ -148,13 +148,13 @@ def test_states_are_in_the_order_of_training(tmp_path, monkeypatch):
         for number in range(2):
             loop.step(number)
             log.step()
-    own = replay._Shards._step
+    own = replay._ShardedOptimizer._step
 
     def late(shards, names, optimizer, gradients):
         time.sleep(0.1 * ("0.weight" in names))
         own(shards, names, optimizer, gradients)
 
-    monkeypatch.setattr(replay._Shards, "_step", late)
+    monkeypatch.setattr(replay._ShardedOptimizer, "_step", late)
     monkeypatch.setattr(StorageConfig, "thread_count", lambda _: 2)
     other = Loop(ADAM, seed=1)
     assert other.recover(tmp_path).replayed == 2
@@ -176,15 +176,15 @@ def test_an_interrupt_reaches_the_other_ranks(tmp_path, monkeypatch):
             told.append(value)
             return [value]
 
-    def interrupted(subject):
+    def interrupted(train_state):
         signal.raise_signal(signal.SIGINT)
-        return unchanged(subject)
+        return unchanged(train_state)
 
     loop, unchanged = Loop(ADAM, seed=1), recovery.unchanged_on_failure
     before = loop.state()
     monkeypatch.setattr(recovery, "unchanged_on_failure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recovery.recover_subject(tmp_path, TrainState(loop.model, loop.optimizer, loop.states), Recording())
+        recovery.recover_train_state(tmp_path, TrainState(loop.model, loop.optimizer, loop.states), Recording())
     assert told[-1][:2] == (False, "KeyboardInterrupt")
     assert differences(loop.state(), before) == []
 

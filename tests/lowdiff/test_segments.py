@@ -13,14 +13,17 @@ import xxhash
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments
 from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
-from dsq_ckpt.lowdiff.segments import Segment, Step
-from dsq_ckpt.lowdiff.train_state import Entry
+from dsq_ckpt.lowdiff.segments import LogSegment, Step
+from dsq_ckpt.lowdiff.train_state import ParameterEntry
 from dsq_ckpt.storage.atomic_io import hidden_name
 from dsq_ckpt.storage.container import ContainerWriter
 from tests.lowdiff.loops import bits
 
 SESSION = "0123456789abcdef"
-ENTRIES = [Entry("a", (6, 7), "float32", 0, 0), Entry("b", (30,), "float32", 0, 0), Entry("c", (4,), "bfloat16", 1, 0)]
+ENTRIES = [
+    ParameterEntry("a", (6, 7), "float32", 0, 0), ParameterEntry("b", (30,), "float32", 0, 0),
+    ParameterEntry("c", (4,), "bfloat16", 1, 0),
+]
 
 
 def gradients(number):
@@ -46,9 +49,9 @@ def step_of(number):
         {"params": [1], "dtype": "float32", **encode_sparse(places, values["b"][places], add)},
         {"params": [2], "dtype": "bfloat16", **encode_dense(values["c"], (1.0,), None, None, add)},
     ]
-    about = {"hyper": [{"lr": 0.1 * number}], "after": {"hyper": None, "states": {}}, "grads": grads,
+    record = {"hyper": [{"lr": 0.1 * number}], "after": {"hyper": None, "states": {}}, "grads": grads,
              "buffers": [["mean", "bfloat16", [4], add(raw)]]}
-    return Step(number, about, blocks)
+    return Step(number, record, blocks)
 
 
 def written(run, first, last, rank=0, ranks=1, session=SESSION):
@@ -59,7 +62,7 @@ def written(run, first, last, rank=0, ranks=1, session=SESSION):
 
 
 def read_all(path):
-    segment = Segment(path)
+    segment = LogSegment(path)
     try:
         return {number: (segment.gradients(number), segment.buffers(number)) for number in segment.steps}
     finally:
@@ -68,7 +71,7 @@ def read_all(path):
 
 def test_round_trip(tmp_path):
     path = written(tmp_path, 5, 8)
-    segment = Segment(path)
+    segment = LogSegment(path)
     assert segment.entries == ENTRIES and list(segment.steps) == [5, 6, 7, 8]
     for number in (8, 5, 7):
         found, truth = segment.gradients(number), gradients(number)
@@ -110,7 +113,7 @@ def test_renamed(tmp_path, name):
     path = written(tmp_path, 5, 8)
     renamed = path.rename(path.with_name(name))
     with pytest.raises(CorruptCheckpoint, match="renamed"):
-        Segment(renamed)
+        LogSegment(renamed)
 
 
 def test_a_newer_version(tmp_path, monkeypatch):
@@ -118,7 +121,7 @@ def test_a_newer_version(tmp_path, monkeypatch):
     path = written(tmp_path, 1, 1)
     monkeypatch.undo()
     with pytest.raises(UnsupportedFormat, match="version 2, this dsq_ckpt reads up to 1; upgrade"):
-        Segment(path)
+        LogSegment(path)
 
 
 def test_a_file_of_something_else(tmp_path):
@@ -126,50 +129,50 @@ def test_a_file_of_something_else(tmp_path):
     with ContainerWriter(tmp_path / "log", f"{SESSION}-000000001-000000001-00000.grads", False) as writer:
         writer.finish({"tensors": {}})
     with pytest.raises(CorruptCheckpoint, match="is no segment"):
-        Segment(writer.path)
+        LogSegment(writer.path)
 
 
-def course(run, after=0, last=None):
-    found = segments.course(run, SESSION, after, last)
+def replayable(run, after=0, last=None):
+    found = segments.replayable_steps(run, SESSION, after, last)
     return len(found.segments), found.ended
 
 
 def test_course(tmp_path):
-    assert course(tmp_path) == (0, None)
+    assert replayable(tmp_path) == (0, None)
     for first, last in ((1, 3), (4, 4), (5, 9)):
         for rank in range(2):
             written(tmp_path, first, last, rank, 2)
     written(tmp_path, 1, 20, session="f" * 16)
-    assert course(tmp_path) == (9, None)
-    assert course(tmp_path, 4) == (5, None)
-    assert course(tmp_path, 1, 6) == (5, None)
-    assert course(tmp_path, 9) == (0, None)
-    assert course(tmp_path, 30) == (0, None)
+    assert replayable(tmp_path) == (9, None)
+    assert replayable(tmp_path, 4) == (5, None)
+    assert replayable(tmp_path, 1, 6) == (5, None)
+    assert replayable(tmp_path, 9) == (0, None)
+    assert replayable(tmp_path, 30) == (0, None)
     assert [[segment.path.name[-7] for segment in step] for step in
-            segments.course(tmp_path, SESSION, 7).segments] == [["0", "1"]] * 2
+            segments.replayable_steps(tmp_path, SESSION, 7).segments] == [["0", "1"]] * 2
 
 
 def test_a_share_is_missing(tmp_path):
     written(tmp_path, 1, 3, 0, 2)
     written(tmp_path, 1, 2, 1, 2)
     written(tmp_path, 4, 6, 0, 2)
-    steps, ended = course(tmp_path)
+    steps, ended = replayable(tmp_path)
     assert steps == 2 and ended == "step 3 is not complete: the share of rank(s) 1 is missing"
 
 
 def test_a_gap(tmp_path):
     for step in (1, 2, 5):
         written(tmp_path, step, step)
-    assert course(tmp_path) == (2, "step 3 is missing, although step 5 is there")
-    assert course(tmp_path, 2) == (0, "step 3 is missing, although step 5 is there")
-    assert course(tmp_path, 0, 2) == (2, None)
+    assert replayable(tmp_path) == (2, "step 3 is missing, although step 5 is there")
+    assert replayable(tmp_path, 2) == (0, "step 3 is missing, although step 5 is there")
+    assert replayable(tmp_path, 0, 2) == (2, None)
 
 
 def test_a_damaged_one(tmp_path):
     for step in (1, 2, 3):
         path = written(tmp_path, step, step)
     path.write_bytes(path.read_bytes()[:-1])
-    steps, ended = course(tmp_path)
+    steps, ended = replayable(tmp_path)
     assert steps == 2 and ended.startswith("step 3 cannot be read") and path.name in ended
 
 
@@ -180,7 +183,7 @@ def test_more_segments_than_open_files(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limit[1]))
     try:
-        assert course(tmp_path) == (60, None)
+        assert replayable(tmp_path) == (60, None)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
@@ -217,13 +220,13 @@ def test_leftovers(tmp_path, monkeypatch):
 def test_blocks_are_read_once_more_after_damage(tmp_path):
     """A segment that opens whose data was altered: an error when the step is read, not other numbers."""
     path = written(tmp_path, 1, 3)
-    segment = Segment(path)
+    segment = LogSegment(path)
     offset, size, checksum = segment.steps[2]["blocks"][0]
     data = bytearray(path.read_bytes())
     assert xxhash.xxh3_64_hexdigest(bytes(data[offset : offset + size])) == checksum
     data[offset] ^= 1
     path.write_bytes(data)
-    segment = Segment(path)
+    segment = LogSegment(path)
     segment.gradients(1)
     with pytest.raises(DSQError, match="altered"):
         segment.gradients(2)
@@ -236,18 +239,18 @@ def test_a_name_claims_no_more_steps_than_there_can_be(tmp_path):
     path = written(tmp_path, 3, 4)
     (path.parent / path.name.replace("000000004", "9" * 40)).write_bytes(path.read_bytes())
     assert [name.last for name, _ in segments.names(tmp_path)] == [4]
-    found = segments.course(tmp_path, SESSION, 2)
+    found = segments.replayable_steps(tmp_path, SESSION, 2)
     assert (len(found.segments), found.ended) == (2, None)
 
 
 def test_more_ranks_than_there_can_be(tmp_path):
     """Those that are missing are told, but not all of them."""
     written(tmp_path, 1, 1, ranks=1 << 64)
-    ended = segments.course(tmp_path, SESSION, 0).ended
+    ended = segments.replayable_steps(tmp_path, SESSION, 0).ended
     assert ended is not None and "rank(s) 1, 2, 3, 4, 5, 6, 7, 8 and others is missing" in ended
 
 
 def test_what_an_optimizer_says_of_hyperparameters_names_the_segment(tmp_path):
     path = written(tmp_path, 1, 1)
-    with pytest.raises(CorruptCheckpoint, match=f"{path}.*step 1.*capturable"), Segment(path).readable(1):
+    with pytest.raises(CorruptCheckpoint, match=f"{path}.*step 1.*capturable"), LogSegment(path).readable(1):
         raise AssertionError("If capturable=True, params must be on supported devices")

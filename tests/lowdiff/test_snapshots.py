@@ -11,7 +11,7 @@ import dsq_ckpt
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, UnsupportedFormat
 from dsq_ckpt.lowdiff import segments, snapshots
-from dsq_ckpt.lowdiff.snapshots import Piece, Snapshot
+from dsq_ckpt.lowdiff.snapshots import Snapshot, SnapshotTensor
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.states import mixed_state
 from tests.lowdiff.loops import bits
@@ -31,11 +31,11 @@ def tensors():
 
 def saved(run, step, session=SESSION, base="exact", **meta):
     (run / segments.LOG).mkdir(exist_ok=True)
-    pieces = [Piece(("model", name), tensor) for name, tensor in tensors().items()]
+    saved = [SnapshotTensor(("model", name), tensor) for name, tensor in tensors().items()]
     snapshots.save(
-        run, step, pieces, {"session": session, "step": step, **meta}, snapshots.config_of(base), SingleProcess()
+        run, step, saved, {"session": session, "step": step, **meta}, snapshots.snapshot_config(base), SingleProcess()
     )
-    return snapshots.directory_of(run, step)
+    return snapshots.snapshot_directory(run, step)
 
 
 def segment(run, session, first, last, rank=0):
@@ -69,11 +69,11 @@ def test_lossy(tmp_path):
 
 
 def test_what_they_may_be():
-    assert not snapshots.is_lossy(snapshots.config_of("exact"))
-    assert snapshots.is_lossy(snapshots.config_of("dsq"))
-    assert snapshots.is_lossy(snapshots.config_of({"quantize": {"min_elements": 64}}))
+    assert not snapshots.is_lossy(snapshots.snapshot_config("exact"))
+    assert snapshots.is_lossy(snapshots.snapshot_config("dsq"))
+    assert snapshots.is_lossy(snapshots.snapshot_config({"quantize": {"min_elements": 64}}))
     with pytest.raises(ConfigError):
-        snapshots.config_of("small")
+        snapshots.snapshot_config("small")
 
 
 def test_something_else(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_something_else(tmp_path, monkeypatch):
     dsq_ckpt.save({"x": torch.ones(3)}, path)
     with pytest.raises(CheckpointNotFound, match="not a snapshot of a gradient log"):
         Snapshot(path)
-    assert snapshots.about(path) is None and snapshots.about(tmp_path / "nowhere") is None
+    assert snapshots.read_metadata(path) is None and snapshots.read_metadata(tmp_path / "nowhere") is None
     monkeypatch.setattr(snapshots, "_VERSION", 2)
     newer = saved(tmp_path, 2)
     monkeypatch.undo()
@@ -100,7 +100,7 @@ def test_order(tmp_path):
         return [int(path.name[5:]) for path, _ in snapshots.newest_first(tmp_path)]
 
     assert order() == [15, 20, 10, 5]
-    (snapshots.directory_of(tmp_path, 10) / MANIFEST).write_text(json.dumps({"format": "?"}))
+    (snapshots.snapshot_directory(tmp_path, 10) / MANIFEST).write_text(json.dumps({"format": "?"}))
     assert order() == [15, 20, 10, 5]
     assert [manifest is None for _, manifest in snapshots.newest_first(tmp_path)] == [False, False, True, False]
 
@@ -116,7 +116,7 @@ def test_retire(tmp_path):
     assert [path.name for path, _ in snapshots.newest_first(tmp_path)] == ["step-000000012", "step-000000008"]
     assert not old.exists() and across.exists() and new.exists()
     snapshots.retire(tmp_path, 1)
-    assert not across.exists() and not new.exists() and not snapshots.directory_of(tmp_path, 8).exists()
+    assert not across.exists() and not new.exists() and not snapshots.snapshot_directory(tmp_path, 8).exists()
 
 
 def test_retire_leaves_what_is_not_its_own(tmp_path):

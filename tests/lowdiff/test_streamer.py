@@ -83,15 +83,15 @@ def test_copies_are_made_during_the_backward_pass(tmp_path, holders, kind, monke
     monkeypatch.setattr(streamer, "_copied", noted)
     with replica_of(loop, tmp_path) as replica:
         train(loop, replica, 3)  # DDP makes its buckets anew after the first step
-        over, last = replica._handover, loop.optimizer.param_groups[0]["params"][-2:]
+        handed, last = replica._streamer, loop.optimizer.param_groups[0]["params"][-2:]
         loop.optimizer.zero_grad()
         there, first_gradients = [], []
 
         def wait_for_the_last():
-            until(lambda: all(parameter in over.handed for parameter in last))
-            until(lambda: all(over.view(parameter).data_ptr() in done for parameter in last))
-            first_gradients.append(loop.optimizer.param_groups[0]["params"][0] in over.handed)
-            there.extend(over.view(parameter).clone() for parameter in last)
+            until(lambda: all(parameter in handed.streamed for parameter in last))
+            until(lambda: all(handed.view(parameter).data_ptr() in done for parameter in last))
+            first_gradients.append(loop.optimizer.param_groups[0]["params"][0] in handed.streamed)
+            there.extend(handed.view(parameter).clone() for parameter in last)
 
         done.clear()
         backward_through(loop, wait_for_the_last)
@@ -123,7 +123,7 @@ def test_all_is_copied_when_the_backward_pass_is_done(tmp_path, holders, kind, m
             loop.optimizer.zero_grad()
             done.clear()
             loop.model(torch.full((2, 12), step + 1.0)).square().sum().backward()
-            assert len(done) == 8 and not replica._handover._copies
+            assert len(done) == 8 and not replica._streamer._copies
             nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)  # in place, as soon as it may
             loop.optimizer.step()
             replica.step()

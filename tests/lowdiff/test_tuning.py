@@ -17,9 +17,9 @@ from dsq_ckpt.lowdiff.tuning import (
     KEEPS_UP,
     PRIOR,
     Bounds,
-    Choice,
     Costs,
     Model,
+    TunedSettings,
     Tuner,
     optimum,
     wasted_time,
@@ -124,7 +124,7 @@ def _brute(c: Costs, bounds: Bounds) -> float:
 def test_the_choice_is_the_best_of_all(c, least, more, small, wider):
     assume(small <= least + more)
     bounds = Bounds((least, least + more), (small, small + wider))
-    chosen = Model(c).choice(bounds)
+    chosen = Model(c).best_settings(bounds)
     assert bounds.clip(chosen) == chosen and chosen.batch <= chosen.snapshot_every
     found = Model(c).wasted_time(*chosen, 1.0, KEEPS_UP)
     best = _brute(c, bounds)
@@ -148,10 +148,10 @@ def test_the_continuous_optimum_is_stationary(c):
 def test_what_makes_snapshots_rarer(c, factor):
     """Rarer failures, cheaper replay and dearer stalls; the smallest batch keeps interval and batch apart."""
     bounds = Bounds((1, 5000), (1, 1))
-    every = Model(c).choice(bounds).snapshot_every
-    assert Model(replace(c, mtbf=factor * c.mtbf)).choice(bounds).snapshot_every >= every
-    assert Model(replace(c, replay=c.replay / factor)).choice(bounds).snapshot_every >= every
-    assert Model(replace(c, stall=factor * c.stopped)).choice(bounds).snapshot_every >= every
+    every = Model(c).best_settings(bounds).snapshot_every
+    assert Model(replace(c, mtbf=factor * c.mtbf)).best_settings(bounds).snapshot_every >= every
+    assert Model(replace(c, replay=c.replay / factor)).best_settings(bounds).snapshot_every >= every
+    assert Model(replace(c, stall=factor * c.stopped)).best_settings(bounds).snapshot_every >= every
 
 
 @given(costs, st.floats(1, 100))
@@ -160,17 +160,17 @@ def test_what_makes_batches_larger(c, factor):
     """Dearer files, more contention, rarer failures; with one interval, that they do not move it."""
     assume(c.replay < 0.9 * c.iteration)
     bounds = Bounds((200, 200), (1, 64))
-    batch = Model(c).choice(bounds).batch
-    assert Model(replace(c, batch_fixed=factor * c.batch_fixed)).choice(bounds).batch >= batch
-    assert Model(replace(c, mtbf=factor * c.mtbf)).choice(bounds).batch >= batch
-    assert Model(replace(c, contention=min(1.0, factor * c.contention))).choice(bounds).batch >= batch
+    batch = Model(c).best_settings(bounds).batch
+    assert Model(replace(c, batch_fixed=factor * c.batch_fixed)).best_settings(bounds).batch >= batch
+    assert Model(replace(c, mtbf=factor * c.mtbf)).best_settings(bounds).batch >= batch
+    assert Model(replace(c, contention=min(1.0, factor * c.contention))).best_settings(bounds).batch >= batch
 
 
 def test_without_contention_the_smallest_batch_that_keeps_up():
     c = replace(COSTS, contention=0.0, mtbf=1e6, batch_fixed=2.0, stall=0.01)
-    chosen = Model(c).choice()
+    chosen = Model(c).best_settings()
     assert Model(c).busy(*chosen) <= KEEPS_UP * c.iteration < Model(c).busy(chosen.snapshot_every, chosen.batch - 1)
-    assert Model(replace(c, batch_fixed=0.05)).choice().batch == 1
+    assert Model(replace(c, batch_fixed=0.05)).best_settings().batch == 1
 
 
 def test_falling_behind_is_paid_by_training():
@@ -198,7 +198,7 @@ def _measure(tuner: Tuner, c: Costs, batch: int) -> None:
 
 
 def test_nothing_moves_before_there_are_measurements():
-    tuner = Tuner(Choice(30, 3))
+    tuner = Tuner(TunedSettings(30, 3))
     assert tuner.suggest() == (30, 3)
     tuner.observe(iteration=0.5)
     tuner.observe(snapshot=(2.0, 2_000_000_000))
@@ -222,8 +222,8 @@ def test_costs_are_told_from_measurements():
 @settings(max_examples=60, deadline=None)
 def test_the_tuner_walks_to_the_optimum_and_stays(c, every, batch):
     bounds = Bounds()
-    tuner = Tuner(Choice(every, batch), bounds, mtbf=c.mtbf, contention=c.contention)
-    before = tuner.choice
+    tuner = Tuner(TunedSettings(every, batch), bounds, mtbf=c.mtbf, contention=c.contention)
+    before = tuner.settings
     seen = [before]
     for _ in range(12):
         _measure(tuner, c, before.batch)
@@ -235,7 +235,7 @@ def test_the_tuner_walks_to_the_optimum_and_stays(c, every, batch):
         before = now
     told = tuner.costs()
     assert told is not None
-    aim = Model(told).choice(bounds)
+    aim = Model(told).best_settings(bounds)
     assert Model(told).rate(seen[-1]) <= HYSTERESIS * Model(told).rate(aim) * (1 + 1e-9)
     assert seen[-1] == seen[-2]
 
@@ -245,7 +245,7 @@ def test_jitter_moves_nothing_once_the_tuner_is_there():
     for _ in range(12):
         _measure(tuner, COSTS, 8)
         tuner.suggest()
-    settled = tuner.choice
+    settled = tuner.settings
     for round_ in range(50):
         factor = 1.1 if round_ % 2 else 0.9
         _measure(tuner, replace(COSTS, replay=factor * COSTS.replay, batch_fixed=factor * COSTS.batch_fixed), 8)
@@ -257,11 +257,11 @@ def test_the_tuner_follows_a_disk_that_becomes_slow():
     for _ in range(12):
         _measure(tuner, COSTS, 2)
         tuner.suggest()
-    quick = tuner.choice
+    quick = tuner.settings
     for _ in range(30):
         _measure(tuner, replace(COSTS, bandwidth=1e8, batch_fixed=3.0), 2)
         tuner.suggest()
-    assert tuner.choice.snapshot_every > quick.snapshot_every and tuner.choice.batch > quick.batch
+    assert tuner.settings.snapshot_every > quick.snapshot_every and tuner.settings.batch > quick.batch
 
 
 def test_settings_that_are_fixed_stay():
@@ -269,7 +269,7 @@ def test_settings_that_are_fixed_stay():
     for _ in range(10):
         _measure(tuner, COSTS, 2)
         assert tuner.suggest().snapshot_every == 20
-    assert 2 < tuner.choice.batch <= 20  # no longer than the interval
+    assert 2 < tuner.settings.batch <= 20  # no longer than the interval
 
 
 def test_the_time_between_failures_is_observed():
@@ -293,7 +293,7 @@ def test_a_state_goes_through_json():
     assert other.state() == tuner.state() and other.costs() == tuner.costs()
     assert [other.suggest() for _ in range(5)] == [tuner.suggest() for _ in range(5)]
     narrow = Tuner.from_state(tuner.state(), Bounds((7, 9), (1, 2)), mtbf=60.0)
-    assert 7 <= narrow.choice.snapshot_every <= 9 and narrow.mtbf == 60
+    assert 7 <= narrow.settings.snapshot_every <= 9 and narrow.mtbf == 60
 
 
 @pytest.mark.parametrize("damage", [{"choice": [1]}, {"means": 3}, {"run_time": None}, {"means": {"iteration": "x"}}])
@@ -326,4 +326,4 @@ def test_a_clock_that_saw_nothing():
     """Zero seconds, as a coarse clock measures a tiny model."""
     tuner = Tuner(mtbf=60.0)
     tuner.observe(iteration=0.0, snapshot=(0.0, 0), batch=(0.0, 0, 0), stall=0.0, replay=0.0, load=0.0)
-    assert tuner.bounds.clip(tuner.suggest()) == tuner.choice
+    assert tuner.bounds.clip(tuner.suggest()) == tuner.settings

@@ -130,7 +130,7 @@ def _work(connection: Connection, kind: str, source: Path, target: Path, core: i
 def _steps(source: Path, target: Path) -> Iterator[None]:
     """Encode and write steps of a log, each by itself, as often as it is asked for one."""
     (target / segments.LOG).mkdir(parents=True)
-    opened = [segments.Segment(path) for _, path in segments.names(source)]
+    opened = [segments.LogSegment(path) for _, path in segments.names(source)]
     known = []
     for segment in opened:
         for number, about in segment.steps.items():
@@ -165,12 +165,12 @@ def _snapshots(source: Path, target: Path) -> Iterator[None]:
     (newest, _), *_ = snapshots.newest_first(source)
     with snapshots.Snapshot(newest) as snapshot:
         names = [name for name in snapshot.names() if name != ".".join(snapshots.META)]
-        pieces = [snapshots.Piece((name,), snapshot.tensor(name)) for name in names]
+        snapshot_tensors = [snapshots.SnapshotTensor((name,), snapshot.tensor(name)) for name in names]
         meta = snapshot.meta
     target.mkdir(parents=True)
     for number in count(1):
-        snapshots.save(target, number, pieces, meta, snapshots.config_of("exact"), SingleProcess())
-        shutil.rmtree(snapshots.directory_of(target, number - 1), ignore_errors=True)
+        snapshots.save(target, number, snapshot_tensors, meta, snapshots.snapshot_config("exact"), SingleProcess())
+        shutil.rmtree(snapshots.snapshot_directory(target, number - 1), ignore_errors=True)
         yield
 
 

@@ -165,8 +165,8 @@ def _lowdiff(row: Row, failures: Failures) -> System:
         "mtbf": failures.job_mtbf, "ranks": failures.ranks,
     }
     costs = Costs(**known)
-    choice = Model(costs).choice(Bounds())
-    made = simulation.lowdiff(costs, choice.snapshot_every, choice.batch, row["overhead"])
+    settings = Model(costs).best_settings(Bounds())
+    made = simulation.lowdiff(costs, settings.snapshot_every, settings.batch, row["overhead"])
     return replace(made, name="LowDiff")
 
 

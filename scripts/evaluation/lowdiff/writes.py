@@ -61,17 +61,17 @@ class _Recorded:
 
     def __init__(self, directory: Path) -> None:
         files = sorted((directory / segments.LOG).iterdir())
-        opened = [segments.Segment(path) for path in files if segments.Name.of(path) is not None]
+        opened = [segments.LogSegment(path) for path in files if segments.Name.of(path) is not None]
         self.entries = opened[0].entries
         self.steps = [
-            segments.Step(number, _about(segment.steps[number]), segment.blocks(number))
+            segments.Step(number, _log_metadata(segment.steps[number]), segment.blocks(number))
             for segment in opened for number in sorted(segment.steps)
         ]
         for segment in opened:
             segment.close()
 
 
-def _about(told: dict[str, Any]) -> dict[str, Any]:
+def _log_metadata(told: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in told.items() if key not in ("step", "blocks")}
 
 

@@ -23,7 +23,7 @@ import dsq_ckpt
 import dsq_ckpt.deepspeed
 from dsq_ckpt.deepspeed.partition import masters
 from dsq_ckpt.lowdiff import compressor, segments
-from dsq_ckpt.lowdiff.buckets import Hooked
+from dsq_ckpt.lowdiff.buckets import HookedCompressor
 from tests.lowdiff.nursery import Nursery
 
 STEPS, EARLIER = 7, 5
@@ -190,7 +190,7 @@ def averages() -> None:
     world = dist.group.WORLD
     for spec, near in {"fp16": 1e-2, "bf16": 2e-2, "kmeans:64": 0.2, "topk:1": 1e-2}.items():
         chosen = compressor(spec)
-        assert isinstance(chosen, Hooked)
+        assert isinstance(chosen, HookedCompressor)
         chosen.adopt(engine.module)
         torch.manual_seed(dist.get_rank())
         means = {}
@@ -253,7 +253,7 @@ def check_size(run: Path, name: str, tree: dict[str, Any], engine: Any) -> None:
     parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
     found = segments.names(run)
-    steps_of = [step for _, path in found for step in segments.Segment(path).steps.values()]
+    steps_of = [step for _, path in found for step in segments.LogSegment(path).steps.values()]
     steps = sum(bool(step["grads"]) for step in steps_of) / dist.get_world_size()
     size = sum(path.stat().st_size for _, path in found) / steps / trained
     halves = tree["bf16"]["enabled"]  # DeepSpeed averages in 16 bits even what it sums in fp32

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dsq_ckpt.errors import ConfigError
-from dsq_ckpt.lowdiff.compressors import Compressor, GradientInfo, compressor
+from dsq_ckpt.lowdiff.compressors import GradientCompressor, GradientInfo, compressor
 
 SPECS = ("topk:0.05", "topk:0.3,feedback=off", "fp16", "bf16", "kmeans:16", "kmeans:5,feedback=off")
 SMALL = 0.0005
@@ -85,20 +85,20 @@ def mean_of(sent: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def valid(trace: GradientInfo, gradient: Tensor) -> None:
+def valid(info: GradientInfo, gradient: Tensor) -> None:
     flat = gradient.reshape(-1)
-    if trace.support is not None:
+    if info.support is not None:
         outside = torch.ones(flat.numel(), dtype=torch.bool)
-        outside[trace.support] = False
+        outside[info.support] = False
         assert not flat[outside].any()
-    if trace.dtype is not None:
-        assert torch.equal(flat.to(trace.dtype).to(flat.dtype), flat)
-    if trace.levels is not None:
-        assert len(trace.levels) <= 256
-        assert torch.isin(flat.float(), trace.levels).all()
-    if trace.witness is not None:
-        assert torch.equal(flat[trace.witness[0]], trace.witness[1])
-    elif trace.support is None:
+    if info.dtype is not None:
+        assert torch.equal(flat.to(info.dtype).to(flat.dtype), flat)
+    if info.levels is not None:
+        assert len(info.levels) <= 256
+        assert torch.isin(flat.float(), info.levels).all()
+    if info.probe is not None:
+        assert torch.equal(flat[info.probe[0]], info.probe[1])
+    elif info.support is None:
         assert not flat.numel()
 
 
@@ -112,7 +112,7 @@ def follow_topk(model: DDP, ratio: float, feedback: bool, steps: int = 5) -> Non
         local = local_gradients(model, lambda alone, step=step: backward(alone, step))
         optimizer.zero_grad()
         backward(model, step)
-        traces = topk.take()
+        infos = topk.take()
         assert topk.take() == {}
         for name, p in inner(model).items():
             whole = residuals[name] + local[name].reshape(-1)
@@ -125,8 +125,8 @@ def follow_topk(model: DDP, ratio: float, feedback: bool, steps: int = 5) -> Non
                 residuals[name] = torch.where(sent != 0, 0, whole)
                 assert torch.equal(topk.state()[name].reshape(-1), residuals[name]), (step, name)
                 assert torch.equal(residuals[name] + sent, whole)
-            assert set(chosen.tolist()) <= set(traces[p].support.tolist())
-            valid(traces[p], p.grad)
+            assert set(chosen.tolist()) <= set(infos[p].support.tolist())
+            valid(infos[p], p.grad)
         same_everywhere(p.grad for p in model.parameters())
         optimizer.step()
 
@@ -160,10 +160,10 @@ def traces_hold_and_ranks_agree() -> None:
             for step in range(4):
                 optimizer.zero_grad()
                 backward(model, step)
-                traces = made.take()
-                assert set(traces) == set(model.parameters())
-                for p, trace in traces.items():
-                    valid(trace, p.grad)
+                infos = made.take()
+                assert set(infos) == set(model.parameters())
+                for p, info in infos.items():
+                    valid(info, p.grad)
                 same_everywhere(p.grad for p in model.parameters())
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
                 optimizer.step()
@@ -238,8 +238,8 @@ def residuals_of_unused_parameters_wait() -> None:
             local = local_gradients(model, run).get("sometimes.weight", torch.zeros(weight.shape))
             model.zero_grad(set_to_none=True)
             run(model)
-            traces = made.take()
-            assert (weight.grad is None) == (users == 0) and (weight in traces) == (users > 0)
+            infos = made.take()
+            assert (weight.grad is None) == (users == 0) and (weight in infos) == (users > 0)
             left = torch.stack(gathered(made.state()["sometimes.weight"])).sum(0)
             if spec.startswith("topk"):  # of each rank its own
                 left /= world
@@ -247,8 +247,8 @@ def residuals_of_unused_parameters_wait() -> None:
             pending += torch.stack(gathered(local)).mean(0)
             torch.testing.assert_close(left, pending - applied, rtol=1e-5, atol=1e-5)
             pending -= applied
-            for p, trace in traces.items():
-                valid(trace, p.grad)
+            for p, info in infos.items():
+                valid(info, p.grad)
 
 
 @check
@@ -267,17 +267,17 @@ def accumulation_without_synchronization() -> None:
         backward(model, 1)
     assert topk.take() == {}
     backward(model, 2)
-    traces = topk.take()
+    infos = topk.take()
     for name, p in inner(model).items():
         whole = local[name].reshape(-1)
         sent = torch.zeros_like(whole)
         chosen = whole.abs().topk(max(1, round(0.1 * p.numel()))).indices
         sent[chosen] = whole[chosen]
         assert torch.equal(p.grad.reshape(-1), mean_of(sent))
-        valid(traces[p], p.grad)
+        valid(infos[p], p.grad)
 
 
-def run_of(model: DDP, made: Compressor, optimizer: Any, steps: range) -> None:
+def run_of(model: DDP, made: GradientCompressor, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         backward(model, step)
@@ -341,7 +341,7 @@ def compressors_take_turns() -> None:
     half = compressor("fp16")
     half.attach(model)
     backward(model, 1)
-    assert {trace.dtype for trace in half.take().values()} == {torch.float16}
+    assert {info.dtype for info in half.take().values()} == {torch.float16}
     taken = DDP(perceptron())
     taken.register_comm_hook(None, default_hooks.allreduce_hook)
     fails(lambda: compressor("kmeans").attach(taken), "cannot be the communication hook")

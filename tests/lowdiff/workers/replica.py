@@ -9,7 +9,7 @@ from typing import Any
 
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import Replica, process
-from dsq_ckpt.lowdiff.memory import Holder, InMemory
+from dsq_ckpt.lowdiff.memory import MemorySnapshot, ReplicaHolder
 from dsq_ckpt.lowdiff.recovery import _restore
 from dsq_ckpt.lowdiff.replica_server import ReplicaServer
 from dsq_ckpt.lowdiff.train_state import TrainState
@@ -43,15 +43,15 @@ def replica_of(loop: Loop, run: Path, **options: Any) -> Replica:
     return Replica(run, loop.model, loop.optimizer, state=loop.states, **options)
 
 
-def restored(case: Case, run: Path, holder: Holder) -> Loop:
+def restored(case: Case, run: Path, holder: ReplicaHolder) -> Loop:
     """Another loop of the case, which was given what the process of a replica holds."""
     found = holder.after(holder.newest)
     assert found is not None
-    tensors = {piece.name: piece.tensor for piece in found.pieces()}
+    tensors = {piece.name: piece.tensor for piece in found.snapshot_tensors()}
     assert len(tensors) == len(found.tensors), "a name twice"
     loop = Loop(case, seed=1)
-    subject = TrainState(loop.model, loop.optimizer, loop.states)
-    recovered = _restore(subject, InMemory(run, found.meta, tensors), SingleProcess(), False)
+    train_state = TrainState(loop.model, loop.optimizer, loop.states)
+    recovered = _restore(train_state, MemorySnapshot(run, found.meta, tensors), SingleProcess(), False)
     assert (recovered.step, recovered.from_memory) == (holder.newest, True)
     return loop
 
