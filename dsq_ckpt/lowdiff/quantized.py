@@ -36,8 +36,7 @@ from dsq_ckpt.quantization.sketch import Sketch
 
 _OCTAVES = 12
 """Octaves below the largest magnitude that the codebook covers; smaller magnitudes count as zero."""
-_TRACED_LEVELS = 256
-
+_KNOWN_LEVELS = 256
 
 
 class _Owned(NamedTuple):
@@ -181,7 +180,7 @@ def _overlap(slice_: BucketSlice, first: int, length: int) -> tuple[slice, slice
 
 def _gradient_info(levels: Tensor, probe: Callable[[], Probe | None]) -> GradientInfo:
     distinct = levels.unique()
-    known = len(distinct) <= _TRACED_LEVELS and not bool(distinct.isnan().any())
+    known = len(distinct) <= _KNOWN_LEVELS and not bool(distinct.isnan().any())
     seen = probe()
     there = seen and (on_this_stream(seen[0]), on_this_stream(seen[1]))
     return GradientInfo(None, None, distinct if known else None, there)
