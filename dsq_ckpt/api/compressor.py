@@ -145,7 +145,7 @@ class Compressor:
             self._average.capture()
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The state dict that is saved: `model`, `optimizer`, and what is in `extra`."""
+        """Return the state dict that is saved: `model`, `optimizer`, and the entries of `extra`."""
         expect_extra(extra)
         extra = dict(extra or {})
         taken = sorted({"model", "optimizer"} & set(extra))
@@ -341,7 +341,7 @@ def _codebooks(config: DSQConfig) -> Iterable[CodebookConfig]:
 
 
 def weighs_elements(config: DSQConfig) -> bool:
-    """Whether codebooks of weights look at the gradient of every element."""
+    """Return whether codebooks of weights look at the gradient of every element."""
     return any(book.weighing is not None for book in _codebooks(config))
 
 
@@ -354,7 +354,7 @@ def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
 
 
 def fractions_of(config: DSQConfig) -> Fractions:
-    """What any configuration of the search space may prune or protect."""
+    """Return the fractions that configurations of the search space may prune or protect."""
     own = [book.weighing for book in _codebooks(config) if book.weighing is not None]
     prune, protect = {fractions.prune for fractions in own}, {fractions.protect for fractions in own}
     space = SYSTEMS[config.system].space

@@ -154,7 +154,7 @@ def _configuration(config: ConfigLike, max_degradation: float | None, evaluate: 
 
 
 def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
-    """What is to be compressed; with `evaluate`, the tensors of the model that it looks at."""
+    """Open the source to be compressed; with `evaluate`, only the tensors of the model that it looks at."""
     if isinstance(source, nn.Module) and model not in (None, source):
         raise ConfigError("source is a module, and model another: a module is evaluated itself; leave model out")
     if evaluate is not None and model is None and not isinstance(source, nn.Module):
@@ -175,7 +175,7 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
 
 
 def _whole(state: State) -> InMemory:
-    """A state dict that a user gave, once all its tensors are whole ones."""
+    """Return a state dict that a user gave, after checking that all its tensors are whole ones."""
     opened = InMemory(by_parts(state))
     for fqn in opened.tensors:
         tensor = opened.tensor(fqn)
@@ -204,7 +204,7 @@ def _same(comm: Communicator, settings: RankSettings, arguments: Mapping[str, An
 
 
 def _share(opened: Opened, comm: Communicator) -> LocalState:
-    """What this rank is to read and write; rank 0 has what is no tensor too."""
+    """Return the items that this rank is to read and write; rank 0 also has those that are no tensors."""
     values = opened.read(deal(opened, comm.size)[comm.rank])
     parts = [
         LocalShard(key, opened.tensors[key.fqn].shape, opened.tensors[key.fqn].dtype, partial(values.__getitem__, key))
@@ -218,7 +218,7 @@ def _share(opened: Opened, comm: Communicator) -> LocalState:
 
 
 def _dumped(value: Any) -> bytes:
-    """An object as DCP writes it."""
+    """Return an object as DCP serializes it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -259,7 +259,7 @@ def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Cal
 
 
 def _bounded(config: ConfigLike, max_degradation: float) -> DSQConfig:
-    """The configuration with a bound on the base layer, and without a refinement layer unless it asks for one."""
+    """Return the configuration with a bound on the base layer, and with a refinement layer only if it asks for one."""
     if not 0 < max_degradation < 10:
         raise ConfigError(
             f"max_degradation is {max_degradation}; expected a number above 0 and below 10, such as 0.01 for 1 %; for "
@@ -274,7 +274,7 @@ def _bounded(config: ConfigLike, max_degradation: float) -> DSQConfig:
 
 
 def _said(config: ConfigLike) -> Tree:
-    """What a configuration says itself; of a `DSQConfig`, which has every key, what differs from the defaults."""
+    """Return the keys that a configuration sets itself; for a `DSQConfig`, those that differ from the defaults."""
     if config is None:
         return {}
     if not isinstance(config, DSQConfig):  # whose former keys were warned of when it was checked
@@ -317,7 +317,7 @@ def _loaded_into(model: nn.Module, state: State) -> State:
 
 
 def _entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """The part of a state dict that has the keys of a model's, `own`: where it is, and what it holds."""
+    """Return the part of a state dict that has the keys of a model's, `own`: its place and its contents."""
     best: tuple[str, ...] = ()
     closest: Mapping[str, Any] = {}
     for path, entry in _entries((), state):
@@ -339,7 +339,7 @@ def _entry(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[str,
 
 
 def _entries(path: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """All dicts in a state dict, outer ones first."""
+    """Yield all dicts in a state dict, outer ones first."""
     yield path, state
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -347,7 +347,7 @@ def _entries(path: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _tied(missing: set[str], own: Mapping[str, Any]) -> bool:
-    """Whether all missing tensors share their memory with others, as a head does with its embedding."""
+    """Return whether all missing tensors share their memory with others, as a head does with its embedding."""
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     there = {value.data_ptr() for name, value in tensors.items() if name not in missing and value.numel()}
     return all(name in tensors and tensors[name].data_ptr() in there for name in missing)

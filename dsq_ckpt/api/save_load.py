@@ -44,16 +44,16 @@ ConfigLike = DSQConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def as_config(config: ConfigLike) -> DSQConfig:
-    """A configuration from what a user gives; see `DSQConfig.create`."""
+    """Return the configuration that a user gave in any form; see `DSQConfig.create`."""
     return DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
 
 
 def _state_of(value: Any, call: str) -> dict[str, Any]:
-    """The state dict that a user gave, or that of a module.
+    """Return the state dict that a user gave, or that of a module.
 
     Args:
-        value: that was given.
-        call: how the call is written.
+        value: argument of the user.
+        call: the call as a user writes it, for the message.
 
     Raises:
         ConfigError: it is neither.
@@ -84,7 +84,7 @@ def save(
     export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
     The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
-    A module stands for its state dict, and tells layer types.
+    A module stands for its state dict, and gives the layer types.
 
     Returns:
         What was written, the same on every rank; rank 0 logs it.
@@ -153,7 +153,7 @@ def _logged(result: SaveResult, rank: int) -> SaveResult:
 
 
 def _committed(path: pathlib.Path) -> SaveResult:
-    """The checkpoint just committed; a rank that had nothing to write may not share the directory."""
+    """Return the result of the committed save; a rank that had nothing to write may not share the directory."""
     try:
         return SaveResult.of(path, Manifest.read(path))
     except CheckpointNotFound as error:
@@ -206,7 +206,7 @@ def async_save(
 def save_async_with(
     begin: Begin, *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False, processes: bool = False
 ) -> Future[SaveResult]:
-    """`async_save` with a writer of the caller's."""
+    """Save in the background with a writer of the caller's."""
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     if processes and (no_dist or process_group is not None):
         raise SaveFailed(
@@ -336,7 +336,7 @@ def load(
 
 @contextmanager
 def _sortable(state_dict: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """A state dict with strings as keys, by which DCP sorts and names; what is set in it is set in the original."""
+    """Yield a state dict with strings as keys, by which DCP sorts and names; then copy its values to the original."""
     if all(isinstance(key, str) for key in state_dict):
         yield state_dict
         return

@@ -374,5 +374,5 @@ def bench(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     app(prog_name="dsq")

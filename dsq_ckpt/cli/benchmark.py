@@ -73,7 +73,7 @@ def run_bench(parameters: int, threads: int, directory: Path, moments: bool = Tr
 
 
 def print_bench(result: dict[str, Any], console: Console) -> None:
-    """The result as a table."""
+    """Print the result as a table."""
     table = Table(title=f"dsq bench: {result['parameters']:,} parameters, {result['threads']} thread(s)")
     table.add_column("figure")
     for name in ("median", "min", "max", "aim"):
@@ -187,7 +187,7 @@ def _checkpoints(
 
 
 def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
-    """A transformer-shaped state of about `parameters` weights: matrices, an embedding, norms; realistic values."""
+    """Return a transformer-shaped state of about `parameters` realistic weights: matrices, an embedding, norms."""
     width = max(64, int((parameters / (12 * 8 + 64)) ** 0.5) // 64 * 64)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (64 * width, width)}
     layer = 0
@@ -210,7 +210,7 @@ def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:
 
 
 def _drift(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state some hundred steps later: weights a tenth of their size away, moments half renewed."""
+    """Return the state some hundred steps later: weights a tenth of their size away, moments half renewed."""
     generator = torch.Generator().manual_seed(1)
     later = {}
     for name, tensor in state.items():

@@ -75,7 +75,7 @@ def _as_one(comm: Communicator) -> Iterator[None]:
 
 
 def configuration(config: str | None, system: str | None) -> DSQConfig:
-    """A configuration from a file or the name of a preset, over the defaults of a system.
+    """Return the configuration of a file or preset, over the defaults of a system.
 
     Raises:
         ConfigError: there is no such file or preset, or it is wrong.

@@ -40,7 +40,7 @@ class LogSession:
 
 
 def sessions(run: Path) -> list[LogSession]:
-    """The sessions of the gradient log in a run directory, oldest first; none where it has no log."""
+    """Return the sessions of the gradient log in a run directory, oldest first; none if it has no log."""
     if not (run / "log").is_dir():
         return []
     from dsq_ckpt.lowdiff import segments, snapshots  # torch, which runs without a log are told of without
@@ -71,7 +71,7 @@ def sessions(run: Path) -> list[LogSession]:
 
 
 def show(found: list[LogSession]) -> None:
-    """A table for people."""
+    """Print a table."""
     screen = output.console()
     rows = output.table("<gradient log", "steps", "segments", "size", "per step", "<snapshot", "recovers to")
     for one in found:

@@ -27,7 +27,7 @@ _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}
 
 
 def as_json(path: Path, tensors: bool) -> dict[str, Any]:
-    """The manifest, derived sizes and, where asked for, every tensor."""
+    """Return the manifest, derived sizes and, where asked for, every tensor."""
     manifest = Manifest.read(path)
     about = describe(path)
     document = {
@@ -96,7 +96,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
 
 
 def _codebook(group: str, config: dict[str, Any]) -> str:
-    """The `fit` that a configuration gives to a group; as text, since nobody here need know the codebook."""
+    """Return the `fit` that a configuration gives to a group, as text."""
     kind, _, layer = group.partition("/")
     quantize = config.get("quantize", {})
     block = quantize.get("groups", {}).get(layer.partition("/")[0]) if kind == "weights" else None
@@ -106,7 +106,7 @@ def _codebook(group: str, config: dict[str, Any]) -> str:
 
 
 def _quality(record: dict[str, Any]) -> Any:
-    """All that the search for the configuration recorded."""
+    """Return all that the search for the configuration recorded."""
     rows = output.table("<search", "<measured", "<unit")
     for name, value in record.items():
         if isinstance(value, dict):
@@ -120,7 +120,7 @@ def _quality(record: dict[str, Any]) -> Any:
 
 
 def _unit(name: str, value: Any) -> str:
-    """Of a figure that a search recorded; empty where it is no number."""
+    """Return the unit of a figure that a search recorded; empty if the figure is no number."""
     if isinstance(value, dict):
         return "step: root mean squares" if "step" in value else ""
     return _UNITS.get(name, "") if isinstance(value, int | float) and not isinstance(value, bool) else ""
@@ -200,7 +200,7 @@ def _kinds(path: Path, manifest: Manifest) -> Any:
 
 
 def _files(path: Path, manifest: Manifest) -> Any:
-    """The chain, keyframe first: one row per save and role, with the directory it came from where that is still there.
+    """Return the chain, keyframe first: a row per save and role, with the directory it came from if that still exists.
 
     A row per file would be ranks x depth of them; `--json` has them all.
     """
@@ -221,12 +221,12 @@ def _files(path: Path, manifest: Manifest) -> Any:
 
 
 def _save_of(name: str) -> str:
-    """The save id that a file's name begins with."""
+    """Return the save id with which a file's name begins."""
     return name[:16]
 
 
 def _depths(path: Path, manifest: Manifest) -> dict[str, int]:
-    """How far each save of the chain is from the keyframe, by what the first file of each says it needs."""
+    """Return the distance of each save of the chain from the keyframe, by the files that its first file needs."""
     depths = {manifest.save_id: manifest.depth}
     with contextlib.suppress(DSQError, OSError), Checkpoint(path) as checkpoint, checkpoint.naming():
         for file in manifest.files:

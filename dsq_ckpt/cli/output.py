@@ -45,7 +45,7 @@ class _Table(Table):
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that takes text as it is: tensor names hold brackets, and colour says nothing here."""
+    """Return a console that prints text as it is: tensor names hold brackets, and colour means nothing here."""
     found = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _PIPE_WIDTH
@@ -59,12 +59,12 @@ def fail(message: str) -> typer.Exit:
 
 
 def print_json(document: Any) -> None:
-    """Exactly one JSON document on stdout."""
+    """Print exactly one JSON document on stdout."""
     typer.echo(json.dumps(document, indent=1))
 
 
 def table(*columns: str) -> Table:
-    """A table without lines. A column `<name` is text and folds where the terminal is narrow; others are numbers."""
+    """Return a table without lines. A column `<name` is text and folds on narrow terminals; others are numbers."""
     made = _Table(box=None, pad_edge=False, padding=(0, 2 if console().width >= WIDE else 1, 0, 0))
     for name in columns:
         if name.startswith("<"):
@@ -75,7 +75,7 @@ def table(*columns: str) -> Table:
 
 
 def fields(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, one per line."""
+    """Return a table of names and values, one per line."""
     made = _Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
@@ -85,7 +85,7 @@ def fields(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def size(count: int) -> str:
-    """Bytes in binary units, three or four digits: 12.3 MiB."""
+    """Format bytes in binary units, three or four digits: 12.3 MiB."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 999.5:
@@ -95,7 +95,7 @@ def size(count: int) -> str:
 
 
 def number(count: int) -> str:
-    """A count in decimal units: 180 k, 1.21 G."""
+    """Format a count in decimal units: 180 k, 1.21 G."""
     value, unit = float(count), ""
     for larger in (" k", " M", " G", " T"):
         if abs(value) < 999.5:
@@ -105,17 +105,17 @@ def number(count: int) -> str:
 
 
 def ratio(logical: int, stored: int) -> str:
-    """How many times smaller: 56.8x; - where there is nothing to compare."""
+    """Format how many times smaller: 56.8x; - if there is nothing to compare."""
     return f"{_digits(logical / stored)}x" if logical and stored else "-"
 
 
 def quotient(logical: int, stored: int) -> float | None:
-    """The ratio for JSON."""
+    """Return the ratio for JSON."""
     return round(logical / stored, 4) if logical and stored else None
 
 
 def seconds(duration: float) -> str:
-    """0.07 s, 12.3 s, 2 min 05 s."""
+    """Format a duration: 0.07 s, 12.3 s, 2 min 05 s."""
     if duration >= 60:
         return f"{int(duration // 60)} min {int(duration % 60):02d} s"
     return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
@@ -137,18 +137,18 @@ def age(text: str) -> float:
 
 
 def percent(share: float) -> str:
-    """A share in two digits: 1.2 %, 0.034 %, -0.5 %."""
+    """Format a fraction in two digits: 1.2 %, 0.034 %, -0.5 %."""
     return f"{100 * share:.2g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
 
 
 def settings(values: Mapping[str, Any]) -> str:
-    """A mapping in one line: step 2.8, bins 16."""
+    """Format a mapping in one line: step 2.8, bins 16."""
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
                      for name, value in values.items())
 
 
 def _digits(value: float) -> str:
-    """Three significant digits without an exponent."""
+    """Format a number with three significant digits and no exponent."""
     if abs(value) < 9.995:
         return f"{value:.2f}"
     return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
@@ -162,13 +162,13 @@ class Meter:
         self._task = task
 
     def advance(self, count: int) -> None:
-        """So many bytes are done."""
+        """Add to the number of bytes done."""
         self._progress.advance(self._task, count)
 
 
 @contextmanager
 def meter(what: str, total: int) -> Iterator[Meter]:
-    """A progress bar that disappears when the work is done, and is not there unless stderr is a terminal."""
+    """Show a progress bar that disappears when the work is done, and only if stderr is a terminal."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:

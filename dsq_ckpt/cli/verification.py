@@ -173,7 +173,7 @@ def _check_files(reports: list[tuple[Report, Manifest]]) -> None:
 def _check_file(
     path: Path, file: ManifestFile, known: dict[tuple[int, int], tuple[int, str]], meter: output.Meter
 ) -> str | None:
-    """What is wrong with a file; `known` holds sizes and checksums by inode."""
+    """Return the problem of a file, if any; `known` holds sizes and checksums by inode."""
     try:
         status = os.stat(path)
         inode = (status.st_dev, status.st_ino)
@@ -191,7 +191,7 @@ def _check_file(
 
 
 def _dropped_meanwhile(path: Path, file: ManifestFile) -> bool:
-    """Whether training committed a newer checkpoint since the manifest was read, and dropped this refinement."""
+    """Return whether training committed a newer checkpoint meanwhile and dropped this refinement."""
     try:
         return file.role == "refinement" and Manifest.read(path).refinement == "dropped"
     except DSQError:

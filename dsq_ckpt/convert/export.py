@@ -129,7 +129,7 @@ def export_torch(
 
 
 def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool = False) -> dict[str, Any]:
-    """The nested state dict that was saved, as whole tensors on the CPU; the run it belongs to is not resumed by this.
+    """Return the saved nested state dict, as whole tensors on the CPU; the run is not resumed by this.
 
     Args:
         source: a checkpoint directory.
@@ -240,7 +240,7 @@ class Opened:
         self.checkpoint.close()
 
     def nested(self, allow_pickle: bool) -> dict[str, Any]:
-        """All of it, in memory, in the shape that was saved where that is known."""
+        """Return all tensors and objects, in memory, in the nesting that was saved where it is known."""
         flat: dict[str, Any] = {fqn: self.object(fqn, allow_pickle) for fqn in self.objects}
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
@@ -248,7 +248,7 @@ class Opened:
             return flat if self.paths is None else self.paths.nested(flat)
 
     def order(self) -> list[str]:
-        """All names in the order of the state dict that was saved, where it is known."""
+        """Return all names in the order of the saved state dict, where it is known."""
         return list(self.paths) if self.paths is not None else [*self.tensors, *self.objects]
 
     def dtype(self, fqn: str) -> torch.dtype:
@@ -259,7 +259,7 @@ class Opened:
         return torch.Size(self.tensors[fqn]["shape"]).numel() * self.dtype(fqn).itemsize
 
     def tensor(self, fqn: str) -> torch.Tensor:
-        """A whole tensor.
+        """Return a whole tensor.
 
         Raises:
             CorruptCheckpoint: its chunks do not cover it.
@@ -280,17 +280,17 @@ class Opened:
         return whole
 
     def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
-        """A part of a tensor as a rank stored it."""
+        """Return the part of a tensor that a rank stored."""
         with self.checkpoint.naming():
             return self.checkpoint.tensor(self.checkpoint.find(fqn, offsets), self.refined, self._workers)
 
     def object_bytes(self, fqn: str) -> bytes:
-        """An object as DCP serialised it."""
+        """Return the bytes of an object that DCP serialized."""
         with self.checkpoint.naming():
             return self.checkpoint.object_bytes(self.checkpoint.find(fqn, None))
 
     def object(self, fqn: str, allow_pickle: bool) -> Any:
-        """An object, unpickled only as far as it is plain data unless the caller trusts the file."""
+        """Return an object; unpickle only plain data unless the caller trusts the file."""
         try:
             return torch.load(io.BytesIO(self.object_bytes(fqn)), map_location="cpu", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -347,7 +347,7 @@ def _safetensors_dtype(fqn: str, source: Opened) -> str:
 
 
 def _is_plain_dcp(directory: Path) -> bool:
-    """Whether a directory holds a plain DCP checkpoint and nothing that replacing it would lose."""
+    """Return whether a directory holds a plain DCP checkpoint and nothing that replacing it would lose."""
     if directory.is_symlink() or not (directory / ".metadata").is_file():
         return False
     return all(entry.name == ".metadata" or entry.suffix == ".distcp" for entry in directory.iterdir())

@@ -29,7 +29,7 @@ UNDERSTOOD = (
 
 
 def torch_state(path: Path) -> State:
-    """What a `torch.save` file holds.
+    """Return the state dict of a `torch.save` file.
 
     Raises:
         CorruptCheckpoint: it is damaged, or no such file.
@@ -64,7 +64,7 @@ def torch_state(path: Path) -> State:
 
 
 def shards_of(index: Path) -> list[tuple[Path, list[str] | None]]:
-    """Files of an index, and which tensors each is to have.
+    """Return the files of an index, and the tensors that each is to have.
 
     Raises:
         CorruptCheckpoint: it is no index, or names files elsewhere.
@@ -124,5 +124,5 @@ def _damaged(path: Path) -> Iterator[None]:
 
 
 def _first(error: BaseException) -> str:
-    """The first line of a message that may be a page."""
+    """Return the first line of a message that may be long."""
     return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -32,8 +32,8 @@ def deal(source: Source, ranks: int) -> list[list[ChunkKey]]:
     What is decoded does not depend on it: sketches are sums over all chunks, and everything else is per element.
 
     Args:
-        source: what is to be dealt.
-        ranks: how many there are.
+        source: source to be partitioned.
+        ranks: number of ranks.
     """
     total = sum(_bytes(stored, stored.shape) for stored in source.tensors.values())
     cut = ranks > 1 and source.mapped  # elsewhere each rank would read the whole chunk for its part of it
@@ -53,7 +53,7 @@ def deal(source: Source, ranks: int) -> list[list[ChunkKey]]:
 
 
 def _blocks(source: Source, most: int) -> Iterator[_Block]:
-    """All of a source: chunks as they are stored, cut in rows where they are larger than `most` bytes."""
+    """Yield all of a source: chunks as they are stored, cut in rows where they are larger than `most` bytes."""
     tied: dict[object, list[str]] = {}
     for name, stored in source.tensors.items():
         second = second_moment_of(name)  # it measures the first moment: a rank has both, or none

@@ -40,8 +40,8 @@ class Stored(NamedTuple):
     """A tensor of a source.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of the tensor.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor.
         chunks: offsets and shapes of the parts in which it is stored.
         memory: equal for tensors that share all of their memory; None: it shares none.
     """
@@ -73,7 +73,7 @@ class Source(Protocol):
         """
 
     def objects(self) -> State:
-        """What is no tensor, by flat name.
+        """Return the values that are no tensors, by flat name.
 
         Raises:
             LoadFailed: it is more than plain data.
@@ -118,7 +118,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def whole_state(source: Source) -> State:
-    """The state dict of a source, all of it in memory, as whole tensors."""
+    """Return the whole state dict of a source, in memory, as whole tensors."""
     if isinstance(source, InMemory):
         return source.state
     values = source.read(
@@ -151,7 +151,7 @@ class InMemory:
         }
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
         value: torch.Tensor = self._flat[name]
         return value
 
@@ -252,7 +252,7 @@ class _DCP:
         return planner.objects
 
     def close(self) -> None:
-        """Files are open only while they are read."""
+        """Close nothing: files are open only while they are read."""
 
     def _load(self, items: list[ReadItem], planner: _Planner) -> None:
         with self._readable():
@@ -286,7 +286,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _item(kind: LoadItemType, index: MetadataIndex, shape: tuple[int, ...]) -> ReadItem:
-    """A whole chunk, or an object."""
+    """Return a whole chunk, or an object."""
     offsets = torch.Size([0] * len(shape))
     return ReadItem(kind, index, offsets, index, offsets, torch.Size(shape))
 

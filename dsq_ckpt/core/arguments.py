@@ -13,8 +13,8 @@ def expect(name: str, value: Any, kinds: Any, expected: str) -> None:
     """Check the type of an argument.
 
     Args:
-        name: of the argument.
-        value: that was given.
+        name: name of the argument.
+        value: value of the argument.
         kinds: classes, as for `isinstance`.
         expected: what these are, in words.
 
@@ -56,7 +56,7 @@ def expect_folds(evaluate: Any, check: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value of few words by itself, another by its class."""
+    """Return a short value itself, or the class of a longer one, for messages."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,7 +12,7 @@ class Box(NamedTuple):
 
     Attributes:
         offsets: in the tensor.
-        shape: of the box, with as many dimensions as the tensor.
+        shape: shape of the box, with as many dimensions as the tensor.
         start: place of its first element in the flattened tensor.
     """
 
@@ -69,7 +69,7 @@ def place_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
 
 
 def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:
-    """Whether the elements of a box of this shape lie one after the other in the flattened tensor."""
+    """Return whether the elements of a box of this shape are contiguous in the flattened tensor."""
     inner = len(shape)
     while inner and box[inner - 1] == shape[inner - 1]:
         inner -= 1

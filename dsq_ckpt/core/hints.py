@@ -33,7 +33,7 @@ class _Place(NamedTuple):
         return shared
 
     def named(self, given: Sequence[str]) -> str:
-        """The dotted path, with the names of `given` where they are the user's to choose."""
+        """Return the dotted path, with the names of `given` where users choose them."""
         shared = self.near(given)
         return ".".join(given[place] if own == _ANY and place < shared else own for place, own in enumerate(self.path))
 
@@ -57,7 +57,7 @@ def explained(
     where: str, error: ValidationError, root: type[BaseModel], codebooks: Mapping[str, type[BaseModel]],
     renamed: Mapping[str, str],
 ) -> str:
-    """All that is wrong with a configuration, a line for each key.
+    """Return the description of all errors in a configuration, a line for each key.
 
     Args:
         where: name of the configuration.
@@ -92,7 +92,7 @@ def _former_hint(key: str, renamed: Mapping[str, str]) -> str:
 
 
 def _problem(issue: Any) -> tuple[str, str]:
-    """What was expected, and what may have been meant."""
+    """Return the text of an error: what was expected, and what may have been meant."""
     kind, context, given = issue["type"], issue.get("ctx", {}), issue.get("input")
     if kind == "union_tag_invalid":
         expected, given = str(context["expected_tags"]), context["tag"]
@@ -117,7 +117,7 @@ def _short(value: Any) -> str:
 def key_hint(
     root: type[BaseModel], given: Sequence[str], codebooks: Mapping[str, type[BaseModel]], fit: str | None = None
 ) -> str:
-    """Where an unknown key belongs, or what it may be a slip of.
+    """Return a hint where an unknown key belongs, or of which key it may be a misspelling.
 
     Args:
         root: the configuration's model.
@@ -149,7 +149,7 @@ def key_hint(
 
 
 def pattern_hint(pattern: str, names: Iterable[str]) -> str:
-    """Names that come close to a shell pattern which matches none of them.
+    """Return a hint of names that are close to a shell pattern which matches none of them.
 
     Returns:
         The end of a message, which begins with a semicolon; it shows some names where none comes close.
@@ -172,7 +172,7 @@ def pattern_hint(pattern: str, names: Iterable[str]) -> str:
 
 
 def name_hint(name: str, names: Iterable[str]) -> str:
-    """Names that come close to one that is not there.
+    """Return a hint of names that are close to an unknown one.
 
     Returns:
         The end of a message, which begins with a semicolon; it shows some names where none comes close.
@@ -218,7 +218,7 @@ def _like(name: str, known: Sequence[str], cutoff: float) -> str | None:
 def _places(
     model: type[BaseModel], prefix: tuple[str, ...], codebooks: Iterable[type[BaseModel]], fits: tuple[str, ...] = ()
 ) -> Iterator[_Place]:
-    """All keys below a model; what codebooks of several kinds have in common is one of them."""
+    """Return all keys below a model; a key that codebooks of several kinds share is listed once."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield _Place(path, fits)
@@ -237,7 +237,7 @@ def _places(
 
 
 def _models(annotation: Any, codebooks: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
-    """The models that a field may hold, directly, in a dict or a tuple, or as a choice; abstract: any codebook."""
+    """Yield the models that a field may hold: directly, in a dict or tuple, or as a choice; abstract: all codebooks."""
     if isabstract(annotation):
         yield from codebooks
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):

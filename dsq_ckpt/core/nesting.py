@@ -39,7 +39,7 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path], *, all_keys: bool = False) -> Nesting:
-        """That of a state dict whose flat names DCP found; with `all_keys` also of keys that an index cannot hold."""
+        """Return the nesting of a state dict with DCP's flat names; `all_keys` adds keys that an index cannot hold."""
         found = list(_dicts((), state))
         typed = {
             path: key for path, key, _ in found
@@ -50,11 +50,11 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def merged(cls, paths: Mapping[str, Path], parts: Iterable[Nesting]) -> Nesting:
-        """That of all ranks together.
+        """Return the union of the nestings of all ranks.
 
         Args:
-            paths: of all ranks.
-            parts: of each; empty dicts are known if they are of one of them.
+            paths: paths of all ranks.
+            parts: nesting of each rank; empty dicts are known if one rank has them.
         """
         typed: dict[Path, Hashable] = {}
         empty: dict[Path, None] | None = None
@@ -66,7 +66,7 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def from_json(cls, index: Mapping[str, Any]) -> Nesting | None:
-        """That of an index; None where the planner kept no paths.
+        """Return the nesting of an index, or None if the planner kept no paths.
 
         Raises:
             KeyError, IndexError, TypeError: it is not as documented.
@@ -81,7 +81,7 @@ class Nesting(dict[str, Path]):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of the index that `from_json` reads."""
+        """Return the keys of the index that `from_json` reads."""
         return {
             "planner": {name: list(path) for name, path in self.items()},
             "typed_keys": [[list(path), key] for path, key in self.typed.items()],
@@ -89,14 +89,14 @@ class Nesting(dict[str, Path]):
         }
 
     def steps(self, path: Path) -> list[Step]:
-        """A path with the keys as they were."""
+        """Return a path with the keys of the saved state dict."""
         found: list[Step] = []
         for place, part in enumerate(path):
             found.append((self.typed.get(path[: place + 1], part), type(part) is int))
         return found
 
     def nested(self, flat: Mapping[str, Any]) -> dict[Any, Any]:
-        """The nested state dict of flat names and values, in their order; every dict is new.
+        """Return the nested state dict of flat names and values, in their order; every dict is new.
 
         Raises:
             KeyError: a name has no path.
@@ -117,7 +117,7 @@ class Nesting(dict[str, Path]):
         return root
 
     def below(self, path: Path) -> Nesting | None:
-        """What lies below a path, with paths from there on; None where there is nothing, not even an empty dict."""
+        """Return the nesting below a path, or None if nothing lies there, not even an empty dict."""
         deep = len(path)
         found = Nesting(
             {name: own[deep:] for name, own in self.items() if own[:deep] == path and len(own) > deep},
@@ -156,7 +156,7 @@ def empty_dicts(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def _entry(node: Any, key: Any, otherwise: Any) -> Any:
-    """The entry of a dict or list; `otherwise` is put there if there is none."""
+    """Return the entry of a dict or list; put `otherwise` there if there is none."""
     if isinstance(node, list):
         node.extend([None] * (key + 1 - len(node)))
         if node[key] is None:
@@ -166,7 +166,7 @@ def _entry(node: Any, key: Any, otherwise: Any) -> Any:
 
 
 def _dicts(path: Path, node: Any) -> Iterator[tuple[Path, Any, Any]]:
-    """All entries of dicts, also of those in lists, and dicts in lists: path, key (of a dict), value."""
+    """Yield all entries of dicts, also of dicts in lists, and dicts in lists: path, key (of a dict), value."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             inner = (*path, str(key))

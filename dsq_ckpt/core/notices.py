@@ -24,8 +24,8 @@ class Line(NamedTuple):
     """A line of source code.
 
     Attributes:
-        filename: of its file.
-        lineno: of the line, from 1.
+        filename: path of the source file.
+        lineno: line number, from 1.
         module: name of its module.
     """
 

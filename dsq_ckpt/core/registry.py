@@ -72,11 +72,11 @@ class Registry(MutableMapping[str, T]):
         del self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Names that are registered, in the order in which they were."""
+        """Iterate over the registered names, in the order of registration."""
         return iter(self._known)
 
     def __len__(self) -> int:
-        """How many are registered."""
+        """Return the number of registered names."""
         return len(self._known)
 
     def _offered(self) -> dict[str, EntryPoint]:

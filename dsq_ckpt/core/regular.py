@@ -27,7 +27,7 @@ class RegularFile:
     chain takes more files than a process may have open.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         size: in bytes, when it was opened.
 
     Raises:
@@ -133,7 +133,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
         OSError: it cannot be read, or is not regular.
@@ -147,7 +147,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def unreadable(path: Path, error: OSError) -> DSQError:
-    """The error to raise for a file of a checkpoint that cannot be read."""
+    """Return the error to raise for a file of a checkpoint that cannot be read."""
     if error.errno in _FULL:
         return LoadFailed(
             f"'{path}' cannot be opened: {error.strerror}; close files, or raise the limit (ulimit -n), and load again"

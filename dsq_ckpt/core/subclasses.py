@@ -29,7 +29,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 
 def by_parts(state: Any) -> Any:
-    """A copy of nested dicts and lists with inner tensors in place of subclasses; itself where there are none."""
+    """Return nested dicts and lists with inner tensors in place of subclasses; the argument if there are none."""
     if not any(True for _ in _places(state)):
         return state
     if isinstance(state, Mapping):
@@ -38,7 +38,7 @@ def by_parts(state: Any) -> Any:
 
 
 def storable(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict as it is stored: with inner tensors in place of subclasses.
+    """Return the state dict to be stored, with inner tensors in place of subclasses.
 
     Raises:
         SaveFailed: a tensor cannot be stored; the message names it. torch's planning fails on some, without the name.
@@ -51,7 +51,7 @@ def storable(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def loading(state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-    """A state dict to be loaded into, with inner tensors in place of subclasses; what is loaded is then in `state`.
+    """Yield a state dict to load into, with inner tensors in place of subclasses; then put the results into `state`.
 
     Raises:
         LoadFailed: what was stored has other settings than the tensor whose inner tensors it was loaded into.
@@ -63,7 +63,7 @@ def loading(state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 
 
 def checked(fqn: str, value: Any) -> Any:
-    """The value that is to be stored by this name, if it is memory of numbers, or no tensor.
+    """Return a value that is to be stored by this name; it must be a dense tensor of numbers, or no tensor.
 
     Raises:
         SaveFailed: it is not; the message says what to do.
@@ -103,7 +103,7 @@ def checked(fqn: str, value: Any) -> Any:
 
 @functools.cache
 def _is_copied(dtype: torch.dtype) -> bool:
-    """Whether it is a dtype that DCP can plan with and torch can copy, rather than of bits that have no meaning yet."""
+    """Return whether DCP can plan with a dtype and torch can copy it; bits without a meaning are no such dtype."""
     try:
         _element_size(dtype)
         torch.empty(64, 64, dtype=dtype).t().contiguous()  # large enough for the path of large ones
@@ -129,7 +129,7 @@ def object_named(fqn: str) -> Iterator[None]:
 
 
 def _consists(value: Any) -> bool:
-    """Whether it is a tensor that consists of others, and DCP knows nothing of that."""
+    """Return whether a value is a tensor that consists of other tensors, unknown to DCP."""
     if isinstance(value, DTensor | ShardedTensor | AsyncCollectiveTensor):
         return False
     return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
@@ -146,7 +146,7 @@ def refuse_cycles(state: Any) -> None:
 
 
 def _places(node: Any, way: tuple[tuple[Any, Any], ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Where subclasses are in nested dicts and lists: the dict or list, and the key; `way` are those around `node`."""
+    """Yield the places of subclasses in nested dicts and lists: container and key; `way` are those around `node`."""
     if any(node is outer for outer, _ in way):
         raise ConfigError(
             f"the state dict contains itself: '{'.'.join(str(key) for _, key in way)}' is a dict or list that it lies "
@@ -173,7 +173,7 @@ def _parts(tensor: torch.Tensor) -> Any:
 
 
 def _plain(settings: Any) -> dict[str, str]:
-    """What a subclass says of itself beside its tensors, as far as it is plain data."""
+    """Return the attributes of a subclass beside its tensors, as far as they are plain data."""
     if isinstance(settings, list | tuple):
         settings = dict(enumerate(settings))
     found = {}
@@ -185,7 +185,7 @@ def _plain(settings: Any) -> dict[str, str]:
 
 
 def _put_back(own: Any, loaded: Any, name: str) -> Any:
-    """What was loaded, with the subclasses that it was loaded into in their places; `own` keeps its dicts."""
+    """Return the loaded values, with subclasses in their places again; `own` keeps its dicts."""
     if _consists(own):
         _compare(name, own, loaded)
         return own

@@ -16,7 +16,7 @@ Tree = dict[str, Any]
 
 
 def read_tree(path: str | os.PathLike[str]) -> Tree:
-    """What a JSON or YAML file says.
+    """Return the tree in a JSON or YAML file.
 
     Raises:
         ConfigError: it cannot be read, does not parse, or holds no mapping.
@@ -36,7 +36,7 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
 
 
 def named_tree(name: str | os.PathLike[str]) -> Tree:
-    """What a file says, or a preset: a string without a suffix that names no file is a preset's name.
+    """Return the tree of a file or of a preset: a string without a suffix that names no file is a preset's name.
 
     Raises:
         ConfigError: there is no such file or preset, or it does not parse.
@@ -47,7 +47,7 @@ def named_tree(name: str | os.PathLike[str]) -> Tree:
 
 
 def preset_tree(name: str) -> Tree:
-    """What a preset of the package says.
+    """Return the tree of a preset of the package.
 
     Raises:
         ConfigError: there is no such preset.
@@ -73,7 +73,7 @@ def merged(defaults: Tree, tree: Tree) -> Tree:
 
 
 def difference(tree: Tree, defaults: Tree) -> Tree:
-    """What `tree` says that `defaults` does not: laid over `defaults` by `merged`, it gives `tree` again."""
+    """Return the entries of `tree` that differ from `defaults`: `merged` over `defaults` they give `tree` again."""
     changed: Tree = {}
     for key, value in tree.items():
         known = defaults.get(key)

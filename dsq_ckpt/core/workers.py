@@ -27,7 +27,7 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def blocks(self, elements: int) -> Iterator[slice]:
-        """The blocks of a flat array."""
+        """Yield the blocks of a flat array."""
         step = self.block_elements
         return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 

@@ -52,10 +52,10 @@ class Communicator(Protocol):
         """Sum a contiguous int64 array of the same shape over all ranks, in place."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank; any that can be pickled."""
+        """Return the values of all ranks, in rank order, on every rank; a value is anything that can be pickled."""
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0, on every rank; what the others give is ignored."""
+        """Return the value of rank 0 on every rank; the arguments of other ranks are ignored."""
 
 
 class SingleProcess:
@@ -147,9 +147,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> Communicator:
-    """The communicator of a save of `ranks` ranks (None: as many as the group has).
+    """Return the communicator of a save of `ranks` ranks (None: as many as the group has).
 
-    DCP never tells a writer which group it plans on; the number of plans it gathered is the only witness, and it is
+    DCP never tells a writer which group it plans on; the number of plans it gathered is the only evidence, and it is
     compared with the group here, since a collective on the wrong group would hang.
 
     Raises:
@@ -174,7 +174,7 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
 
 
 def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:
-    """All-reduce `counts`; a rank that failed takes part all the same, and then every rank raises.
+    """All-reduce `counts`; a rank that failed takes part too, and then every rank raises.
 
     Raises:
         DSQError: on every rank as soon as one failed: its own error there, `FailedElsewhere` on the others.
@@ -210,11 +210,11 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def run_on_all_ranks(comm: Communicator, work: Callable[[], _T], otherwise: type[DSQError] = SaveFailed) -> _T:
-    """The result of local work that must succeed on all ranks or fail on all; collective.
+    """Return the result of local work that must succeed on all ranks or fail on all; collective.
 
     Args:
-        comm: of the ranks.
-        work: what each of them does.
+        comm: communicator of the ranks.
+        work: called on each rank.
         otherwise: what an error that is none of ours becomes; `LoadFailed` for the work of a load.
 
     Raises:

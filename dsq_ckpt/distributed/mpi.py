@@ -119,7 +119,7 @@ def _library() -> Any:
 
 
 def _check_size(found: int, library: str) -> None:
-    """A launcher of one MPI starts processes of another as so many jobs of one rank, all with the same target."""
+    """Refuse to run as one of several jobs of one rank, as which one MPI's launcher starts another's processes."""
     expected = launched(slurm=True).size
     if found != expected and expected > 1:
         raise SaveFailed(

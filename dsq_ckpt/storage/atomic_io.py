@@ -88,8 +88,8 @@ class AtomicFile:
     Args:
         path: name of the complete file.
         fsync: flush the file to the device before the rename.
-        mark: as in `hidden_name`.
-        buffering: as in `open`.
+        mark: mark of the hidden name, see `hidden_name`.
+        buffering: buffer size in bytes, see `open`.
 
     Attributes:
         stream: the open file, for binary writing.

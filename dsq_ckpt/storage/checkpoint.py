@@ -38,19 +38,19 @@ class Checkpoint(CheckpointFiles):
         self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
 
     def model(self) -> ParentModel:
-        """What a child needs of this checkpoint as its parent."""
+        """Return the data of this checkpoint that a child needs of its parent."""
         with self.naming(self.manifest.index.name):
             books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
             return ParentModel(books, dict(self.index["exponents"]))
 
     @names_file
     def codebook(self, ref: RecordRef) -> Codebook:
-        """The codebook a coded record was coded with."""
+        """Return the codebook that a coded record was coded with."""
         return self._model(ref.file, self.record(ref)["group"])[0]
 
     @names_file
     def codes(self, ref: RecordRef, workers: Workers) -> Codes:
-        """The codes of a chunk, decoded from its keyframe on; uint8, flat.
+        """Return the codes of a chunk, decoded from its keyframe on; uint8, flat.
 
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
@@ -65,7 +65,7 @@ class Checkpoint(CheckpointFiles):
 
     @names_file
     def values(self, ref: RecordRef, workers: Workers) -> F32:
-        """What a chunk decodes to without refinement, flat, before it is converted to its dtype.
+        """Return the values of a chunk without refinement, flat, before they are converted to its dtype.
 
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
@@ -82,7 +82,7 @@ class Checkpoint(CheckpointFiles):
         self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A chunk in the dtype it was saved in, of its own shape.
+        """Return a chunk in the dtype and shape in which it was saved.
 
         Args:
             ref: its record.
@@ -152,7 +152,7 @@ class Checkpoint(CheckpointFiles):
 
     @names_file
     def superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:
-        """What a record with codes adds, by code, without refinement.
+        """Return the value that a record with codes adds, by code, without refinement.
 
         Raises:
             CorruptCheckpoint: it is altered, or does not fit itself.
@@ -241,7 +241,7 @@ class Checkpoint(CheckpointFiles):
 
     @names_file
     def _decode_codes(self, ref: RecordRef, parent: Codes | None, workers: Workers) -> Codes:
-        """Codes of one record given those of its parent, all blocks in parallel."""
+        """Return the codes of one record, given those of its parent; decode all blocks in parallel."""
         record, reader = self.record(ref), self.reader(ref.file)
         merged = record["type"] == "merged"
         coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
@@ -306,7 +306,7 @@ def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """A torch dtype by its name.
+    """Return the torch dtype of this name.
 
     Raises:
         CorruptCheckpoint: there is none.

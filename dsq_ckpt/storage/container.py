@@ -37,7 +37,7 @@ _SMALL, _RATIO = 1 << 24, 1 << 10
 
 
 class Block(NamedTuple):
-    """Where a block lies: byte offset, size, and xxh3-64 of its bytes as 16 hexadecimal digits."""
+    """Location of a block: byte offset, size, and xxh3-64 of its bytes as 16 hexadecimal digits."""
 
     offset: int
     size: int
@@ -45,8 +45,9 @@ class Block(NamedTuple):
 
 
 class FileInfo(NamedTuple):
-    """A finished file: its name in the checkpoint directory, size in bytes, xxh3-64 of all of it, hexadecimal, and of a
-    container also that of its table of contents, which vouches for every block.
+    """A finished file: name in the checkpoint directory, size in bytes, xxh3-64 of its bytes as 16 hexadecimal digits.
+
+    For a container also the checksum of its table of contents, which has the checksum of every block.
     """
 
     name: str
@@ -56,7 +57,7 @@ class FileInfo(NamedTuple):
 
 
 class ContainerWriter:
-    """Writes one file under a temporary name; `finish` makes it visible, and an error in the block removes it."""
+    """Writer of one file under a hidden name; `finish` makes it visible, and an error in the block removes it."""
 
     def __init__(self, directory: Path, name: str, fsync: bool) -> None:
         self.path = directory / name
@@ -98,13 +99,13 @@ class ContainerWriter:
 
 
 class ContainerReader:
-    """Reads one file; every block is checked against its checksum. Safe to use from several threads.
+    """Reader of one file, which checks every block against its checksum; safe to use from several threads.
 
     Attributes:
-        path: of the file.
-        size: in bytes.
+        path: path of the file.
+        size: size of the file in bytes.
         checksum: xxh3-64 of the table of contents, hexadecimal.
-        contents: the table.
+        contents: table of contents.
 
     Raises:
         CorruptCheckpoint: the file is missing, foreign, truncated or altered.
@@ -129,10 +130,10 @@ class ContainerReader:
         self._file.close()
 
     def read(self, block: Block) -> bytes:
-        """The bytes of a block.
+        """Return the bytes of a block.
 
         Raises:
-            CorruptCheckpoint: they are not those that were written.
+            CorruptCheckpoint: the bytes do not have the checksum of the block.
         """
         data = self._read_at(block.offset, block.size)
         found = xxhash.xxh3_64_hexdigest(data)
@@ -194,7 +195,7 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
 
 
 def pack_json(tree: dict[str, Any]) -> bytes:
-    """Compact JSON, compressed, as `unpack_json` takes it.
+    """Return compact JSON, compressed, for `unpack_json`.
 
     Raises:
         SaveFailed: it is more than a reader takes.
@@ -210,18 +211,18 @@ def pack_json(tree: dict[str, Any]) -> bytes:
         return data, len(text) - _most(len(data))
 
     data, beyond = frame(tree)
-    if beyond > 0:  # what repeats itself more than readers believe is told with noise, which does not
+    if beyond > 0:  # contents that compress better than readers accept are padded with noise
         data, _ = frame({**tree, "padding": random.Random(0).randbytes(beyond // (_RATIO // 2) + 64).hex()})
     return data
 
 
 def _most(size: int) -> int:
-    """Bytes that a frame of so many bytes may hold."""
+    """Return the largest content, in bytes, that a frame of this size may hold."""
     return min(_MAX_CONTENTS, _SMALL + _RATIO * size)
 
 
 def unpack_json(data: bytes, where: str) -> Any:
-    """The inverse of `pack_json`, bounded.
+    """Invert `pack_json`, within its bounds on size.
 
     Raises:
         CorruptCheckpoint: the bytes do not decompress or parse.

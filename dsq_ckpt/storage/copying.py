@@ -28,12 +28,12 @@ class Copied(NamedTuple):
     """The result of a copy.
 
     Attributes:
-        path: of the copy.
-        checkpoints: that it holds.
-        files: that were written.
-        bytes: of these.
-        links: names given to files that were written already.
-        left_out: what was not copied: saves, copies and exports that did not complete, and what is neither file,
+        path: path of the copy.
+        checkpoints: number of checkpoints in the copy.
+        files: number of files written.
+        bytes: bytes of the files written.
+        links: number of further names given to files that were written already.
+        left_out: paths that were not copied: saves, copies and exports that did not complete, and what is neither file,
             directory nor link.
     """
 
@@ -55,7 +55,7 @@ def copy(
     Args:
         source: a checkpoint or run directory.
         target: the directory to make.
-        progress: called with the bytes of each piece that was written.
+        progress: called with the number of bytes of each write.
 
     Raises:
         CheckpointExists: `target` exists.

@@ -95,7 +95,7 @@ class CheckpointFiles:
                 yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._ref(file, record)
 
     def find(self, fqn: str, offsets: tuple[int, ...] | None) -> RecordRef:
-        """Where a chunk (or, with offsets None, an object) lies.
+        """Return the location of a chunk or, with offsets None, of an object.
 
         Raises:
             CheckpointNotFound: there is no such tensor or chunk.
@@ -126,7 +126,7 @@ class CheckpointFiles:
     def record(
         self, ref: RecordRef, fqn: str | None = None, offsets: tuple[int, ...] | None = None
     ) -> dict[str, Any]:
-        """A record of a data file, as its table of contents says; with `fqn`, checked to be the one the index means."""
+        """Return a record of a data file's table of contents; with `fqn`, check that it is the one the index means."""
         records = self.reader(ref.file).contents["records"]
         if not 0 <= ref.record < len(records):
             raise CorruptCheckpoint(f"it has {len(records)} records, record {ref.record} is asked for")
@@ -151,13 +151,13 @@ class CheckpointFiles:
             )
 
     def requires(self, file: str) -> frozenset[str]:
-        """All files that decoding a file needs, itself included."""
+        """Return all files that decoding a file needs, itself included."""
         with self.naming(file):
             return frozenset([file, *self.reader(file).contents["requires"]])
 
     @names_file
     def chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:
-        """A record and those that `key` leads to from it, newest first.
+        """Return a record and those that `key` leads to from it, newest first.
 
         Raises:
             CorruptCheckpoint: they never end, or one is of another shape or type.
@@ -180,7 +180,7 @@ class CheckpointFiles:
 
     @names_file
     def object_bytes(self, ref: RecordRef) -> bytes:
-        """An object as DCP serialised it."""
+        """Return the bytes of an object that DCP serialized."""
         return self._raw(ref.file, self.record(ref))
 
     def verify(self, names: Collection[str] | None = None) -> Iterator[tuple[str, int, str | None]]:
@@ -259,7 +259,7 @@ class CheckpointFiles:
         return RecordRef(self.index["files"][file], record)
 
     def reader(self, name: str) -> ContainerReader:
-        """A data file of the directory, opened.
+        """Return an open data file of the directory.
 
         Raises:
             CorruptCheckpoint: the manifest does not name it, or it is not as that says.

@@ -157,7 +157,7 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
 
 
 def forget(directory: Path, names: Iterable[str]) -> None:
-    """The new manifest is there: what stepped aside goes, and so do journals."""
+    """Remove the files that stepped aside, and journals, after the new manifest has appeared."""
     for pattern in (*(f".{name}.*.old" for name in names), f".*.{PLAIN}.old", f".*{JOURNAL}"):
         for old in directory.glob(pattern):
             with contextlib.suppress(OSError):

@@ -68,7 +68,7 @@ class Left(NamedTuple):
 
 
 def is_ours(name: str) -> bool:
-    """Whether a data, index, refinement, hidden or temporary file of ours has such a name."""
+    """Return whether a data, index, refinement, hidden or temporary file of ours has such a name."""
     return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _ASIDE_NAME, _TEMPORARY_NAME))
 
 
@@ -133,8 +133,8 @@ def collect_failed(directory: Path, save_id: str, inherited: Container[str], sin
     Where another save writes to the directory, only those files go that the failed one wrote itself.
 
     Args:
-        directory: of the save.
-        save_id: of the save.
+        directory: directory of the save.
+        save_id: save id of the save.
         inherited: names of files of its parent, which it may have linked; so may another save.
         since: when it began, seconds since the epoch: what is younger and not its own is of a save under way.
 
@@ -288,7 +288,7 @@ def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
 
 
 def _needed_aside(directory: Path, manifest: Manifest) -> set[str]:
-    """Files that stepped aside for a save that did not complete, and belong to the checkpoint that is here.
+    """Return files that stepped aside for an incomplete save and belong to the checkpoint that is here.
 
     With the journals, without which nobody knows what they may replace.
     """

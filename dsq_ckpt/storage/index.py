@@ -20,7 +20,7 @@ def check_index(index: Any, where: str, own: Collection[str]) -> None:
     """Refuse an index that is not as documented.
 
     Args:
-        index: as it was parsed.
+        index: parsed index.
         where: its file, for errors.
         own: names of the base files that its save wrote.
 
@@ -53,7 +53,7 @@ def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequen
     if and only if the boxes add up to it, so the work is linear in the number of chunks.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         chunks: offsets and shape of each.
     """
     dims, chunks = len(shape), list(chunks)

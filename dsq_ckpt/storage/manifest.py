@@ -43,7 +43,7 @@ class Unflushed(OSError):
 
 
 Count = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-"""A number as files may tell it."""
+"""An integer in a file: 64 bits, signed."""
 
 
 class ManifestFile(BaseModel):
@@ -60,7 +60,7 @@ class ManifestFile(BaseModel):
     checksum: str
     role: Role
     contents: str | None = None
-    """Checksum of a data file's table of contents, which vouches for its blocks; None: older writers told none."""
+    """Checksum of a data file's table of contents, which vouches for its blocks; None in files of older versions."""
 
     @field_validator("name")
     @classmethod
@@ -85,7 +85,7 @@ class Sizes(BaseModel):
 
 
 class GroupReport(BaseModel):
-    """What was lossy about a group, over all ranks."""
+    """Quantization errors and sizes of a group, over all ranks."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -100,12 +100,12 @@ class GroupReport(BaseModel):
     """Relative error of Adam's next update after a restore; None for groups other than first moments in its units."""
     worst_tensor: str | None = None
     worst_error: float | None = None
-    """Tensor with the largest relative error, with the refinement layer where there is one; as told by sketches."""
+    """Tensor with the largest relative error, with the refinement layer where there is one; estimated from sketches."""
     step: float
 
 
 class Manifest(BaseModel):
-    """Everything about a checkpoint but where each tensor lies (the index) and the data."""
+    """Description of a checkpoint, except for the location of each tensor (the index) and the data."""
 
     model_config = ConfigDict(extra="allow")  # keys of a later version survive a rewrite by this one
 
@@ -181,7 +181,7 @@ class Manifest(BaseModel):
 
     @property
     def lossy(self) -> bool:
-        """Whether a run that is restored from this checkpoint gets other values than were saved."""
+        """Return whether a run that is restored from this checkpoint gets other values than were saved."""
         return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
 
     def bytes_in(self, *roles: str) -> int:
@@ -211,7 +211,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of a checkpoint directory.
+        """Read the manifest of a checkpoint directory.
 
         Raises:
             CheckpointNotFound: there is no complete dsq_ckpt checkpoint.
@@ -235,7 +235,7 @@ class Manifest(BaseModel):
 
 
 def _checked(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON of a manifest, whose version and checksum are looked at before anything else is parsed.
+    """Return the JSON of a manifest; check its version and checksum before anything else is parsed.
 
     Raises:
         CorruptCheckpoint, UnsupportedFormat: see `Manifest.read`.
@@ -265,7 +265,7 @@ def _checked(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _sealed(text: bytes) -> bytes:
-    """The text with its own xxh3-64 in place of the zeros that stand for it: every byte of the file is covered."""
+    """Return the text with its own xxh3-64 in place of the zeros, so that every byte of the file is covered."""
     return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
 
 

@@ -30,7 +30,7 @@ def absolute(path: Path) -> Path:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint directory from what a user gave.
+    """Return the checkpoint directory that a user named, as an absolute path.
 
     Raises:
         ConfigError: it is a URL, or empty, or relative to a directory that was deleted.
@@ -43,7 +43,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def existing_path(path: str | os.PathLike[str] | None) -> Path:
-    """The directory of a checkpoint that is to be read, which may turn out not to be there.
+    """Return the directory of a checkpoint to be read; whether it exists is not checked.
 
     Raises:
         CheckpointNotFound: it is None.

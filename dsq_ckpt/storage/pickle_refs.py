@@ -53,14 +53,14 @@ class FlatRange(NamedTuple):
 
 
 class StoredTensor:
-    """Stands for a tensor in a state dict that is to be pickled.
+    """A placeholder of a tensor in a state dict that is to be pickled.
 
     Args:
-        save_id: of the checkpoint whose directory the file will lie in.
-        dtype: of the tensor; pieces stored in another one are cast to it.
-        shape: of the tensor.
-        pieces: what of it is stored; what no piece covers is zero, if `rest` does not have it.
-        rest: values that are in no stored tensor, by place.
+        save_id: save id of the checkpoint whose directory the file will lie in.
+        dtype: dtype of the tensor; ranges stored in another dtype are cast to it.
+        shape: shape of the tensor.
+        pieces: ranges of stored tensors; elements outside of them and of `rest` are zero.
+        rest: values that are in no stored tensor, by flat offset.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StoredTensor:
 
 
 def decode(spec: dict[str, Any]) -> torch.Tensor:
-    """The tensor that a `StoredTensor` stood for, on the CPU; called by whoever unpickles it.
+    """Return the tensor that a `StoredTensor` stood for, on the CPU; called by unpicklers.
 
     The checkpoint is the directory of the file that `torch.load` is reading, or that of `stored_in`.
 
@@ -125,13 +125,13 @@ decode.__module__ = "dsq_ckpt"  # the name that files have for it; it may move, 
 def read_flat(
     checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, refined: bool, workers: Workers
 ) -> None:
-    """Elements of a tensor from `start` of the flattened tensor on, into `out`, flat, of any dtype.
+    """Read elements of a flattened tensor, from `start` on, into `out`, flat, of any dtype.
 
     Args:
         checkpoint: opened.
         fqn: name of the tensor.
         start: first element.
-        out: where they go, and how many.
+        out: destination; its length is the number of elements.
         refined: use the refinement layer where it was kept.
         workers: threads.
 
@@ -166,10 +166,10 @@ def read_flat(
 
 @contextmanager
 def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterator[None]:
-    """Files that are loaded in here belong to the checkpoint in this directory, wherever they are read from.
+    """Let files that are loaded in the block belong to the checkpoint in this directory, wherever they are read from.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         refined: use its refinement layer where it was kept.
     """
     token = _source.set((Path(directory), refined))
@@ -181,11 +181,11 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
 
 @contextmanager
 def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterator[dict[ChunkKey, Codes]]:
-    """Codes of a checkpoint are kept as they are decoded, and not decoded twice.
+    """Keep codes of a checkpoint as they are decoded, so that they are not decoded twice.
 
     Args:
-        directory: of the checkpoint; DeepSpeed may read others meanwhile.
-        wanted: whether a chunk's are.
+        directory: directory of the checkpoint; DeepSpeed may read others meanwhile.
+        wanted: returns whether the codes of a chunk are kept.
 
     Yields:
         The codes so far, 1 byte per element.
@@ -199,7 +199,7 @@ def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterat
 
 
 def _codes(checkpoint: Checkpoint, ref: RecordRef, key: ChunkKey, workers: Workers) -> Codes | None:
-    """Codes of a record that has any, if they are to be kept; None: whoever decodes it finds them."""
+    """Return the codes of a coded record if they are to be kept, else None."""
     kept, record = _kept.get(), checkpoint.record(ref)
     if kept is None or kept.directory != checkpoint.directory or not kept.wanted(key):
         return None
@@ -226,7 +226,7 @@ def _check(file: Path, checkpoint: Checkpoint) -> None:
 
 
 def _being_loaded() -> Path | None:
-    """The file that `torch.load` is reading further up the stack, by its path: unpickling itself is not told it."""
+    """Return the path of the file that `torch.load` reads further up the stack; unpickling itself does not know it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == "torch.serialization":
@@ -259,7 +259,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _opened(directory: Path, save_id: str) -> Checkpoint:
-    """The checkpoint, opened; the last one stays open, since a file has many tensors."""
+    """Return the open checkpoint; keep the last one open, since a file has many tensors."""
     global _last
     with _lock:
         try:
