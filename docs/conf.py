@@ -42,7 +42,7 @@ PAGES = {"CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changes", "SECURITY
 
 
 def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Fill pages of files beside `docs/`, and let all links lead to pages or files; to directories there is none."""
+    """Fill pages of files beside `docs/`, and let all links lead to pages or files; directories, and pages that the site does not have, are named."""
     folder = docs = ROOT / "docs"
     for name, page in PAGES.items():
         if page == docname != "index":
@@ -53,6 +53,8 @@ def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
         path = (folder / found[2]).resolve()
         if path.is_dir():
             return f"`{path.relative_to(ROOT)}/`"
+        if path.suffix == ".md" and path.parent not in (ROOT, docs):
+            return f"{found[1]} (`{path.relative_to(ROOT)}`)"
         if path.parent == ROOT and path.name in PAGES:
             path = docs / f"{PAGES[path.name]}.md"
         return f"[{found[1]}]({os.path.relpath(path, docs)}{found[3] or ''})"

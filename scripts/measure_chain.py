@@ -177,6 +177,7 @@ def grow(workload: str, saves: int, every: int, directory: Path) -> dict[str, An
 
     torch.set_num_threads(1)
     made = create(workload)
+    settings = {"workload": workload, "seed": made.seed, "saves": saves, "every": every, "run": made.settings()}
     rows: list[dict[str, Any]] = []
     plain = written = 0
     with dsq_ckpt.Compressor(made.model, made.optimizer, evaluate=made.evaluate) as compressor:
@@ -187,7 +188,7 @@ def grow(workload: str, saves: int, every: int, directory: Path) -> dict[str, An
             plain, written = plain + saved["bytes_logical"], written + saved["bytes_written"]
             rows.append({"step": step, "plain": plain, "written": written, "kept": on_device(directory)})
             print(rows[-1], flush=True)
-    return document("growth", {"saves": saves, "every": every, **made.settings()}, rows)
+    return document("growth", settings, rows)
 
 
 def main() -> None:

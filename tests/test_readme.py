@@ -1,4 +1,4 @@
-"""The examples of README.md run as they stand, and its list of presets is the list of files."""
+"""The examples of README.md and of most pages of docs/ run as they stand; their lists are complete."""
 
 import re
 import shlex
@@ -14,8 +14,12 @@ from dsq_ckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
-SHELL = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+OWN_TESTS = {"deepspeed", "lowdiff"}  # tests/deepspeed/test_docs.py, tests/lowdiff/test_docs.py
+PAGES = {"README": README} | {
+    page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OWN_TESTS
+}
+PYTHON = [(name, example) for name, text in PAGES.items() for example in re.findall(r"```python\n(.*?)```", text, re.S)]
+SHELL = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", PAGES["cli"], re.S)
          for line in block.splitlines() if line.startswith("dsq ")]
 
 
@@ -39,7 +43,7 @@ def training(tmp_path, monkeypatch):
         return nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 100)
 
     return {
-        "model": model, "optimizer": optimizer, "train_on_a_batch": train_on_a_batch,
+        "model": model, "optimizer": optimizer, "state_dict": model.state_dict(), "train_on_a_batch": train_on_a_batch,
         "loss_on_a_few_batches": lambda model: float(loss_of(model)),
     }
 
@@ -47,7 +51,12 @@ def training(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_examples(training, number):
-    exec(compile(PYTHON[number], f"README.md example {number}", "exec"), dict(training))
+    name, example = PYTHON[number]
+    exec(compile(example, f"{name}.md", "exec"), dict(training))
+
+
+def test_pages_have_examples():
+    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["configuration", "index", "oneshot"]
 
 
 def test_shell_examples(training):
@@ -70,7 +79,7 @@ def test_shell_examples(training):
 
 
 def test_presets_are_listed():
-    listed = set(re.findall(r"`(\w+\.yaml)`", README))
+    listed = set(re.findall(r"\{literalinclude\} \.\./configs/(\w+\.yaml)", PAGES["configuration"]))
     assert listed == {path.name for path in (ROOT / "configs").glob("*.yaml")}
 
 
@@ -86,6 +95,8 @@ def test_one_statement_about_python():
     pinned = re.search(r"Python ([\d.]+\d) or newer", (ROOT / "constraints.txt").read_text())[1]
     assert re.findall(r"Python ([\d.]+\d) or newer", (ROOT / "Makefile").read_text()) == [pinned]
     assert re.findall(r"Both need Python ([\d.]+\d) or newer", README) == [pinned]
-    assert re.findall(r"Python ([\d.]+\d) or newer:\n`pip install", README) == [package]
+    assert re.findall(r"Both need Python ([\d.]+\d) or newer", PAGES["installation"]) == [pinned]
+    assert re.findall(r"With Python ([\d.]+\d) or newer:\n\n```bash\npip install", PAGES["installation"]) == [package]
+    assert re.findall(r"installed \(Python ([\d.]+\d) or newer\)", README) == [package]
     ruff = re.search(r'target-version = "py3(\d+)"', (ROOT / "pyproject.toml").read_text())[1]
     assert package == f"3.{ruff}"

@@ -1,0 +1,86 @@
+"""benchmarks/results/README.md leads from each figure to its file and key, and gives the value that is there."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (RESULTS / "README.md").read_text()
+FIGURES = re.findall(r"^\|(.*?)\| ([^|]*?\d[^|]*?) \| ([\w-]+\.json) \| (.+) \|$", PAGE, re.M)
+OVER: dict[str, Callable[[list[Any]], Any]] = {"median": statistics.median, "min": min, "max": max}
+
+
+@functools.cache
+def document(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def values(tree: Any, path: str) -> list[Any]:
+    """Return all values at a path: keys, each with a selection of rows where it has one."""
+    found = [tree]
+    for part in path.split(" > "):
+        key, _, selection = part.removesuffix("]").partition("[")
+        found = [tree[key] for tree in found]
+        rows = [row for one in found for row in (one if isinstance(one, list) else [one])]
+        wanted = [condition.split("=") for condition in re.split(r", (?=\w+=)", selection)] if selection else []
+        found = [row for row in rows if all(str(row[key]) == value for key, value in wanted)]
+    return found
+
+
+def figure(file: str, path: str) -> float:
+    name, _, rest = path.partition(" of ")
+    if name in OVER:
+        return float(OVER[name](values(document(file), rest)))
+    path, _, divisor = path.partition(" ÷ ")
+    if divisor:
+        rows, _, _ = path.rpartition(" > ")
+        return figure(file, path) / figure(file, f"{rows} > {divisor}")
+    found = values(document(file), path)
+    assert len(found) == 1, f"{file}: {len(found)} values at {path}"
+    return float(found[0])
+
+
+@pytest.mark.parametrize(("name", "shown", "file", "path"), FIGURES, ids=lambda text: text[:40])
+def test_it_is_there(name: str, shown: str, file: str, path: str) -> None:
+    number, unit = re.fullmatch(r"([+-]?[\d.,]+)(x| %| MB|)", shown).groups()  # type: ignore[union-attr]
+    scale = {"x": 1, " %": 100, " MB": 1e-6, "": 1}[unit]
+    places = len(number.partition(".")[2])
+    assert abs(figure(file, path) * scale - float(number.replace(",", ""))) <= 0.5001 * 10**-places, (name, path)
+
+
+def test_the_table_of_readme_has_these_values() -> None:
+    """Every number in its column of measurements, and those of others, is the value of some figure."""
+    readme = (ROOT / "README.md").read_text()
+    table = readme.partition("| what | measured |")[2].partition("\n\n")[0]
+    known = {re.sub(r"[^\d.,]", "", shown) for _, shown, _, _ in FIGURES}
+    known |= set(re.findall(r"\d[\d.]*", PAGE.partition("## Figures without a file")[2]))
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    assert 5 <= len(rows) <= 8
+    for row in rows:
+        assert len(row) == 3, row
+        without_units = re.sub(r"\b\d[\d,.]* ?(M|runs|restarts|steps|checkpoints|restores)\b", "", " ".join(row[1:]))
+        for number in re.findall(r"(?<![\w.-])[+-]?(\d[\d.,]*\d|\d)", without_units):
+            assert number in known, (number, row[0])
+
+
+def test_every_file_is_in_the_list() -> None:
+    page = PAGE.replace("NAME", r"[\w]+").replace("WORKLOAD", r"\w+").replace("seedN", r"seed\d")
+    patterns = re.findall(r"([\w\[\]\\+-]+\.json)", page)
+    for path in RESULTS.glob("*.json"):
+        assert any(re.fullmatch(pattern.replace(".json", r"\.json"), path.name) for pattern in patterns), path.name
+
+
+def test_every_file_has_a_command() -> None:
+    commands = PAGE.partition("## Commands")[2]
+    for path in RESULTS.glob("*.json"):
+        listed = path.name in commands or re.sub(r"seed\d", "seedN", path.name) in commands
+        assert listed or document(path.name)["command"].startswith("python "), path.name
