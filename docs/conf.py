@@ -42,7 +42,10 @@ PAGES = {"CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changes", "SECURITY
 
 
 def links_of_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Fill pages of files beside `docs/`, and let all links lead to pages or files; directories, and pages that the site does not have, are named."""
+    """Fill pages of files beside `docs/`, and let all links lead to pages or files.
+
+    Directories, and pages that the site does not have, are named instead.
+    """
     folder = docs = ROOT / "docs"
     for name, page in PAGES.items():
         if page == docname != "index":

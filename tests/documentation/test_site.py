@@ -44,6 +44,8 @@ def test_it_has_every_page_and_public_name(site: Path) -> None:
     for module in (dsq_ckpt, dsq_ckpt.lowdiff, dsq_ckpt.deepspeed, dsq_ckpt.mpi):
         for name in set(module.__all__) - {"__version__"}:
             assert f'id="{module.__name__}.{name}"' in reference, f"docs/api.md lacks {module.__name__}.{name}"
+    for name in ("codebooks.register_codebook", "codebooks.CodebookConfig", "config.systems.register_system"):
+        assert f'id="dsq_ckpt.{name}"' in reference, f"docs/api.md lacks dsq_ckpt.{name}"
 
 
 def test_it_loads_nothing_from_the_network(site: Path) -> None:
