@@ -204,11 +204,11 @@ class DSQCheckpointEngine(CheckpointEngine):
             self._resume(manifest)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """As the engine it had."""
+        """Return the former checkpoint engine's answer."""
         return bool(self.inner.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """As the engine it had."""
+        """Return the former checkpoint engine's answer."""
         return bool(self.inner.preserves_storage_sharing())
 
     def cleanup(self) -> None:
