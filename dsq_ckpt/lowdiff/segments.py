@@ -280,9 +280,9 @@ def closed_after(run: Path, session: str) -> int | None:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"'{path}' does not tell the last step: {error!r}") from error
+        raise CorruptCheckpoint(f"'{path}' does not hold the last step of its session: {error!r}") from error
     if last is not None and type(last) is not int:
-        raise CorruptCheckpoint(f"'{path}' tells the last step as {last!r}")
+        raise CorruptCheckpoint(f"'{path}' has {last!r} as the last step; expected an integer or null")
     return last
 
 

@@ -65,7 +65,7 @@ def test_they_take_turns(tmp_path, holders):
     for one in (loop, alone):
         one.model(torch.ones(2, 12)).square().sum().backward()
     for mine, other in zip(loop.model.parameters(), alone.model.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad), "without a tenant it averages"
+        assert torch.equal(mine.grad, other.grad), "without an owner it averages"
 
 
 def test_a_compiled_model(tmp_path, holders):

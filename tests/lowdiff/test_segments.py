@@ -1,4 +1,4 @@
-"""Segments: complete or not there, every byte checked, and only consecutive steps that all ranks have are a course."""
+"""Segments: complete or absent, every byte checked, and only consecutive steps of all ranks can be replayed."""
 
 from __future__ import annotations
 
