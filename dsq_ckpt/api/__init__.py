@@ -1,1 +1,1 @@
-"""What a training loop calls: save, load, Compressor, compress."""
+"""Functions for training loops: save, load, Compressor, compress."""

@@ -64,7 +64,7 @@ class Compressor:
 
     Args:
         model: to be saved, and evaluated.
-        optimizer: of that model; None: only the model is saved.
+        optimizer: optimizer of the model; None: only the model is saved.
         config: as for `dsq_ckpt.save`; `system` chooses the search space.
         evaluate: the metric (a loss, by default: `search.higher_is_better`) of the model as it is now, on a few batches
             that are always the same. It is called on all ranks together, and ranks' results are averaged.
@@ -346,10 +346,10 @@ def weighs_elements(config: DSQConfig) -> bool:
 
 
 def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
-    """Whether to average gradients: for weighing elements; for steps only if no moment tells the size of gradients."""
-    tells = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
+    """Return whether to average gradients: to weigh elements, or to fit steps if no moment has gradient sizes."""
+    has_moments = "betas" in optimizer.defaults or optimizer.defaults.get("momentum", 0) > 0
     return weighs_elements(config) or any(
-        book.gradient_power > 0 and not tells for book in _codebooks(config)
+        book.gradient_power > 0 and not has_moments for book in _codebooks(config)
     )
 
 

@@ -225,8 +225,8 @@ def _dumped(value: Any) -> bytes:
 
 
 def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., QuantizationPlan]:
-    """A policy that searches, and fails where `evaluate` or `check` does: nothing is gained by a snapshot of unknown
-    quality.
+    """Return a policy that searches, and fails if `evaluate` or `check` fails: a snapshot of unknown quality is of no
+    use.
     """
     failures: list[tuple[str, Exception]] = []
 

@@ -60,7 +60,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of
 
 
 class Format(str, Enum):
-    """What `dsq export` writes."""
+    """Formats that `dsq export` writes."""
 
     dcp = "dcp"
     torch = "torch"
@@ -69,7 +69,7 @@ class Format(str, Enum):
 
 
 class Layers(str, Enum):
-    """Which layers `dsq export` reads."""
+    """Layers that `dsq export` reads."""
 
     auto = "auto"
     required = "required"

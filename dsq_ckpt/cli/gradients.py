@@ -1,4 +1,4 @@
-"""What the commands say of a gradient log in a run directory."""
+"""Output of the commands about a gradient log in a run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the commands print: tables for people, one JSON document for machines, progress on stderr."""
+"""Output of the commands: tables for people, one JSON document for machines, progress on stderr."""
 
 from __future__ import annotations
 

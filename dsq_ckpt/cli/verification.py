@@ -20,7 +20,7 @@ from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints, is_co
 
 @dataclass
 class Problem:
-    """What is wrong, and where: a file or a tensor."""
+    """A problem, and the file or tensor that has it."""
 
     where: str
     problem: str
@@ -28,13 +28,13 @@ class Problem:
 
 @dataclass
 class Report:
-    """What was found out about one checkpoint."""
+    """The findings about one checkpoint."""
 
     path: Path
     manifest: Manifest | None = None
     problems: list[Problem] = field(default_factory=list)
     tensors: int | None = None
-    """How many tensors and objects were decoded; None: none was tried here."""
+    """Number of tensors and objects decoded; None: decoding was not tried."""
     decoded_by: str | None = None
     """A later checkpoint whose decoding walked the whole chain of this one."""
 

@@ -39,12 +39,12 @@ Progress = Callable[[int], None]
 
 
 class ExportError(DSQError):
-    """What was asked for does not fit the target format, or the target is not ours to replace."""
+    """A request that does not fit the target format, or a target that may not be replaced."""
 
 
 @dataclass
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     path: Path
     tensors: int
@@ -53,8 +53,8 @@ class Exported:
     refined: bool
     """Whether the refinement layer was used."""
     left_out: list[str] = field(default_factory=list)
-    """Objects that the format has no place for, and names of which the checkpoint has a path and no value, as it does
-    where a planner saved a part."""
+    """Objects that the format cannot hold, and names that have a path but no value in the checkpoint, as after a
+    planner saved a part."""
 
 
 def export_dcp(
@@ -354,8 +354,9 @@ def _is_plain_dcp(directory: Path) -> bool:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error to show: inside DCP's wrapper (one process exports, so there is one), and, where torch's zip writer
-    hides that the disk is full behind a position that it did not expect, the one before it.
+    """Return the error for the user: the one in DCP's wrapper, or an operating system's error that caused it.
+
+    On a full disk torch's zip writer raises an error about an unexpected position, caused by the OSError.
     """
     if isinstance(error, CheckpointException):
         error = next((failure for failure, _ in error.failures.values()), error)

@@ -1,4 +1,4 @@
-"""Which rank compresses what of a checkpoint that all of them can read: the same answer on every rank."""
+"""Partitioning of a checkpoint that all ranks can read: the chunks that each compresses, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every other package may use: threads, nested states, signals, warnings, arguments."""
+"""Tools for every other package: array types, threads, nested states, signals, warnings, arguments."""

@@ -1,4 +1,4 @@
-"""What somebody may have meant: keys of a configuration that are wrong where they are, patterns that match nothing."""
+"""Hints for misspelled names: keys of a configuration that are wrong where they are, patterns that match nothing."""
 
 from __future__ import annotations
 

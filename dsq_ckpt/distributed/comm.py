@@ -1,4 +1,4 @@
-"""How ranks agree: the three collectives of a save, and a status in them, so that one failure fails all.
+"""Communication of ranks: the three collectives of a save, and a status in them, so that one failure fails all.
 
 `dsq_ckpt.distributed.mpi` has the communicator for MPI.
 """
@@ -25,7 +25,7 @@ _HEAD, _SHORT = 8, 4088
 
 
 class Elsewhere(DSQError):
-    """Another rank failed; where both are at hand, its error says more."""
+    """Another rank failed; the error of that rank, where it is known, says more."""
 
 
 class FailedElsewhere(Elsewhere, SaveFailed):

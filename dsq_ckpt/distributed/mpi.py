@@ -11,23 +11,23 @@ import numpy as np
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.errors import SaveFailed
 
-# What launchers tell the processes they start. Slurm tells all it starts the same, whether they use MPI or not.
+# Environment variables of launchers. Slurm sets its own for all processes, whether they use MPI or not.
 _LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 class Launched(NamedTuple):
-    """What a launcher says about this process."""
+    """Rank and number of processes, as the launcher has set them."""
 
     rank: int
     size: int
 
 
 def launched(*, slurm: bool = False) -> Launched:
-    """What the launcher of MPI that started this process tells it: those of Open MPI, and of MPICH and its kin.
+    """Return rank and size from the environment variables of an MPI launcher: Open MPI, MPICH and derivatives.
 
     Args:
-        slurm: believe Slurm too, which starts processes that are none of MPI in the same way.
+        slurm: read Slurm's variables too, which it also sets for processes without MPI.
 
     Returns:
         Rank and number of processes; (0, 1) without a launcher.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: which record lies where, and its bytes, checked; no codes, no values."""
+"""Files of a checkpoint directory: locations of records, and their bytes, checked; no codes, no values."""
 
 from __future__ import annotations
 

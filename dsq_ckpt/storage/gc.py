@@ -4,7 +4,7 @@ Three kinds of files are garbage: temporary files; files in a checkpoint directo
 and all files of ours in a directory without manifest that holds no others, which a save leaves that did not complete.
 A file is ours only if its whole name has the form that a save gives, or if a journal of the save says that it wrote
 these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Where such a tag was being replaced it is put back first
-(see `attachments`). Since a save that is under way looks the same,
+(see `foreign_files`). Since a save that is under way looks the same,
 a directory is left alone until its youngest such file is older than `min_age_seconds`.
 
 Copies and exports are made below a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`; what has such a name is

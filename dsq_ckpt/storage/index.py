@@ -1,4 +1,4 @@
-"""The index of a checkpoint, checked before anything is made of it: its form, and that chunks cover their tensors."""
+"""Checks of an index before it is used: its form, and that chunks cover their tensors."""
 
 from __future__ import annotations
 

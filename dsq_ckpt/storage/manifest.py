@@ -134,9 +134,9 @@ class Manifest(BaseModel):
     groups: dict[str, GroupReport]
     nonfinite: list[str] = []
     quality: dict[str, Any] | None = None
-    """What the search for this configuration measured (`Compressor`), None where there was none."""
+    """Measurements of the search for this configuration (`Compressor`), None without a search."""
     lossy_resumes: Count = 0
-    """How often the run was restored from lossy state before this was saved."""
+    """Number of restores of the run from lossy state before this save."""
     seconds: float = Field(allow_inf_nan=False)
     config: dict[str, Any]
     writer: dict[str, str]

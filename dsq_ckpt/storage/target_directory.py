@@ -1,4 +1,4 @@
-"""Targets of saves and exports: they appear complete or not at all, and never in place of something unasked."""
+"""Targets of saves and exports: the checks before a save or export writes, and the cleanup after a save failed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.runs import canonical
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
-"""Names of DeepSpeed's files, of those that stepped aside for others (see `attachments`), and of those that earlier
+"""Names of DeepSpeed's files, of those that stepped aside for others (see `foreign_files`), and of those that earlier
 versions left unfinished."""
 
 
 def refuse_existing(goal: Path, overwrite: bool) -> None:
-    """Nothing is replaced unasked.
+    """Refuse to replace a file or directory without `overwrite`.
 
     Raises:
         CheckpointExists: the target exists, and is not to be overwritten.
@@ -113,7 +113,7 @@ def _holds_checkpoint(path: Path) -> bool:
 
 
 class TargetDirectory:
-    """The directory that a save is about to write to, and how to leave it as it was.
+    """The target directory of a save, which `discard` leaves as it was before.
 
     Args:
         path: the checkpoint directory, which was not refused.
@@ -128,7 +128,7 @@ class TargetDirectory:
     def claim(self, save_id: str, parent: str | None) -> None:
         """Note which files are going to be the save's: those of this id, and links to those of its parent's directory.
 
-        What fails before has written nothing.
+        A save that fails before this call has written nothing.
         """
         self._claimed = save_id, None if parent is None else Path(parent)
 
