@@ -10,7 +10,7 @@ flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or
 ``protected``       protected values in order, gathered and put back
 ``dequantize``      codes, refinement symbols and protected values to values
 ``pack``            streams of 1 to 8 bits per symbol
-``migrated``        only the codes that have changed, and the way back
+``changed_codes``   only the codes that have changed, and the inverse
 ``sensitivity``     averages of gradients, and the sketch of sensitivities in the same pass
 ``importance``      sensitivity of each element, and its class
 ==================  =======================================================================
@@ -24,10 +24,10 @@ Kernels can also be interpreted on CPU tensors (TRITON_INTERPRET=1 before Triton
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.importance import PROTECT, PRUNE
 
+from .changed_codes import apply_changes, changed_codes
 from .checks import Faults
 from .dequantize import dequantize, dequantize_refined
 from .importance import classes, importance
-from .migrated import migrated, settle
 from .pack import pack, unpack
 from .protected import gather_protected
 from .quantize import quantize, refine
@@ -39,18 +39,18 @@ __all__ = [
     "PRUNE",
     "Faults",
     "Refinement",
+    "apply_changes",
     "blend",
+    "changed_codes",
     "classes",
     "dequantize",
     "dequantize_refined",
     "gather_protected",
     "importance",
     "joint_sketch",
-    "migrated",
     "pack",
     "quantize",
     "refine",
-    "settle",
     "sketch",
     "sketch_sensitivity",
     "unpack",

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from . import sensitivity as _sensitivity
+from .changed_codes import apply_changes, changed_codes
 from .checks import Faults
 from .dequantize import dequantize, dequantize_refined
 from .importance import classes, importance
-from .migrated import migrated, settle
 from .pack import pack, unpack
 from .protected import gather_protected
 from .quantize import quantize, refine
@@ -29,7 +29,7 @@ class TritonBackend:
     classes = staticmethod(classes)
     gather_protected = staticmethod(gather_protected)
     importance = staticmethod(importance)
-    migrated = staticmethod(migrated)
+    changed_codes = staticmethod(changed_codes)
     sketch = staticmethod(sketch)
     unpack = staticmethod(unpack)
     blend = staticmethod(_sensitivity.blend)
@@ -44,4 +44,4 @@ class TritonBackend:
         self.pack = partial(pack, faults=faults)
         self.quantize = partial(quantize, faults=faults)
         self.refine = partial(refine, faults=faults)
-        self.settle = partial(settle, faults=faults)
+        self.apply_changes = partial(apply_changes, faults=faults)

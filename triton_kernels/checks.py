@@ -101,13 +101,13 @@ def check_entries(name: str, entries: int) -> None:
 
 
 def check_rows(
-    name: str, table: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, parent: torch.Tensor | None, row: int,
+    name: str, table: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, parent: torch.Tensor | None, context: int,
     size: int,
 ) -> None:
-    """Demand a table of rows of ``size`` bins, that has ``row``, and a previous code for every element.
+    """Demand a table of rows of ``size`` bins, that has ``context``, and a previous code for every element.
 
     Raises:
-        ValueError: another shape or dtype, or ``row`` names a row it lacks.  Codes are up to the kernel.
+        ValueError: another shape or dtype, or ``context`` names a row it lacks.  Codes are up to the kernel.
     """
     check_tensor(name, table, dtype, like=x)
     if table.ndim != 2 or table.shape[1] != size:
@@ -115,8 +115,8 @@ def check_rows(
     check_entries(name, table.shape[0])
     if parent is not None:
         check_tensor("parent", parent, torch.uint8, (x.numel(),), like=x)
-    elif not 0 <= row < table.shape[0]:
-        raise ValueError(f"row {row} is outside {name}, which has {table.shape[0]} rows")
+    elif not 0 <= context < table.shape[0]:
+        raise ValueError(f"row {context} is outside {name}, which has {table.shape[0]} rows")
 
 
 def fp32(inv_scale: float) -> float:

@@ -1,4 +1,4 @@
-"""Elements that satisfy a condition, in their order: what ``protected`` and ``migrated`` have in common.
+"""Elements that satisfy a condition, in their order: what ``protected`` and ``changed_codes`` have in common.
 
 First every tile counts its own, then a running sum says where each tile's end, then each tile writes them there.
 Nothing depends on which program comes first.  Tiles without any, most of them, are not read again.

@@ -47,16 +47,16 @@ class Plan(NamedTuple):
 
 def plan_for(bins: int, device: torch.device) -> Plan:
     """How to count into so many bins on a device."""
-    room = launch.room_of(device)
+    limits = launch.limits_of(device)
     largest, most = (LARGEST, SPLITS) if _shared_atomics() else (_BALLOTS, 1)
-    held = min(max(triton.next_power_of_2(bins), _LEAST), largest, 1 << (room.shared // 4 - 1).bit_length() - 1)
+    held = min(max(triton.next_power_of_2(bins), _LEAST), largest, 1 << (limits.shared // 4 - 1).bit_length() - 1)
     splits = triton.cdiv(bins, held)
     if splits > most:
-        return Plan(0, 1, launch.TILE, 8 * room.processors, max(1, _COPIED // bins))
+        return Plan(0, 1, launch.TILE, 8 * limits.processors, max(1, _COPIED // bins))
     # A histogram is cleared and read once per tile: that should be worth the while.
     tile = launch.TILE if launch.INTERPRETED else max(launch.TILE, min(held, 1 << 14))
-    resident = max(1, min(4, room.shared // (4 * held)))
-    programs = max(1, room.processors * resident // splits)
+    resident = max(1, min(4, limits.shared // (4 * held)))
+    programs = max(1, limits.processors * resident // splits)
     return Plan(held, splits, tile, programs, 1)
 
 

@@ -93,7 +93,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 _one_at_a_time = threading.RLock()  # the interpreter patches Triton's modules while a kernel runs
 
 
-class Room(NamedTuple):
+class DeviceLimits(NamedTuple):
     """What a device has to offer to persistent programs."""
 
     processors: int
@@ -101,11 +101,11 @@ class Room(NamedTuple):
     """Bytes of shared memory that one program may have."""
 
 
-def room_of(device: torch.device) -> Room:
+def limits_of(device: torch.device) -> DeviceLimits:
     """Of a CUDA device, as its driver tells; the interpreter pretends to be a small one."""
     if device.type != "cuda":
-        return Room(2, 1 << 17)
+        return DeviceLimits(2, 1 << 17)
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Room(properties.multi_processor_count, shared)
+    return DeviceLimits(properties.multi_processor_count, shared)
 

@@ -16,21 +16,21 @@ from .launch import launch, parts, tile_count, tiles_of
 
 def gather_protected(
     x: torch.Tensor, codes: torch.Tensor, protected_code: int, tally: torch.Tensor | None = None, bf16: bool = False,
-    room: int | None = None,
+    capacity: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements whose code is ``protected_code``, in order.
+    """Return the elements whose code is ``protected_code``, in order.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
         codes: uint8[n].
         protected_code: -1: none.
-        tally: what ``quantize`` returned for these codes; they are not counted again then.
-        bf16: the nearest bf16 numbers, but never rounded up to infinity.
-        room: for so many elements, so that nobody waits for their number m; None: waits for the device.
+        tally: result of ``quantize`` for these codes, which are then not counted again.
+        bf16: whether to return the nearest bf16 numbers, never rounded up to infinity.
+        capacity: entries of the result, so that nobody waits for the number m; None: wait for the device.
 
     Returns:
-        fp32 bits, uint32[m], with ``bf16`` bf16 bits, uint16[m]; and m, int64[] on the device.  With ``room`` there are
-        so many bits: the first m are filled, or all where m is larger.
+        fp32 bits, uint32[m], or with ``bf16`` bf16 bits, uint16[m]; and m, int64[] on the device.  With ``capacity``
+        the bits have that many entries: the first m are filled, or all if m is larger.
 
     Raises:
         ValueError: a shape, dtype or device is another.
@@ -44,7 +44,7 @@ def gather_protected(
         tally = count_chosen(codes, None, protected_code)
     check_tensor("tally", tally, torch.int32, (tile_count(x.numel()),), like=x)
     ends, total = ends_of(tally)
-    out = torch.empty(int(total) if room is None else room, dtype=dtype, device=x.device)
+    out = torch.empty(int(total) if capacity is None else capacity, dtype=dtype, device=x.device)
     for part in parts(x.numel()) if len(out) else ():
         launch(
             _gather, (part.tiles,), x[part.where], codes[part.where], protected_code, part.n, tiles_of(tally, part),

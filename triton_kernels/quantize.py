@@ -20,15 +20,15 @@ from .marks import checked
 
 
 def quantize(
-    x: torch.Tensor, parent: torch.Tensor | None, row: int, lo: int, hi: int, inv_scale: float, table: torch.Tensor,
+    x: torch.Tensor, parent: torch.Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: torch.Tensor,
     codes: torch.Tensor, refinement: Refinement | None = None, protected_code: int = -1, faults: Faults | None = None,
 ) -> torch.Tensor | None:
     """``codes[i] = table[parent code, bin]``.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
-        parent: previous codes, uint8[n]; None: all elements use ``row``.
-        row: see there.
+        parent: previous codes, uint8[n]; None: all elements use ``context``.
+        context: see there.
         lo, hi: the window of magnitude keys.
         inv_scale: multiplies ``x`` in fp32 before its key is taken.
         table: uint8[rows, size].
@@ -47,14 +47,14 @@ def quantize(
     """
     window, n = KeyWindow(lo, hi), x.numel()
     check_flat("x", x, FLOATS)
-    check_rows("table", table, torch.uint8, x, parent, row, window.size)
+    check_rows("table", table, torch.uint8, x, parent, context, window.size)
     check_tensor("codes", codes, torch.uint8, (n,), like=x)
     factor = fp32(inv_scale)
     low, inv_width, bits, log_domain, out = refinement or (None, None, 0, False, None)
     if refinement is not None:
         _check_cells(x, *refinement)
     tally = tally_like(codes) if 0 <= protected_code < 256 else None
-    rows = table if parent is not None else table[row]
+    rows = table if parent is not None else table[context]
     cells = 256 if low is None or inv_width is None else min(low.numel(), inv_width.numel())
     with faults_of(faults, x.device) as marks:
         for part in parts(n):

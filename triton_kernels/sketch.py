@@ -37,15 +37,15 @@ def sketch(x: torch.Tensor, lo: int, hi: int, inv_scale: float, counts: torch.Te
 
 
 def joint_sketch(
-    x: torch.Tensor, parent: torch.Tensor | None, row: int, lo: int, hi: int, inv_scale: float, counts: torch.Tensor,
-    faults: Faults | None = None,
+    x: torch.Tensor, parent: torch.Tensor | None, context: int, lo: int, hi: int, inv_scale: float,
+    counts: torch.Tensor, faults: Faults | None = None,
 ) -> None:
     """Add the pairs (parent code, bin) to ``counts``.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
-        parent: previous codes, uint8[n]; None: all elements are of ``row``.
-        row: see there.
+        parent: previous codes, uint8[n]; None: all elements are of ``context``.
+        context: see there.
         lo, hi, inv_scale: as in ``sketch``.
         counts: int64[rows, size], added to in place.
         faults: where previous codes past the last row are marked.
@@ -55,17 +55,17 @@ def joint_sketch(
     """
     window = KeyWindow(lo, hi)
     check_flat("x", x, FLOATS)
-    check_rows("counts", counts, torch.int64, x, parent, row, window.size)
+    check_rows("counts", counts, torch.int64, x, parent, context, window.size)
     if parent is None:
-        _count(x, None, 0, window, inv_scale, counts[row : row + 1], None)
+        _count(x, None, 0, window, inv_scale, counts[context : context + 1], None)
         return
     with faults_of(faults, x.device) as marks:
-        _count(x, parent, row, window, inv_scale, counts, marks.of("parent"))
+        _count(x, parent, context, window, inv_scale, counts, marks.of("parent"))
 
 
 def _count(
-    x: torch.Tensor, parent: torch.Tensor | None, row: int, window: KeyWindow, inv_scale: float, counts: torch.Tensor,
-    fault: torch.Tensor | None,
+    x: torch.Tensor, parent: torch.Tensor | None, context: int, window: KeyWindow, inv_scale: float,
+    counts: torch.Tensor, fault: torch.Tensor | None,
 ) -> None:
     factor, rows = fp32(inv_scale), counts.shape[0]
     counting.count(

@@ -38,8 +38,8 @@ from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import SaveResult
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
-from dsq_ckpt.quantization.analysis import Fractions
 from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager

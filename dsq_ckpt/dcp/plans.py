@@ -13,7 +13,7 @@ from dsq_ckpt.dcp.items import name_of, shards_of
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import SaveItem, items_of, layout_of
 from dsq_ckpt.engine.options import SaveOptions
-from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.layout import Layout
 
 
 def layout_of_plan(

@@ -27,8 +27,8 @@ from dsq_ckpt.engine.history import Outline, SaveHistory
 from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.quantization.analysis import Layout
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 
 

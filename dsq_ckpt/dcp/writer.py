@@ -39,8 +39,8 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.ties import Ties
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.quantization.analysis import Fractions, Layout
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage.atomic_io import make_directory
 from dsq_ckpt.storage.paths import local_path

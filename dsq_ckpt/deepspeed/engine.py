@@ -30,8 +30,8 @@ from dsq_ckpt.engine.history import ChunkCache, default_history
 from dsq_ckpt.engine.local import Attachment, LocalState
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
-from dsq_ckpt.quantization.analysis import Fractions
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import new_file

@@ -11,8 +11,8 @@ from dsq_ckpt.config.schema import SearchConfig
 from dsq_ckpt.deepspeed.partition import MASTER, Buffer, inventory
 from dsq_ckpt.deepspeed.state import by_chunk
 from dsq_ckpt.gradients.sensitivity import GradientAverage
-from dsq_ckpt.quantization.analysis import Fractions
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.layout import Fractions
 
 
 class FlatGradients:

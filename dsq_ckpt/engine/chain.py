@@ -25,9 +25,9 @@ from dsq_ckpt.engine.history import (
     shared,
 )
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
-from dsq_ckpt.quantization.analysis import ParentModel
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
+from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.files import CheckpointFiles

@@ -14,7 +14,7 @@ from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization import device
-from dsq_ckpt.quantization.analysis import Analysis, Layout
+from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.quantization.chunk import (
     Chunk,
     ChunkKey,
@@ -24,8 +24,9 @@ from dsq_ckpt.quantization.chunk import (
     brings_nearer,
     flat_values,
 )
-from dsq_ckpt.quantization.device.coding import DeviceChunk, TablesOf
+from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache
 from dsq_ckpt.quantization.device.passes import parent_on_device
+from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.moments import Frame, OctaveFrame, UpdateFrame
 
 
@@ -109,7 +110,7 @@ def _frame(item: SaveItem, tensor: torch.Tensor) -> Frame | None:
 
 
 def quantized(
-    chunk: Chunk, bases: Mapping[ChunkKey, BaseRecord], analysis: Analysis, tables: TablesOf
+    chunk: Chunk, bases: Mapping[ChunkKey, BaseRecord], analysis: Analysis, tables: DeviceTableCache
 ) -> QuantizedChunk:
     """Return a chunk's codes, made as they are written, or on its device."""
     fitted = analysis.fitted[chunk.group]

@@ -27,8 +27,8 @@ from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.ties import Ties
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.quantization.analysis import Layout
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.storage import foreign_files, gc
 from dsq_ckpt.storage.atomic_io import hidden_name

@@ -14,7 +14,7 @@ from dsq_ckpt.engine.chain import Lineage
 from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.quantization.analysis import Layout, ParentModel
+from dsq_ckpt.quantization.layout import Layout, ParentModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
 
@@ -100,4 +100,4 @@ def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
 def _model(parent: ParentRef, layout: Layout) -> ParentModel:
     with Checkpoint(Path(parent.path)) as checkpoint:
         # Codebooks of values do not fit differences, and those of other differences have other sizes.
-        return ParentModel({}, {}) if layout.residual else checkpoint.model().usable_for(layout)
+        return ParentModel({}, {}, parent.depth) if layout.residual else checkpoint.model().usable_for(layout)

@@ -14,9 +14,9 @@ from dsq_ckpt.core.nesting import Path as NestedPath
 from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.quantization.analysis import Layout
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE, assign, kind_of, second_moment_of
+from dsq_ckpt.quantization.layout import Layout
 
 
 @dataclass(frozen=True)

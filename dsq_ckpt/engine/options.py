@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory, default_history
-from dsq_ckpt.quantization.analysis import Fractions
+from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 
 

@@ -29,7 +29,7 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.quantizing import QuantizedState, quantize
 from dsq_ckpt.engine.writing import RankResult, write_rank
-from dsq_ckpt.quantization.analysis import Layout
+from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
 

@@ -24,10 +24,12 @@ from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError, NonFiniteTensor, SaveFailed
-from dsq_ckpt.quantization.analysis import MEASURED, Analysis, GlobalSketch, Layout, build_global_sketch
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
-from dsq_ckpt.quantization.device.coding import TablesOf
+from dsq_ckpt.quantization.device.coding import DeviceTableCache
+from dsq_ckpt.quantization.global_sketch import build_global_sketch
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
+from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
 
 
@@ -84,7 +86,6 @@ def quantize(
         with sketching:
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
-                0 if context.parent is None else context.parent.depth,
             )
             if searches:  # a failure must reach the ranks that go on to evaluate
                 replicas = run_on_all_ranks(comm, lambda: sketching.replicas(sketches))
@@ -148,7 +149,7 @@ class _Sketching:
         return [
             replace(
                 chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
-                parent=None if chunk.group in scales.anew else chunk.parent,
+                parent=None if chunk.group in scales.refit else chunk.parent,
             )
             for item in self._local.replicas
             if item.quantized and item.kind == "weights" and item.key.fqn not in sketches.nonfinite
@@ -167,7 +168,7 @@ def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan)
         replace(chunk, refinement_bits=fitted[chunk.group].refinement_bits)
         for chunk in sketches.chunks if chunk.group in fitted
     )
-    bases, tables = loader.bases, TablesOf()
+    bases, tables = loader.bases, DeviceTableCache()
 
     def generate() -> Iterator[QuantizedChunk]:
         while chunks:

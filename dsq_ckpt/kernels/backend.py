@@ -29,8 +29,8 @@ class Backend(Protocol):
       values that are decoded go into any of them, the nearest number.
     * Shapes, dtypes and numbers that are not as they should be raise ``ValueError`` at once.  Codes, symbols and
       positions past the end of a table never lead outside it, but a GPU tells of them only when ``check`` is called.
-    * Elements that are looked for come with their number m, int64[] on the device.  The caller that makes ``room`` for
-      as many as there may be does not wait for it: it finds the first m of so many, or, where m is larger, too few.
+    * Selected elements come with their number m, int64[] on the device.  A caller that gives a ``capacity`` does not
+      wait for m: the results have ``capacity`` entries, of which the first m are filled, or all if m is larger.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Backend(Protocol):
         """Add the elements of ``x`` to ``counts``, int64[size]."""
 
     def joint_sketch(
-        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, counts: Tensor
+        self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, counts: Tensor
     ) -> None:
         """Add the pairs (parent code, bin) to ``counts``, int64[rows, size]."""
 
     def quantize(
-        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, table: Tensor,
+        self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> Tensor | None:
         """``codes[i] = table[parent code, bin]``, and symbols in the same pass where asked for.
@@ -57,7 +57,7 @@ class Backend(Protocol):
 
     def gather_protected(
         self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
-        room: int | None = None,
+        capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """fp32 bits, uint32[m], of the elements with ``protected_code``, in order, and m.
 
@@ -88,14 +88,16 @@ class Backend(Protocol):
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
         """The inverse of ``pack``."""
 
-    def migrated(self, codes: Tensor, parent: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, int32[m], and codes, uint8[m], where codes differ, and m.
+    def changed_codes(
+        self, codes: Tensor, parent: Tensor, capacity: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions, int32[m], and codes, uint8[m], of the elements whose codes differ, and m.
 
         Positions are int64 for more than 2**31 codes.
         """
 
-    def settle(self, parent: Tensor, positions: Tensor, moved: Tensor, out: Tensor) -> None:
-        """The inverse of ``migrated``."""
+    def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
+        """The inverse of ``changed_codes``."""
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
         """``average = weight * new + (1 - weight) * average``, as ``dsq_ckpt.gradients.offload.blend`` rounds it."""

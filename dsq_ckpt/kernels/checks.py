@@ -47,17 +47,17 @@ def check_below(name: str, symbols: Array, limit: int) -> None:
         raise ValueError(f"{name}: found {int(symbols.max())}, expected values below {limit}")
 
 
-def check_rows(table_name: str, table: Array, parent: Array | None, row: int, n: int, size: int) -> None:
+def check_rows(table_name: str, table: Array, parent: Array | None, context: int, n: int, size: int) -> None:
     """Demand a table of rows of ``size`` bins that has the row of every element.
 
     Raises:
-        ValueError: the table has another shape, or a parent code or ``row`` names a row it lacks.
+        ValueError: the table has another shape, or a parent code or ``context`` names a row it lacks.
     """
     if table.ndim != 2 or table.shape[1] != size:
         raise ValueError(f"{table_name}: expected shape (rows, {size}), got {table.shape}")
     if parent is None:
-        if not 0 <= row < table.shape[0]:
-            raise ValueError(f"row {row} is outside {table_name}, which has {table.shape[0]} rows")
+        if not 0 <= context < table.shape[0]:
+            raise ValueError(f"row {context} is outside {table_name}, which has {table.shape[0]} rows")
     else:
         check_array("parent", parent, np.uint8, (n,))
         check_below("parent", parent, table.shape[0])

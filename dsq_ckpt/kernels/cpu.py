@@ -158,15 +158,15 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 
 
 def joint_sketch(
-    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, counts: I64
+    x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
     """See ``reference.joint_sketch``."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64)
-    check_rows("counts", counts, parent, row, x.size, window.size)
+    check_rows("counts", counts, parent, context, x.size, window.size)
     if parent is None:
-        sketch(x, lo, hi, inv_scale, counts[row])
+        sketch(x, lo, hi, inv_scale, counts[context])
     else:
         _count_bins(x, parent, lo, hi, scale_factor(inv_scale), counts.reshape(-1))
 
@@ -194,15 +194,15 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
 
 
 def quantize(
-    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
+    x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
     """See ``reference.quantize``."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("table", table, np.uint8)
     check_array("codes", codes, np.uint8, (x.size,))
-    check_rows("table", table, parent, row, x.size, window.size)
-    rows = table[row] if parent is None else table.reshape(-1)
+    check_rows("table", table, parent, context, x.size, window.size)
+    rows = table[context] if parent is None else table.reshape(-1)
     _look_up(x, parent, lo, hi, scale_factor(inv_scale), rows, codes)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import Array
-from dsq_ckpt.kernels import migrated as moving
+from dsq_ckpt.kernels import changed_codes as changes
 from dsq_ckpt.kernels import reference
 from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.keys import FULL
@@ -42,18 +42,18 @@ class HostBackend:
         self._do.sketch(_floats(x), lo, hi, inv_scale, _array(counts))
 
     def joint_sketch(
-        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, counts: Tensor
+        self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, counts: Tensor
     ) -> None:
         """See ``reference.joint_sketch``."""
-        self._do.joint_sketch(_floats(x), _or_none(parent), row, lo, hi, inv_scale, _array(counts))
+        self._do.joint_sketch(_floats(x), _or_none(parent), context, lo, hi, inv_scale, _array(counts))
 
     def quantize(
-        self, x: Tensor, parent: Tensor | None, row: int, lo: int, hi: int, inv_scale: float, table: Tensor,
+        self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> None:
         """See ``reference.quantize`` and ``reference.refine``.  Protected codes are not counted here."""
         values = _floats(x)
-        self._do.quantize(values, _or_none(parent), row, lo, hi, inv_scale, _array(table), _array(codes))
+        self._do.quantize(values, _or_none(parent), context, lo, hi, inv_scale, _array(table), _array(codes))
         if refinement is not None:
             low, inv_width, bits, log_domain, out = refinement
             self._do.refine(
@@ -62,9 +62,9 @@ class HostBackend:
 
     def gather_protected(
         self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
-        room: int | None = None,
+        capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See ``reference.gather_protected``.  All are there, whatever the room."""
+        """See ``reference.gather_protected``.  All elements are returned, whatever the capacity."""
         bits = self._do.gather_protected(_floats(x), _array(codes), protected_code)
         if bf16:
             halves = self._do.to_bf16(bits)
@@ -110,14 +110,16 @@ class HostBackend:
         """See ``reference.unpack``."""
         self._do.unpack(_array(packed), bits, _array(out))
 
-    def migrated(self, codes: Tensor, parent: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.migrated.migrated``.  All are there, whatever the room."""
-        positions, moved = moving.migrated(_array(codes), _array(parent))
-        return torch.from_numpy(positions), torch.from_numpy(moved), torch.tensor(len(moved))
+    def changed_codes(
+        self, codes: Tensor, parent: Tensor, capacity: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``kernels.changed_codes.changed_codes``.  All elements are returned, whatever the capacity."""
+        positions, changed = changes.changed_codes(_array(codes), _array(parent))
+        return torch.from_numpy(positions), torch.from_numpy(changed), torch.tensor(len(changed))
 
-    def settle(self, parent: Tensor, positions: Tensor, moved: Tensor, out: Tensor) -> None:
-        """See ``kernels.migrated.settle``."""
-        moving.settle(_array(parent), _array(positions), _array(moved), _array(out))
+    def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
+        """See ``kernels.changed_codes.apply_changes``."""
+        changes.apply_changes(_array(parent), _array(positions), _array(changed), _array(out))
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
         """``average = weight * new + (1 - weight) * average``, in place."""

@@ -2,7 +2,7 @@
 
 All arrays are C-contiguous, and one-dimensional unless said otherwise; ``x`` is float32[n].  ``inv_scale``
 multiplies ``x`` in fp32 before its key is taken.  ``parent`` holds the previous codes, uint8[n]; where it is
-``None`` every element uses row ``row``.  Wrong dtypes, shapes and codes past the end of a table raise
+``None`` every element uses row ``context`` of the table.  Wrong dtypes, shapes and codes past the end of a table raise
 ``ValueError``.
 """
 
@@ -30,26 +30,26 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 
 
 def joint_sketch(
-    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, counts: I64
+    x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
     """Add the pairs (parent code, bin) to ``counts``, int64[rows, size]."""
     window = KeyWindow(lo, hi)
     check_array("counts", counts, np.int64)
-    check_rows("counts", counts, parent, row, x.size, window.size)
-    rows = row if parent is None else parent.astype(np.int64)
+    check_rows("counts", counts, parent, context, x.size, window.size)
+    rows = context if parent is None else parent.astype(np.int64)
     pairs = rows * window.size + window.bin_of(_scaled(x, inv_scale))
     counts += np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
 
 
 def quantize(
-    x: F32, parent: U8 | None, row: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
+    x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
     """``codes[i] = table[parent code, bin]``, with table uint8[rows, size] and codes uint8[n]."""
     window = KeyWindow(lo, hi)
     check_array("table", table, np.uint8)
     check_array("codes", codes, np.uint8, (x.size,))
-    check_rows("table", table, parent, row, x.size, window.size)
-    codes[:] = table[row if parent is None else parent, window.bin_of(_scaled(x, inv_scale))]
+    check_rows("table", table, parent, context, x.size, window.size)
+    codes[:] = table[context if parent is None else parent, window.bin_of(_scaled(x, inv_scale))]
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:

@@ -1,6 +1,6 @@
-"""How tensors are scaled before they are quantized, from the octaves of their values and of their gradients.
+"""Scales of tensors before they are quantized, from the octaves of their values and of their gradients.
 
-A tensor's `exponent` is log2 of the factor taken out of it, a multiple of 1/4. On k-means groups it only brings
+A tensor's `exponent` is log2 of the factor taken out of it, a multiple of 1/4. In k-means groups it only moves
 outliers into their group's range. On a lattice it sets the step: rate theory wants it proportional to one over the root
 of the curvature, for which the root of the mean squared gradient stands in (docs/design.md has the measurements).
 """
@@ -29,7 +29,7 @@ _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
 
 
 class Gauge(NamedTuple):
-    """A tensor whose values tell the mean squared gradient of a weight: they are its square (power 1), or it (2)."""
+    """A tensor whose values are squared gradients of a weight (power 1), or gradients (power 2)."""
 
     name: str
     power: int
@@ -37,18 +37,18 @@ class Gauge(NamedTuple):
 
 @dataclass
 class Scales:
-    """How the tensors of a save are scaled.
+    """Scales of the tensors of a save.
 
     Attributes:
-        exponents: by tensor; 0 where absent.
-        anew: groups that must be fitted on full sketches, without their parent.
-        moved: groups whose exponents changed: their joint sketch must be made again.
-        units: by group, what a lattice's step is measured in; absent: the group's root mean square.
+        exponents: exponents by tensor; 0 for tensors that are absent.
+        refit: groups to be fitted on full sketches, without their parent.
+        rescaled: groups whose exponents changed, so that their joint sketch must be computed again.
+        units: unit of a lattice's step by group; the group's root mean square for groups that are absent.
     """
 
     exponents: dict[str, float] = field(default_factory=dict)
-    anew: frozenset[str] = frozenset()
-    moved: frozenset[str] = frozenset()
+    refit: frozenset[str] = frozenset()
+    rescaled: frozenset[str] = frozenset()
     units: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,30 +56,30 @@ def choose_scales(
     octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge],
     books: dict[str, Codebook], before: dict[str, float], outlier_octaves: int,
 ) -> Scales:
-    """Scales of all tensors; the same on every rank, since the octaves are global.
+    """Return the scales of all tensors; they are the same on every rank, since the octaves are global.
 
-    A group starts anew when it has no parent; when one of its tensors has come to differ from the group, as it was
-    normalised, by as much as makes an outlier; or when most of its energy lies below what its window resolves.
-    Otherwise values that shrink, or tensors that were zero before, would all be zero for the codebook.
+    A group is refit without its parent if it has none; if a tensor of the group, as it was normalised, has come to
+    differ from the group by as much as an outlier does; or if most of its energy lies below the resolution of its
+    window. Without a refit, values that shrink, or tensors that were zero before, would all be zero to the codebook.
 
     Args:
-        octaves: int64[256] elements by biased exponent, of every tensor and gauge.
+        octaves: number of elements by biased exponent, int64[256], of every tensor and gauge.
         tensors: group of every lossy tensor.
         groups: configuration of every group.
-        gauges: of the weights whose gradients are known.
+        gauges: gauges of the weights whose gradients are known.
         books: the parent's codebooks, of groups that have one.
         before: the parent's exponents.
-        outlier_octaves: when a tensor counts as an outlier of its group (0: never).
+        outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
     """
     scaled, unit, wanted = _by_gradient(octaves, tensors, groups, gauges)
-    anew = {group for group in groups if group not in books}
-    moved = set()
+    refit = {group for group in groups if group not in books}
+    rescaled = set()
     members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
     for group in groups:
         names = members[group]
         if group in scaled:
             drift = [abs(wanted[fqn] - before.get(fqn, 0.0)) for fqn in names if fqn in wanted]
-            moved |= {group} if max(drift, default=0.0) >= _DRIFT else set()
+            rescaled |= {group} if max(drift, default=0.0) >= _DRIFT else set()
             continue
         distances = _distances(octaves, names)
         if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have units of their own
@@ -87,27 +87,27 @@ def choose_scales(
         outliers = {fqn: d for fqn, d in distances.items() if abs(d) >= outlier_octaves}
         wanted |= {fqn: float(np.clip(round(d), -100, 100)) for fqn, d in outliers.items()}
         if any(abs(d - before.get(fqn, 0.0)) >= outlier_octaves for fqn, d in distances.items()):
-            anew.add(group)
-    moved -= anew
+            refit.add(group)
+    rescaled -= refit
     exponents = {
-        fqn: wanted.get(fqn, 0.0) if group in anew or group in moved else before.get(fqn, 0.0)
+        fqn: wanted.get(fqn, 0.0) if group in refit or group in rescaled else before.get(fqn, 0.0)
         for fqn, group in tensors.items()
     }
     fallen = {
         group for group in groups
-        if group not in anew and _unresolved(octaves, members[group], exponents, books[group])
+        if group not in refit and _unresolved(octaves, members[group], exponents, books[group])
     }
     exponents |= {fqn: wanted.get(fqn, 0.0) for fqn, group in tensors.items() if group in fallen}
-    return Scales(exponents, frozenset(anew | fallen), frozenset(moved - fallen), dict.fromkeys(scaled, unit))
+    return Scales(exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit))
 
 
 def gauges_of(weights: list[str], state: dict[str, str], averaged: bool) -> dict[str, Gauge]:
-    """Which tensor of a save tells the gradients of which weight.
+    """Return, by weight, the tensor of a save from which the size of the weight's gradients is known.
 
     Args:
         weights: names of weights.
-        state: kinds (exp_avg_sq, momentum) by name, of the optimizer's tensors.
-        averaged: gradients were averaged beside training: they are the better source.
+        state: kinds (exp_avg_sq, momentum) of the optimizer's tensors, by name.
+        averaged: whether gradients were averaged during training; averages are preferred.
     """
     if averaged:
         return {fqn: Gauge(GRADIENT + fqn, 2) for fqn in weights}
@@ -127,7 +127,7 @@ def gauges_of(weights: list[str], state: dict[str, str], averaged: bool) -> dict
 def _by_gradient(
     octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge]
 ) -> tuple[set[str], float, dict[str, float]]:
-    """Groups whose tensors are scaled by gradients, the unit of their steps, and the exponents of their tensors."""
+    """Return the groups scaled by gradients, the unit of their steps, and the exponents of their tensors."""
     strength = {
         group: config.codebook.gradient_power for group, config in groups.items() if config.codebook.gradient_power > 0
     }
@@ -173,13 +173,13 @@ def _without_few(octaves: Counts) -> Counts:
 
 
 def _mean(octaves: Counts, power: int) -> float:
-    """Mean of |x|**power from counts by octave."""
+    """Return the mean of |x|**power, from counts by octave."""
     held = octaves[:255]
     return float((held[1:] * 2.0 ** (power * CENTRES[1:255])).sum() / max(int(held.sum()), 1))
 
 
 def _unresolved(octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook) -> bool:
-    """Whether most of a group's energy lies below what its window resolves."""
+    """Return whether most of a group's energy lies below the resolution of its window."""
     energy = resolved = 0.0
     exponent = np.arange(1, 255)
     first = book.window.lo // KEYS_PER_OCTAVE
@@ -193,9 +193,10 @@ def _unresolved(octaves: dict[str, Counts], names: list[str], exponents: dict[st
 
 
 def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
-    """log2 of each tensor's root mean square over that of its group; only where a group has several tensors.
+    """Return log2 of each tensor's root mean square over that of its group; empty for a group of one tensor.
 
-    The group's is the median over its elements, so that one wild tensor does not move it. Tensors of zeros have none.
+    The value of a group is the median over its elements, which one outlier does not change. Tensors of zeros have no
+    entry.
     """
     names = [fqn for fqn in names if not octaves[fqn][-1] and octaves[fqn][1:255].any()]
     if len(names) < 2:
@@ -212,7 +213,7 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
 
 
 def octaves_of(bins: Counts, counts: Counts) -> Counts:
-    """Elements by biased exponent, int64[256]: 0 for zeros and subnormals, 255 for Inf and NaN."""
+    """Return the elements by biased exponent, int64[256]: 0 for zeros and subnormals, 255 for Inf and NaN."""
     place = bins % FULL.n  # 0: under, 1..: key - 63, n - 2: over (none), n - 1: non-finite
     exponent = np.where(place == FULL.n - 1, 255, (place + KEYS_PER_OCTAVE - 1) // KEYS_PER_OCTAVE)
     return np.bincount(exponent, weights=counts, minlength=OCTAVES).astype(np.int64)

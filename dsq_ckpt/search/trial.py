@@ -21,7 +21,7 @@ from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.quantization.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
 from dsq_ckpt.quantization.codebook import Fitted
-from dsq_ckpt.quantization.device.coding import TablesOf, decode
+from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
 from dsq_ckpt.quantization.groups import unwrapped
 
 _Kept = TypeVar("_Kept")
@@ -72,7 +72,7 @@ class TrialModel:
         chunks = own  # an average of weights, say, is saved beside them, and does not show in the metric
         self._targets = [chunk.tensor for chunk in chunks]
         self._chunks = list(chunks)
-        self._tables = TablesOf()
+        self._tables = DeviceTableCache()
 
     def __enter__(self) -> TrialModel:
         self._shard()

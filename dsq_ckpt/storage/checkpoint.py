@@ -15,10 +15,10 @@ from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.core.arrays import F32, U32, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
-from dsq_ckpt.quantization.analysis import ParentModel
 from dsq_ckpt.quantization.chunk import Dequantizer, add
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import QUANTIZABLE
+from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.moments import from_units
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.container import Block, ContainerReader
@@ -41,7 +41,7 @@ class Checkpoint(CheckpointFiles):
         """Return the data of this checkpoint that a child needs of its parent."""
         with self.naming(self.manifest.index.name):
             books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
-            return ParentModel(books, dict(self.index["exponents"]))
+            return ParentModel(books, dict(self.index["exponents"]), self.manifest.depth)
 
     @names_file
     def codebook(self, ref: RecordRef) -> Codebook:

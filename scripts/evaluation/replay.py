@@ -20,8 +20,8 @@ import dsq_ckpt
 from dsq_ckpt.api.compressor import fractions_of
 from dsq_ckpt.api.save_load import save_with
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.quantization.analysis import Fractions
 from dsq_ckpt.quantization.groups import assign, layer_types
+from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.search.manager import ConfigManager, degradation
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of

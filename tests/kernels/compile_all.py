@@ -45,7 +45,7 @@ def work(dtype: torch.dtype, everything: bool) -> None:
     refinement = kernels.Refinement(cells, cells, 4, everything, torch.zeros_like(codes))
     kernels.quantize(x, codes, 0, *span, table, codes, refinement, 9)
     kernels.joint_sketch(x, codes, 0, *span, joint)
-    kernels.gather_protected(x, codes, 9, tally, bf16=everything, room=100)
+    kernels.gather_protected(x, codes, 9, tally, bf16=everything, capacity=100)
     kernels.dequantize(codes, levels, 0.7, 9, levels, x)
     if not everything:
         return
@@ -63,13 +63,13 @@ def work(dtype: torch.dtype, everything: bool) -> None:
     kernels.classes(kernels.importance(x, average), 0.1, 0.2)
     for bits in (3, 4):
         kernels.unpack(kernels.pack(codes, bits), bits, codes)
-    kernels.settle(codes, *kernels.migrated(codes, codes, 100)[:2], codes)
+    kernels.apply_changes(codes, *kernels.changed_codes(codes, codes, 100)[:2], codes)
 
 
 triton.runtime.driver.set_active(Driver())
 run, JITFunction.run = JITFunction.run, compile_instead
 checks.INTERPRETED = True  # CPU tensors will do
-launch.room_of = lambda device: launch.Room(132, 232448)
+launch.limits_of = lambda device: launch.DeviceLimits(132, 232448)
 compact.count_chosen(torch.zeros(N, dtype=torch.uint8), None, 9)
 work(torch.float32, True)
 work(torch.bfloat16, False)

@@ -34,8 +34,8 @@ class Subject:
     def __call__(self, array: np.ndarray | torch.Tensor, offset: int = 0) -> torch.Tensor:
         """The array as a tensor of the backend, `offset` elements away from where memory is aligned."""
         tensor = torch.from_numpy(array.copy()) if isinstance(array, np.ndarray) else array
-        room = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device=self.device)
-        place = room[offset:].view(tensor.shape)
+        space = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device=self.device)
+        place = space[offset:].view(tensor.shape)
         place.copy_(tensor)
         return place
 

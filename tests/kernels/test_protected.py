@@ -50,9 +50,9 @@ def test_room(subject, bf16):
     x, known = floats(1, 300), codes(1, 300)
     expected = reference.gather_protected(as_fp32(x), known, 9)
     expected, m = protected_bf16(expected) if bf16 else expected, len(expected)
-    for room in (0, 1, m - 1, m, m + 1, 400):
-        found, count = subject.backend.gather_protected(subject(x), subject(known), 9, bf16=bf16, room=room)
-        served = min(m, room)
+    for capacity in (0, 1, m - 1, m, m + 1, 400):
+        found, count = subject.backend.gather_protected(subject(x), subject(known), 9, bf16=bf16, capacity=capacity)
+        served = min(m, capacity)
         assert int(count) == m and len(found) >= served
         assert_same(numbers(found)[:served], numbers(torch.from_numpy(expected))[:served])
 

@@ -156,7 +156,7 @@ def test_what_is_cleared_and_summed_is_no_more_than_what_is_counted(monkeypatch,
         cleared.append(0 if into is counts else into.numel())
 
     monkeypatch.setattr(launch, "launch", launched)
-    monkeypatch.setattr(launch, "room_of", lambda device: launch.Room(132, 227 << 10))
+    monkeypatch.setattr(launch, "limits_of", lambda device: launch.DeviceLimits(132, 227 << 10))
     counting.count(None, counting.plan_for(bins, counts.device), n, lambda part: (), counts)
     assert cleared and sum(cleared) <= n
 
@@ -168,7 +168,7 @@ def test_plans_fit_the_device(monkeypatch, bins, shared):
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import counting, launch
 
-    monkeypatch.setattr(launch, "room_of", lambda device: launch.Room(132, shared))
+    monkeypatch.setattr(launch, "limits_of", lambda device: launch.DeviceLimits(132, shared))
     plan = counting.plan_for(bins, torch.device("cpu"))
     if plan.bins:
         assert plan.bins * plan.splits >= bins and plan.bins * 4 < shared

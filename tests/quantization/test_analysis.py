@@ -10,8 +10,9 @@ import torch
 from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import SingleProcess
-from dsq_ckpt.quantization.analysis import Layout, ParentModel, analyse
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, CodedChunk, Dequantizer, QuantizingChunk
+from dsq_ckpt.quantization.global_sketch import build_global_sketch
+from dsq_ckpt.quantization.layout import Layout, ParentModel
 
 
 class Threads:
@@ -65,7 +66,8 @@ def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=No
 
         comm = SingleProcess() if ranks == 1 else Threads(shared, rank)
         with Workers(2, 1 << 12) as workers:
-            return analyse(load, layout, parent, outlier_octaves, comm, workers)
+            sketch = build_global_sketch(load, layout, parent, outlier_octaves, comm, workers)
+            return sketch.chunks, sketch.fit()
 
     with ThreadPoolExecutor(ranks) as pool:
         futures = [pool.submit(one, rank) for rank in range(ranks)]

@@ -8,7 +8,7 @@ import dsq_ckpt
 from dsq_ckpt.api.save_load import save_with
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.quantization.analysis import Fractions
+from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.storage.checkpoint import Checkpoint
 

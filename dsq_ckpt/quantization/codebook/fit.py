@@ -71,7 +71,7 @@ class Fitted:
 
 def fit_group(
     joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
-    unit: float = 0.0, aside: SensitivitySplit | None = None, turn: PartitionTurn | None = None,
+    unit: float = 0.0, split: SensitivitySplit | None = None, turn: PartitionTurn | None = None,
 ) -> Fitted:
     """Fit one group on its joint sketch.
 
@@ -84,13 +84,13 @@ def fit_group(
         refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; a codebook with a
             bound takes as few as keep it.
         unit: what a lattice's step is measured in; 0: the group's root mean square.
-        aside: elements that are not in `joint`, because their sensitivity decides about them.
+        split: elements that are not in `joint`, because their sensitivity decides about them.
         turn: elements of `joint` that are protected because of their place; only where all others become zero.
 
     Raises:
         ConfigError: the codebook proposes what is no codebook.
     """
-    fitted = _fit(joint, window, config, parent, refinement_bits, unit, aside)
+    fitted = _fit(joint, window, config, parent, refinement_bits, unit, split)
     if turn is not None:
         counts = fitted.counts.copy()
         counts[-1, 0] -= turn.elements
@@ -99,21 +99,21 @@ def fit_group(
     unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
     if joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
         return fitted
-    if aside is not None:
-        aside = replace(
-            aside, pruned=aside.pruned.sum(0, keepdims=True), protected=aside.protected.sum(0, keepdims=True)
+    if split is not None:
+        split = replace(
+            split, pruned=split.pruned.sum(0, keepdims=True), protected=split.protected.sum(0, keepdims=True)
         )
-    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits, unit, aside)
+    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits, unit, split)
     return fitted if fitted.bits < _PAYS * alone.bits else alone
 
 
 def _fit(
     joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int,
-    unit: float, aside: SensitivitySplit | None,
+    unit: float, split: SensitivitySplit | None,
 ) -> Fitted:
     total = joint.sum(0)
-    if aside is not None:  # fractions are of all elements
-        total = total + aside.pruned.sum(0) + aside.protected.sum(0)
+    if split is not None:  # fractions are of all elements
+        total = total + split.pruned.sum(0) + split.protected.sum(0)
     values = window.values()
     finite = np.isfinite(values)
     held = total * finite
@@ -121,7 +121,7 @@ def _fit(
     mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
     histogram = Histogram(
         held, window, unit, parent.step if parent is not None else 0.0,
-        None if aside is None else joint.sum(0) * finite,
+        None if split is None else joint.sum(0) * finite,
     )
     proposal = config.propose(histogram)
     _check(config, proposal, window)
@@ -147,9 +147,9 @@ def _fit(
     spread = step * step if step else 12.0 * float((held * gap * gap).sum() / count)
     table = rate_distortion_table(joint, points, base, movable, positions, codes, config.price * spread)
     counts = code_counts(joint, table, protected + 1)
-    if aside is not None:
-        counts[:, protected] += aside.protected.sum(1) + aside.pruned[:, forced].sum(1)
-        counts[:, 0] += aside.pruned[:, ~forced].sum(1)
+    if split is not None:
+        counts[:, protected] += split.protected.sum(1) + split.pruned[:, forced].sum(1)
+        counts[:, 0] += split.pruned[:, ~forced].sum(1)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
     if proposal.measured is not None:
         book = Codebook(real_levels, window, "linear", step, real_levels, real_levels)
@@ -158,10 +158,10 @@ def _fit(
             proposal.measured.error, refinement_bits=0,
         )
     low, high = _cells(joint, table, window, protected, log)
-    if aside is not None and (zeros := np.flatnonzero(aside.pruned[:, ~forced].any(0))).size:
+    if split is not None and (zeros := np.flatnonzero(split.pruned[:, ~forced].any(0))).size:
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
-    error = _error(joint, table, window, real_levels, protected, aside, ~forced)
+    error = _error(joint, table, window, real_levels, protected, split, ~forced)
     most = refinement_bits
     refinement_bits, update_error = config.refinement(most, _refined_error(joint, table, window, error, low, high))
     if not 0 <= refinement_bits <= most:
@@ -173,7 +173,7 @@ def _fit(
     )
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
-        error, refinement_bits, update_error, None if aside is None else aside.limits,
+        error, refinement_bits, update_error, None if split is None else split.limits,
     )
 
 
@@ -303,7 +303,7 @@ def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool) -> Key
 
 
 def _error(
-    joint: Counts, table: Codes, window: KeyWindow, levels: F64, protected: int, aside: SensitivitySplit | None,
+    joint: Counts, table: Codes, window: KeyWindow, levels: F64, protected: int, split: SensitivitySplit | None,
     unforced: Mask,
 ) -> float:
     """Mean squared error of what is not protected, taking values as spread evenly over their bins."""
@@ -315,8 +315,8 @@ def _error(
     weight = joint[rows, bins]
     square = (values[bins] - levels[codes]) ** 2 + (high[bins] - low[bins]) ** 2 / 12
     total, elements = float((weight * square).sum()), int(weight.sum())
-    if aside is not None:
-        zeros = aside.pruned.sum(0) * unforced
+    if split is not None:
+        zeros = split.pruned.sum(0) * unforced
         total += float((zeros * np.square(values, where=zeros > 0, out=np.zeros_like(values))).sum())
         elements += int(zeros.sum())
     return total / max(elements, 1)

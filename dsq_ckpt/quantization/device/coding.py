@@ -14,15 +14,15 @@ from dsq_ckpt.core.arrays import F32, I64, Array, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.backend import Backend, Refinement
+from dsq_ckpt.kernels.changed_codes import apply_changes
 from dsq_ckpt.kernels.dispatch import backend_for
-from dsq_ckpt.kernels.migrated import settle
 from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantizer, padded, scale_of
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
 
 _PIECE = 1 << 25  # codes packed together, so that the room for packed ones is bounded
-_MOVED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
+_CHANGED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
 _PROTECTED = 4  # bytes of a protected value
 _SPARE = 1 << 20  # protected values of a chunk for which there is room before their number is known
 
@@ -30,13 +30,13 @@ _SPARE = 1 << 20  # protected values of a chunk for which there is room before t
 class _Arrived(NamedTuple):
     """What came to the host: of the codes those that changed, or all of them, packed."""
 
-    moved: tuple[Array, Codes] | None
+    changed: tuple[Array, Codes] | None
     packed: Codes
     protected: Bits
     refinement: bytes
 
 
-class Tables:
+class DeviceTables:
     """What kernels need to quantize a group, on the device.
 
     Args:
@@ -57,7 +57,7 @@ class Tables:
         known = fitted.counts[:-1]  # the last row is of elements without a previous code
         self._changing = 1.0 - float(np.trace(known)) / max(1, int(known.sum()))
 
-    def room_for_protected(self, n: int) -> int | None:
+    def protected_capacity(self, n: int) -> int | None:
         """For how many protected values of n elements there must be room: of a group all may be in one chunk.
 
         None: so many that it is better to wait for their number.
@@ -65,12 +65,12 @@ class Tables:
         most = min(n, self._protected)
         return most if most <= _SPARE else None
 
-    def room_for_changes(self, n: int) -> int:
+    def change_capacity(self, n: int) -> int:
         """For how many codes of n elements that are unlike the previous ones there should be room; 0: they do not pay.
 
         Twice their average in the group: where a chunk has more, its codes travel whole.
         """
-        most = n * self.width // _MOVED
+        most = n * self.width // _CHANGED
         return min(most, int(2 * self._changing * n) + 1) if self._changing * n < most else 0
 
     def quantize(
@@ -90,17 +90,17 @@ class Tables:
         return codes, symbols, tally
 
 
-class TablesOf:
+class DeviceTableCache:
     """The tables of one save, made when a chunk first asks for them."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, torch.device], Tables] = {}
+        self._made: dict[tuple[int, torch.device], DeviceTables] = {}
 
-    def of(self, fitted: Fitted, device: torch.device) -> Tables:
+    def of(self, fitted: Fitted, device: torch.device) -> DeviceTables:
         """Those of a group on a device."""
-        key = id(fitted), device  # which Tables keeps alive
+        key = id(fitted), device  # which DeviceTables keeps alive
         if key not in self._made:
-            self._made[key] = Tables(fitted, device)
+            self._made[key] = DeviceTables(fitted, device)
         return self._made[key]
 
 
@@ -114,7 +114,7 @@ class DeviceChunk:
         device_codes: uint8[n] on the device: the codes, for the next save to be coded against.
     """
 
-    def __init__(self, chunk: Chunk, tables: Tables) -> None:
+    def __init__(self, chunk: Chunk, tables: DeviceTables) -> None:
         fitted = tables.fitted
         self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
         self.refinement_bits = chunk.refinement_bits
@@ -126,16 +126,16 @@ class DeviceChunk:
         device, x = chunk.tensor.device, chunk.coded_flat()
         backend, transfer, n = backend_for(device), transfer_from(device), chunk.key.elements
         known = None if self.parent is None else parent_on_device(chunk)
-        kept, changes = tables.room_for_protected(n), 0 if known is None else tables.room_for_changes(n)
-        size = (n * self.refinement_bits + 7) // 8 + _PROTECTED * (kept or 0) + changes * _MOVED // 8
+        kept, changes = tables.protected_capacity(n), 0 if known is None else tables.change_capacity(n)
+        size = (n * self.refinement_bits + 7) // 8 + _PROTECTED * (kept or 0) + changes * _CHANGED // 8
         transfer.reserve(size)
         try:
             codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
             # There is room for both before their numbers are known, so that nobody waits for the device here.
-            protected = backend.gather_protected(x, codes, self._protected, tally, room=kept)
+            protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
             # Here and not in the background, so that the previous codes can go at once.
-            moved = backend.migrated(codes, known, changes) if known is not None and changes else None
+            changed = backend.changed_codes(codes, known, changes) if known is not None and changes else None
         except BaseException:
             transfer.release(size)
             raise
@@ -151,11 +151,11 @@ class DeviceChunk:
             values = transfer.fetch(protected[0][:count]).view(np.uint32)
             found: tuple[Array, Codes] | None = None
             all_codes = np.empty(0, np.uint8)
-            if moved is None or (count := int(moved[2])) > changes:
+            if changed is None or (count := int(changed[2])) > changes:
                 all_codes = self._fetch_packed(backend, transfer, codes)
             else:
-                kind = np.int64 if moved[0].dtype == torch.int64 else np.int32
-                found = transfer.fetch(moved[0][:count]).view(kind), transfer.fetch(moved[1][:count])
+                kind = np.int64 if changed[0].dtype == torch.int64 else np.int32
+                found = transfer.fetch(changed[0][:count]).view(kind), transfer.fetch(changed[1][:count])
             refinement = b"" if packed is None else transfer.fetch(packed).tobytes()
             backend.check()
             return _Arrived(found, all_codes, values, refinement)
@@ -177,8 +177,8 @@ class DeviceChunk:
             if isinstance(arrived, Exception):
                 raise arrived
             if self._positions is None:
-                if arrived.moved is not None and self.parent is not None:
-                    settle(self.parent, *arrived.moved, self.codes)
+                if arrived.changed is not None and self.parent is not None:
+                    apply_changes(self.parent, *arrived.changed, self.codes)
                 elif self._width == 8:
                     self.codes[:] = arrived.packed
                 else:
@@ -187,7 +187,7 @@ class DeviceChunk:
                 where = np.flatnonzero(self.codes == self._protected) if count else np.empty(0, np.int64)
                 if len(where) != count:
                     raise SaveFailed(f"'{self.key.fqn}': {len(where)} codes are protected, {count} values arrived")
-                self._arrival, self._positions = arrived._replace(moved=None, packed=self.codes[:0]), where
+                self._arrival, self._positions = arrived._replace(changed=None, packed=self.codes[:0]), where
             assert isinstance(self._arrival, _Arrived)
             return self._arrival, self._positions
 
@@ -216,7 +216,7 @@ class DeviceChunk:
         self.__dict__.update(state, _lock=threading.Lock())
 
 
-def decode(chunk: Chunk, tables: Tables, bits: int) -> torch.Tensor:
+def decode(chunk: Chunk, tables: DeviceTables, bits: int) -> torch.Tensor:
     """What a reader would make of a chunk, on its device, float32[n]; `bits` 0: of the base layer."""
     backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None

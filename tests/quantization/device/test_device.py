@@ -25,7 +25,7 @@ from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, QuantizingChunk
 from dsq_ckpt.quantization.codebook import fit_group
 from dsq_ckpt.quantization.device import coding, transfer
-from dsq_ckpt.quantization.device.coding import DeviceChunk, TablesOf, decode
+from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache, decode
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
@@ -98,17 +98,17 @@ def test_a_chain_is_what_the_host_makes(here, tmp_path, monkeypatch, save):
 
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
-    """There is room for what is looked for before it is known how much that is."""
-    rooms = {"gather_protected": [], "migrated": []}
+    """Memory is reserved for the results of a search before their number is known."""
+    capacities = {"gather_protected": [], "changed_codes": []}
     made = coding.backend_for
 
     def watched(where: torch.device) -> Any:
         backend = made(where)
-        for name, seen in rooms.items():
+        for name, seen in capacities.items():
             look = getattr(backend, name)
 
             def search(*args: Any, look: Any = look, seen: Any = seen, **options: Any) -> Any:
-                seen.append(options.get("room", args[-1]))
+                seen.append(options.get("capacity", args[-1]))
                 return look(*args, **options)
 
             monkeypatch.setattr(backend, name, search, raising=False)
@@ -116,17 +116,17 @@ def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
 
     monkeypatch.setattr(coding, "backend_for", watched)
     chain_of(tmp_path, states(), dsq_ckpt.save)
-    for seen in rooms.values():
-        assert seen and all(isinstance(room, int) for room in seen)
+    for seen in capacities.values():
+        assert seen and all(isinstance(capacity, int) for capacity in seen)
 
 
 @pytest.mark.parametrize("place, instead", [
-    ("room_for_protected", lambda tables, n: None), ("room_for_changes", lambda tables, n: 0),
-    ("room_for_changes", lambda tables, n: 1),
-], ids=["waited for", "codes travel whole", "more changes than room"])
+    ("protected_capacity", lambda tables, n: None), ("change_capacity", lambda tables, n: 0),
+    ("change_capacity", lambda tables, n: 1),
+], ids=["waited for", "codes travel whole", "more changes than capacity"])
 def test_without_room_the_same_is_stored(here, tmp_path, monkeypatch, place, instead):
     near = chain_of(tmp_path / "near", states(), dsq_ckpt.save)
-    monkeypatch.setattr(coding.Tables, place, instead)
+    monkeypatch.setattr(coding.DeviceTables, place, instead)
     far = chain_of(tmp_path / "far", states(), dsq_ckpt.save)
     for mine, theirs in zip(near, far, strict=True):
         assert codes_of(mine) == codes_of(theirs)
@@ -136,7 +136,7 @@ def test_without_room_the_same_is_stored(here, tmp_path, monkeypatch, place, ins
 def test_a_tensor_that_changes_under_a_save_fails_it(here):
     x = torch.randn(64, 80)
     fitted = fitted_on(chunk_of(x, 4), Lattice())
-    made = DeviceChunk(chunk_of(x * 1000, 4), TablesOf().of(fitted, x.device))
+    made = DeviceChunk(chunk_of(x * 1000, 4), DeviceTableCache().of(fitted, x.device))
     with pytest.raises(SaveFailed, match=r"'w': .* were counted; did it change"):
         made.block(slice(0, 5120))
 
@@ -267,7 +267,7 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
         x = x.abs()
     chunk = chunk_of(x, bits)
     fitted = fitted_on(chunk, codebook)
-    near = DeviceChunk(chunk, TablesOf().of(fitted, x.device))
+    near = DeviceChunk(chunk, DeviceTableCache().of(fitted, x.device))
     far = QuantizingChunk(chunk, fitted)
     with Workers(1, 1024) as workers:
         for where in workers.blocks(x.numel()):
@@ -277,14 +277,14 @@ def test_blocks_and_trials_are_those_of_the_host(here, bits, codebook, dtype):
         model = torch.nn.Module()
         model.register_buffer("w", x)
         trial = TrialModel(model, [chunk], workers)
-        decoded = decode(chunk, TablesOf().of(fitted, x.device), bits).view(x.shape)
+        decoded = decode(chunk, DeviceTableCache().of(fitted, x.device), bits).view(x.shape)
         device.DEVICES.clear()
         assert torch.equal(decoded, trial._decoded(chunk, fitted, bits))
 
 
 def test_a_staged_chunk_travels_to_another_process(here):
     chunk = chunk_of(torch.randn(64, 80), 4)
-    made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    made = DeviceChunk(chunk, DeviceTableCache().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
     copied = pickle.loads(pickle.dumps(made))
     assert copied.device_codes is None and np.array_equal(copied.codes, made.codes)
     assert copied.block(slice(0, 5120)).refinement == made.block(slice(0, 5120)).refinement
@@ -321,7 +321,7 @@ def test_what_failed_on_the_way_fails_again_in_another_process(here, monkeypatch
 
     monkeypatch.setattr(transfer.Transfer, "fetch", broken)
     chunk = chunk_of(torch.randn(64, 80), 4)
-    made = DeviceChunk(chunk, TablesOf().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
+    made = DeviceChunk(chunk, DeviceTableCache().of(fitted_on(chunk, Lattice()), chunk.tensor.device))
     copied = pickle.loads(pickle.dumps(made))
     with pytest.raises(SaveFailed, match="'w' did not arrive on the host: OSError: the link is down"):
         copied.block(slice(0, 8))

@@ -1,4 +1,4 @@
-"""Elements whose code has changed since the previous checkpoint, and the way back, in NumPy."""
+"""Elements whose code has changed since the previous checkpoint, and the inverse operation, in NumPy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dsq_ckpt.core.arrays import U8, Integers
 from dsq_ckpt.kernels.checks import check_array
 
 
-def migrated(codes: U8, parent: U8) -> tuple[Integers, U8]:
-    """The elements whose code is not the previous one, in order.
+def changed_codes(codes: U8, parent: U8) -> tuple[Integers, U8]:
+    """Return the elements whose code is not the previous one, in order.
 
     Args:
         codes, parent: uint8[n].
 
     Returns:
-        Integers, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
+        Positions, int32[m] (int64 for more than 2**31 elements), and codes, uint8[m].
 
     Raises:
         ValueError: another dtype, or lengths that differ.
@@ -26,22 +26,22 @@ def migrated(codes: U8, parent: U8) -> tuple[Integers, U8]:
     return where.astype(np.int64 if codes.size > 1 << 31 else np.int32), codes[where]
 
 
-def settle(parent: U8, positions: Integers, moved: U8, out: U8) -> None:
-    """The inverse of ``migrated``: ``out`` is ``parent``, but for ``moved`` at ``positions``.
+def apply_changes(parent: U8, positions: Integers, changed: U8, out: U8) -> None:
+    """Invert ``changed_codes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
 
     Args:
         parent, out: uint8[n]; may be the same.
         positions: int32[m] or int64[m], each once.
-        moved: uint8[m].
+        changed: uint8[m].
 
     Raises:
         ValueError: another dtype, lengths that differ, or a position past the end.
     """
     check_array("parent", parent, np.uint8, (parent.size,))
     check_array("out", out, np.uint8, parent.shape)
-    check_array("positions", positions, np.int64 if positions.dtype == np.int64 else np.int32, (moved.size,))
-    check_array("moved", moved, np.uint8, (moved.size,))
+    check_array("positions", positions, np.int64 if positions.dtype == np.int64 else np.int32, (changed.size,))
+    check_array("changed", changed, np.uint8, (changed.size,))
     if positions.size and not (positions.min() >= 0 and positions.max() < out.size):
         raise ValueError(f"positions: found {positions.min()} to {positions.max()}, expected 0 to {out.size - 1}")
     out[:] = parent
-    out[positions] = moved
+    out[positions] = changed

@@ -1,4 +1,4 @@
-"""Elements whose code has changed since the previous checkpoint: a short trip to the host where they are few."""
+"""Elements whose code has changed since the previous checkpoint: fewer bytes to copy to the host if they are few."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,21 +14,21 @@ from .launch import launch, parts, tiles_of
 from .marks import mark_if
 
 
-def migrated(
-    codes: torch.Tensor, parent: torch.Tensor, room: int | None = None
+def changed_codes(
+    codes: torch.Tensor, parent: torch.Tensor, capacity: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The elements whose code is not the previous one, in order.
+    """Return the elements whose code is not the previous one, in order.
 
-    They take five bytes each where all codes take one, or less when packed: there is a number from which on they do
-    not pay, and more than that need no room.
+    A changed element takes five bytes, where a code takes one, or less when packed: from some number on changes do not
+    pay, and no capacity beyond that number is needed.
 
     Args:
         codes, parent: uint8[n].
-        room: for so many elements, so that nobody waits for their number m; None: waits for the device.
+        capacity: entries of the results, so that nobody waits for the number m; None: wait for the device.
 
     Returns:
         Positions, int32[m] (int64 for more than 2**31 elements), codes, uint8[m], and m, int64[] on the device.  With
-        ``room`` there are so many positions and codes: the first m are filled, or all where m is larger.
+        ``capacity``, positions and codes have that many entries: the first m are filled, or all if m is larger.
 
     Raises:
         ValueError: a shape, dtype or device is another.
@@ -37,27 +37,28 @@ def migrated(
     check_tensor("parent", parent, torch.uint8, (codes.numel(),), like=codes)
     tally = count_chosen(codes, parent, 0)
     ends, total = ends_of(tally)
-    m = int(total) if room is None else room
+    m = int(total) if capacity is None else capacity
     wide = codes.numel() > 1 << 31
     positions = torch.empty(m, dtype=torch.int64 if wide else torch.int32, device=codes.device)
-    moved = torch.empty(m, dtype=torch.uint8, device=codes.device)
+    changed = torch.empty(m, dtype=torch.uint8, device=codes.device)
     for part in parts(codes.numel()) if m else ():
         launch(
-            _migrate, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
-            tiles_of(tally, part), tiles_of(ends, part), positions, moved, m,
+            _changed_codes, (part.tiles,), codes[part.where], parent[part.where], part.n, part.where.start,
+            tiles_of(tally, part), tiles_of(ends, part), positions, changed, m,
         )
-    return positions, moved, total
+    return positions, changed, total
 
 
-def settle(
-    parent: torch.Tensor, positions: torch.Tensor, moved: torch.Tensor, out: torch.Tensor, faults: Faults | None = None
+def apply_changes(
+    parent: torch.Tensor, positions: torch.Tensor, changed: torch.Tensor, out: torch.Tensor,
+    faults: Faults | None = None,
 ) -> None:
-    """The inverse of ``migrated``: ``out`` is ``parent``, but for ``moved`` at ``positions``.
+    """Invert ``changed_codes``: set ``out`` to ``parent``, with ``changed`` at ``positions``.
 
     Args:
         parent, out: uint8[n]; may be the same.
         positions: int32[m] or int64[m], each once.
-        moved: uint8[m].
+        changed: uint8[m].
         faults: where positions past the end are marked.
 
     Raises:
@@ -65,19 +66,19 @@ def settle(
     """
     check_flat("parent", parent, torch.uint8)
     check_tensor("out", out, torch.uint8, parent.shape, like=parent)
-    check_tensor("positions", positions, (torch.int32, torch.int64), (moved.numel(),), like=parent)
-    check_tensor("moved", moved, torch.uint8, (moved.numel(),), like=parent)
+    check_tensor("positions", positions, (torch.int32, torch.int64), (changed.numel(),), like=parent)
+    check_tensor("changed", changed, torch.uint8, (changed.numel(),), like=parent)
     out.copy_(parent)
     with faults_of(faults, parent.device) as marks:
-        for part in parts(moved.numel()):
+        for part in parts(changed.numel()):
             launch(
-                _settle, (part.tiles,), positions[part.where], moved[part.where], part.n, out, out.numel(),
+                _apply_changes, (part.tiles,), positions[part.where], changed[part.where], part.n, out, out.numel(),
                 marks.of("positions"),
             )
 
 
 @triton.jit(do_not_specialize=["first", "m"])
-def _migrate(codes, parent, n, first, tally, ends, positions, moved, m, TILE: tl.constexpr):
+def _changed_codes(codes, parent, n, first, tally, ends, positions, changed, m, TILE: tl.constexpr):
     tile = tl.program_id(0)
     held = tl.load(tally + tile)
     if held > 0:
@@ -86,14 +87,14 @@ def _migrate(codes, parent, n, first, tally, ends, positions, moved, m, TILE: tl
         slot = slots_of(chosen, held, ends, tile)
         served = chosen & (slot < m)
         tl.store(positions + slot, (first + at).to(positions.dtype.element_ty), mask=served)
-        tl.store(moved + slot, tl.load(codes + at, mask=served, other=0), mask=served)
+        tl.store(changed + slot, tl.load(codes + at, mask=served, other=0), mask=served)
 
 
 @triton.jit(do_not_specialize=["size"])
-def _settle(positions, moved, n, out, size, fault, TILE: tl.constexpr):
+def _apply_changes(positions, changed, n, out, size, fault, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n
     place = tl.load(positions + at, mask=inside, other=0)
     known = (place >= 0) & (place < size)
     mark_if(tl.max((inside & (known == 0)).to(tl.int32), 0) > 0, fault)
-    tl.store(out + place, tl.load(moved + at, mask=inside, other=0), mask=inside & known)
+    tl.store(out + place, tl.load(changed + at, mask=inside, other=0), mask=inside & known)

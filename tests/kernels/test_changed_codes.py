@@ -17,13 +17,13 @@ def changed(seed, n, share):
 def check(subject, n, share, seed=0, offset=0):
     parent, later = changed(seed, n, share)
     before = subject(parent, offset)
-    found = subject.backend.migrated(subject(later, offset), before)
+    found = subject.backend.changed_codes(subject(later, offset), before)
     where = np.flatnonzero(parent != later)
     assert_same(found[0], where.astype(np.int32))
     assert_same(found[1], later[where])
     assert int(found[2]) == len(where)
     for out in (subject.empty(n), before):
-        subject.backend.settle(before, *found[:2], out)
+        subject.backend.apply_changes(before, *found[:2], out)
         subject.backend.check()
         assert_same(out, later)
 
@@ -40,33 +40,33 @@ def test_room(subject):
     parent, later = changed(1, 300, 0.2)
     where = np.flatnonzero(parent != later)
     m = len(where)
-    for room in (0, 1, m - 1, m, m + 1, 400):
-        positions, moved, count = subject.backend.migrated(subject(later), subject(parent), room)
-        served = min(m, room)
-        assert int(count) == m and min(len(positions), len(moved)) >= served
+    for capacity in (0, 1, m - 1, m, m + 1, 400):
+        positions, new, count = subject.backend.changed_codes(subject(later), subject(parent), capacity)
+        served = min(m, capacity)
+        assert int(count) == m and min(len(positions), len(new)) >= served
         assert_same(positions[:served], where[:served].astype(np.int32))
-        assert_same(moved[:served], later[where][:served])
+        assert_same(new[:served], later[where][:served])
 
 
 def test_long_positions(subject):
     """Positions of more than 2**31 elements are 64 bits wide."""
-    positions, moved, out = torch.tensor([2, 299]), np.array([7, 8], np.uint8), subject.empty(300)
-    subject.backend.settle(subject(np.zeros(300, np.uint8)), subject(positions), subject(moved), out)
+    positions, new, out = torch.tensor([2, 299]), np.array([7, 8], np.uint8), subject.empty(300)
+    subject.backend.apply_changes(subject(np.zeros(300, np.uint8)), subject(positions), subject(new), out)
     assert out.cpu().nonzero().view(-1).tolist() == [2, 299]
 
 
 def test_wrong_arguments(subject):
-    parent, out, moved = subject(codes(0, 20)), subject.empty(20), subject(codes(1, 1))
+    parent, out, new = subject(codes(0, 20)), subject.empty(20), subject(codes(1, 1))
     with pytest.raises(ValueError, match="parent"):
-        subject.backend.migrated(parent, parent[:-1])
+        subject.backend.changed_codes(parent, parent[:-1])
     for wrong in (-1, 20, 2**31 - 1):
         with pytest.raises(ValueError, match="positions: found"):
-            subject.backend.settle(parent, subject(torch.tensor([wrong], dtype=torch.int32)), moved, out)
+            subject.backend.apply_changes(parent, subject(torch.tensor([wrong], dtype=torch.int32)), new, out)
             subject.backend.check()
     with pytest.raises(ValueError, match="positions"):
-        subject.backend.settle(parent, subject(torch.tensor([1, 2])), moved, out)
+        subject.backend.apply_changes(parent, subject(torch.tensor([1, 2])), new, out)
     with pytest.raises(ValueError, match="out"):
-        subject.backend.settle(parent, subject(torch.tensor([1])), moved, out[:-1])
+        subject.backend.apply_changes(parent, subject(torch.tensor([1])), new, out[:-1])
 
 
 @pytest.mark.parametrize("name", NAMES[2:])

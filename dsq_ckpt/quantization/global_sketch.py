@@ -1,0 +1,192 @@
+"""One sketch of the values of a save over all ranks, before any codebook.
+
+One all-reduce per save carries everything: a status word, the octaves of every tensor (2 KiB each, from which outliers,
+non-finite values and the size of gradients are known) and the joint sketch of every group. Groups that are refit, whose
+scales changed, or that weigh elements by sensitivity, need a second all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from dsq_ckpt import kernels
+from dsq_ckpt.core.arrays import Counts
+from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.comm import Communicator, sum_with_status
+from dsq_ckpt.kernels.keys import FULL, KeyWindow
+from dsq_ckpt.quantization.analysis import GlobalSketch, Importance
+from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.codebook import Codebook
+from dsq_ckpt.quantization.layout import MEASURED, Fractions, Layout, ParentModel
+from dsq_ckpt.quantization.moments import WINDOW
+from dsq_ckpt.quantization.passes import (
+    Sparse,
+    add_by_class,
+    add_joint,
+    add_shifted,
+    importance_of,
+    sparse_of,
+    vanishes,
+)
+from dsq_ckpt.quantization.scales import GRADIENT, OCTAVES, choose_scales, gauges_of, octaves_of
+
+_T = TypeVar("_T")
+
+
+def build_global_sketch(
+    load_chunks: Callable[[], Sequence[Chunk]], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
+    comm: Communicator, workers: Workers,
+) -> GlobalSketch:
+    """Sketch the local chunks and merge over all ranks; collective.
+
+    Args:
+        load_chunks: function that returns the local chunks; it is called inside the collective, so that its failure
+            reaches the other ranks.
+        layout: tensors and groups that all ranks agreed on.
+        parent: settings of the parent checkpoint, or None for a keyframe.
+        outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
+        comm: communicator of the ranks that save.
+        workers: threads.
+
+    Raises:
+        SaveFailed: on all ranks, when any rank failed.
+    """
+    parent = parent or ParentModel({}, {})
+    weighed, by_octave = layout.weighed(), layout.octaves()
+    books = {group: parent.books[group] for group in layout.groups if group in parent.books}
+    joint = {
+        group: np.zeros((book.symbols + 1, book.window.size), np.int64) for group, book in books.items()
+        if group not in weighed
+    }
+    index = {name: place for place, name in enumerate(layout.rows())}
+    octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
+    faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
+    by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
+
+    def first_pass() -> tuple[list[Chunk], list[Sparse]]:
+        loaded = list(load_chunks())
+        chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
+        gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
+        gauges += [
+            Chunk(c.key._replace(fqn=GRADIENT + c.key.fqn), c.gradient, MEASURED, 0)
+            for c in chunks if c.gradient is not None
+        ]
+        sketches = sparse_of([replace(c, frame=None) if c.group in by_octave else c for c in chunks], workers)
+        for sparse in [*sketches, *sparse_of(gauges, workers)]:
+            octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
+            if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
+                octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
+        for chunk in chunks:
+            place = index[chunk.key.fqn]
+            if vanishes(chunk):
+                octaves[place, -1] += 1
+            elif chunk.base_values is None and not octaves[place, 1:].any() and bool((chunk.tensor != 0).any()):
+                faint[place] += 1
+        diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
+        sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
+        let_signals_through()
+        add_joint(sound, joint, {group: book.window for group, book in books.items()}, workers)
+        for group, counts in by_importance.items():
+            for chunk in sound:
+                if chunk.group == group and chunk.gradient is not None:
+                    kernels.sketch(importance_of(chunk, slice(None)), FULL.lo, FULL.hi, 1.0, counts)
+        return chunks, sketches
+
+    done, failure = _attempt(first_pass)
+    _merge([octaves, faint, *joint.values(), *by_importance.values()], comm, failure)
+    octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
+    chunks, sketches = done or ([], [])
+    bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
+    weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]
+    scales = choose_scales(
+        {name: octaves[place] for name, place in index.items()}, layout.tensors, layout.groups,
+        gauges_of(weights, layout.state, layout.averaged), books, parent.exponents, outlier_octaves,
+    )
+    books = {group: book for group, book in books.items() if group not in scales.refit}
+    windows = {
+        group: books[group].window if group in books else WINDOW if group in by_octave else FULL
+        for group in layout.groups
+    }
+    importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
+    kept = [
+        replace(c, exponent=scales.exponents[c.key.fqn], parent=None if c.group in scales.refit else c.parent)
+        for c in chunks if c.key.fqn not in bad
+    ]
+    again = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups
+             if group in scales.refit or group in scales.rescaled or group in weighed}
+
+    def second_pass() -> None:
+        whole = {group for group in again if (group in books or group in by_octave) and group not in weighed}
+        add_joint([chunk for chunk in kept if chunk.group in whole], again, windows, workers)
+        for sparse in sketches:
+            group, fqn = sparse.chunk.group, sparse.chunk.key.fqn
+            if group in again and group not in whole and group not in weighed and fqn not in bad:
+                add_shifted(sparse, scales.exponents[fqn], again[group], workers)
+        for chunk in kept:
+            if chunk.group in weighed:
+                mine = importance[chunk.group]
+                add_by_class(
+                    chunk, windows[chunk.group], mine.edges, mine.neutral, again[chunk.group], workers
+                )
+
+    if again:
+        _, failure = _attempt(second_pass)
+        _merge(list(again.values()), comm, failure)
+    plain = {
+        group for group, config in layout.groups.items()
+        if config.codebook.coordinates == "values" and not config.codebook.turns and not layout.residual
+    }
+    return GlobalSketch(
+        kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
+        {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
+        _sizes(kept, layout, comm), parent.depth,
+    )
+
+
+def _sizes(chunks: Sequence[Chunk], layout: Layout, comm: Communicator) -> dict[str, list[int]]:
+    """Return, by group, the elements of every chunk of every rank, of groups whose parts take turns."""
+    groups = [group for group, config in layout.groups.items() if config.codebook.turns]
+    if not groups:
+        return {}
+    everywhere = comm.gather([(chunk.group, chunk.key.elements) for chunk in chunks])
+    return {group: [size for rank in everywhere for name, size in rank if name == group] for group in groups}
+
+
+def _fractions(layout: Layout, group: str) -> Fractions:
+    """Return the fractions that a search will ask for, and those of the group."""
+    own = layout.groups[group].codebook.weighing
+    assert own is not None
+    return Fractions((*layout.fractions.prune, own.prune), (*layout.fractions.protect, own.protect))
+
+
+def _shape(
+    group: str, books: dict[str, Codebook], windows: dict[str, KeyWindow], importance: dict[str, Importance]
+) -> tuple[int, ...]:
+    rows = books[group].symbols + 1 if group in books else 1
+    one = (rows, windows[group].size)
+    return (len(importance[group].edges) + 1, *one) if group in importance else one
+
+
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
+    """Return the result of local work, or its failure, which must still reach the other ranks in the collective."""
+    try:
+        result = work()
+        let_signals_through()
+        return result, None
+    except BaseException as error:
+        return None, error
+
+
+def _merge(arrays: Sequence[Counts], comm: Communicator, failure: BaseException | None) -> None:
+    """Sum all arrays over the ranks in one all-reduce, in place."""
+    flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.int64)
+    merged = sum_with_status(comm, flat, failure)
+    start = 0
+    for array in arrays:
+        array[...] = merged[start : start + array.size].reshape(array.shape)
+        start += array.size

@@ -1,0 +1,111 @@
+"""The layout of a save: its lossy tensors by group, and the settings that its parent fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from dsq_ckpt.config.schema import TensorConfig
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.quantization.codebook import Codebook
+from dsq_ckpt.quantization.scales import GRADIENT
+
+MEASURED = ""
+"""Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """Fractions of elements that some configuration may prune or protect by sensitivity."""
+
+    prune: tuple[float, ...] = ()
+    protect: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The lossy tensors of a save and their groups, in one order: what all ranks agree on before they merge.
+
+    Attributes:
+        tensors: group of every lossy tensor, by fully qualified name.
+        groups: configuration of every group.
+        state: kind (exp_avg_sq, momentum) of the optimizer's tensors from which the size of gradients is known.
+        averaged: whether chunks of weights have averaged gradients.
+        fractions: fractions that a search will ask for; those of the configuration itself need not be named.
+        residual: whether differences to the parent's values are coded; without a parent, chunks are exact.
+        settings: entries of `quantize.groups` that apply to a tensor.
+        shapes: shapes of all whole tensors, lossy or not, by which a state is recognised.
+    """
+
+    tensors: dict[str, str]
+    groups: dict[str, TensorConfig]
+    state: dict[str, str] = field(default_factory=dict)
+    averaged: bool = False
+    fractions: Fractions = Fractions()
+    residual: bool = False
+    settings: frozenset[str] = frozenset()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def union(cls, parts: Iterable[Layout]) -> Layout:
+        """Return one layout, sorted, from the layouts of all ranks.
+
+        Raises:
+            ConfigError: ranks save with different configurations.
+        """
+        parts = list(parts)
+        tensors: dict[str, str] = {}
+        groups: dict[str, TensorConfig] = {}
+        state: dict[str, str] = {}
+        for part in parts:
+            tensors.update(part.tensors)
+            state.update(part.state)
+            for name, config in part.groups.items():
+                if groups.setdefault(name, config) != config:
+                    raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
+        averaged = any(part.averaged for part in parts)
+        fractions = parts[0].fractions if parts else Fractions()
+        if len({part.residual for part in parts}) > 1:
+            raise ConfigError("ranks save with different configurations: delta.against differs")
+        return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
+                   fractions, any(part.residual for part in parts),
+                   frozenset().union(*(part.settings for part in parts)),
+                   {name: shape for part in parts for name, shape in part.shapes.items()})
+
+    def rows(self) -> list[str]:
+        """Return the names of all tensors and gauges whose octaves are counted."""
+        averages = [GRADIENT + fqn for fqn, group in self.tensors.items() if group.startswith("weights/")]
+        return list(dict.fromkeys([*self.tensors, *self.state, *(averages if self.averaged else ())]))
+
+    def octaves(self) -> set[str]:
+        """Return the groups coded by octave; their octaves are counted without the frame of their chunks."""
+        return {group for group, config in self.groups.items() if config.codebook.coordinates == "octaves"}
+
+    def weighed(self) -> list[str]:
+        """Return the groups whose elements are pruned and protected by sensitivity too."""
+        return [
+            group for group, config in self.groups.items() if self.averaged and group.startswith("weights/")
+            and config.codebook.weighing is not None
+        ]
+
+
+@dataclass(frozen=True)
+class ParentModel:
+    """The settings that a child takes over from its parent checkpoint.
+
+    Attributes:
+        books: codebooks by group.
+        exponents: log2 of the factor taken out of a tensor, by tensor.
+        depth: number of deltas between the parent and its keyframe.
+    """
+
+    books: dict[str, Codebook]
+    exponents: dict[str, float]
+    depth: int = 0
+
+    def usable_for(self, layout: Layout) -> ParentModel:
+        """Return the model without groups that change between linear and log: a linear window misses small values."""
+        return replace(self, books={
+            group: book for group, book in self.books.items()
+            if group in layout.groups and (book.domain == "log") == layout.groups[group].codebook.logarithmic
+        })
