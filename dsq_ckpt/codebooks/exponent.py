@@ -49,7 +49,7 @@ class Exponent(CodebookConfig):
 def exponent_buckets(
     values: npt.ArrayLike, low_edges: npt.ArrayLike, high_edges: npt.ArrayLike, counts: npt.ArrayLike, bits: int
 ) -> tuple[F64, U8]:
-    """LC-Checkpoint's levels and the code of every bin.
+    """Return LC-Checkpoint's levels and the code of every bin.
 
     A bucket holds what has one sign and one exponent, floor(log2 |x|).  It stands for the average of its smallest and
     largest value; here these are the representatives of its outermost occupied bins, each within ``keys.ALPHA`` of
@@ -89,7 +89,7 @@ def exponent_buckets(
 
 
 def _promoted(sign: I64, exponent: Integers, population: I64, places: int) -> Mask:
-    """Which buckets are kept, bool[buckets]: by exponent, then population, then positive before negative."""
+    """Return the buckets that are kept, bool[buckets]: by exponent, then population, then positive first."""
     order = np.lexsort((-sign, -population, -exponent))
     order = order[sign[order] != 0]
     kept = np.zeros(len(sign), bool)

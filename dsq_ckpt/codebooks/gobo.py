@@ -49,7 +49,7 @@ class Gobo(CodebookConfig):
 def gobo_outliers(
     values: npt.ArrayLike, counts: npt.ArrayLike, log_threshold: float = -4.0
 ) -> Mask:
-    """Which bins are outliers: log density under the layer's normal distribution below the threshold.
+    """Return the outlier bins: log density under the layer's normal distribution below the threshold.
 
         ln N(x; m, s) = -((x - m) / s)**2 / 2 - ln(s) - ln(2 pi) / 2 < log_threshold
 
@@ -81,7 +81,7 @@ def gobo_outliers(
 def l1_kmeans(
     values: npt.ArrayLike, counts: npt.ArrayLike, bins: int, max_iterations: int = 1000, tolerance: float = 1e-4
 ) -> F64:
-    """GOBO's centroids: equal populations, then nearest assignment and means while the L1 norm falls.
+    """Return GOBO's centroids: equal populations, then nearest assignment and means while the L1 norm falls.
 
     The sorted elements are cut into ``bins`` groups of equal population, whose means are the first centroids.  Then
     every value goes to the nearest centroid (L1 and L2 agree on a line; ties go to the lower) and every centroid to

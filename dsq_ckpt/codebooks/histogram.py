@@ -37,7 +37,7 @@ class Histogram:
 
     @cached_property
     def values(self) -> F64:
-        """The representative of every bin, float64[window.size]; infinite in bins of infinities and NaN."""
+        """Return the representative of every bin, float64[window.size]; infinite in bins of infinities and NaN."""
         return self.window.values()
 
     @cached_property
@@ -50,7 +50,7 @@ class Histogram:
 
     @cached_property
     def occupied(self) -> I64:
-        """The bins within the window that hold elements, in ascending order of their values."""
+        """Return the bins within the window that hold elements, in ascending order of their values."""
         held = np.flatnonzero(~self.beyond & (self.counts > 0))
         return held[np.argsort(self.values[held], kind="stable")]
 

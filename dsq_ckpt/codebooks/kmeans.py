@@ -75,7 +75,7 @@ class KMeans(CodebookConfig):
         return None if self.logarithmic else Weighing(self.prune, self.protect, self.metric == "sensitivity")
 
     def _thresholds(self, histogram: Histogram, prune: float) -> tuple[Mask, Mask]:
-        """Masks of protected and of pruned bins: at most these fractions of all elements (section 4.2)."""
+        """Return masks of protected and of pruned bins: at most these fractions of all elements (section 4.2)."""
         held = histogram.counts
         order = np.argsort(np.abs(histogram.values), kind="stable")
         cumulative = np.cumsum(held[order])

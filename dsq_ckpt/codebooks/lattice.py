@@ -69,7 +69,7 @@ def multiples(step: float, half: int, histogram: Histogram) -> LevelFit:
 
 
 def _body(held: I64, values: F64) -> float:
-    """Root mean square without the top 0.5 % of |x|, which a few wild values would own."""
+    """Return the root mean square without the top 0.5 % of |x|, which a few outliers would dominate."""
     order = np.argsort(np.abs(values), kind="stable")
     cumulative = np.cumsum(held[order])
     kept = order[cumulative <= 0.995 * cumulative[-1]] if cumulative[-1] else order[:0]

@@ -45,7 +45,7 @@ class Uniform(CodebookConfig):
 
 
 def uniform_levels(low: float, high: float, bins: int) -> F64:
-    """Levels at equal distances, the first at ``low`` and the last at ``high``.
+    """Return levels at equal distances, the first at ``low`` and the last at ``high``.
 
     The ends of the range are levels, so the step is ``(high - low) / (bins - 1)``: this is the affine quantizer of
     Guan et al. 2019 as PyTorch has it (``choose_qparams_optimized``: scale = range / (2**bits - 1)), and what
@@ -72,7 +72,7 @@ def uniform_levels(low: float, high: float, bins: int) -> F64:
 
 
 def entropy_bins(values: npt.ArrayLike, counts: npt.ArrayLike, min_bins: int, max_bins: int) -> int:
-    """How many bins a layer gets, from the entropy of its values quantized uniformly with ``max_bins``.
+    """Return the number of bins of a layer, from the entropy of its values quantized with ``max_bins``.
 
     Only the abstracts of QD-Compressor's papers were at hand; they tie a layer's bit width to its entropy (that of
     2023: weighted entropy) without a formula.  Ours: H bits per element need a code of ceil(H) bits, which has room

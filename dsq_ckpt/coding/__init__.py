@@ -28,7 +28,7 @@ _CODERS: dict[str, type[Coder]] = {cls.name: cls for cls in (RansCoder, HuffmanC
 
 
 def coder_class(name: str) -> type[Coder]:
-    """The coder registered under `name`.
+    """Return the coder registered under `name`.
 
     Raises:
         CodingError: there is no such coder.

@@ -53,12 +53,12 @@ class Coder(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """The model, as `from_bytes` reads it; a coder read back writes identical blocks."""
+        """Return the model, as `from_bytes` reads it; a coder read back writes identical blocks."""
 
     @classmethod
     @abstractmethod
     def from_bytes(cls, data: bytes | memoryview) -> Coder:
-        """The coder whose `to_bytes` returned `data`.
+        """Return the coder whose `to_bytes` returned `data`.
 
         Raises:
             CodingError: the bytes are not a valid model of this coder.
@@ -66,7 +66,7 @@ class Coder(ABC):
 
     @abstractmethod
     def expected_bits(self, counts: Array) -> float:
-        """Bits this model spends on codes with these counts, without the few bytes of each block's frame.
+        """Return the bits this model spends on codes with these counts, without the few bytes of each block's frame.
 
         Infinite if a code is counted that the model cannot encode.
         """
@@ -127,7 +127,7 @@ class Coder(ABC):
 
 
 def check_counts(counts: Array) -> I64:
-    """Counts as contiguous int64, if they are counts at all; `CodingError` otherwise."""
+    """Return counts as contiguous int64; raise `CodingError` if they are no counts."""
     if counts.ndim != 2 or counts.dtype.kind not in "iu":
         raise CodingError(f"counts must be a matrix of integers, got {counts.dtype} of shape {counts.shape}")
     rows, symbols = counts.shape

@@ -69,7 +69,7 @@ class HuffmanCoder(Coder):
         return cls(check_counts(counts) > 0, rearrange, run_length)
 
     def expected_bits(self, counts: Array) -> float:
-        """Estimate of the bits of one block with these counts, tables included.
+        """Estimate the bits of one block with these counts, tables included.
 
         Exact but for the tables with `run_length=False`. Otherwise expected run lengths stand for the real
         ones, as if the codes of a group were drawn independently of each other; it is then right to about 10

@@ -119,7 +119,7 @@ class QuantizeConfig(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _over_the_defaults(cls, tree: Any) -> Any:
-        """A block that sets some keys of a kind keeps that kind's defaults for the others, not those of weights."""
+        """Lay a block that sets some keys of a kind over that kind's defaults, not over those of weights."""
         if not isinstance(tree, dict):
             return tree
         tree = current_keys(tree, section="quantize")
@@ -239,7 +239,7 @@ class StorageConfig(_Strict):
         return 1 + self.replicate_keyframes if isinstance(self.replicate_keyframes, bool) else self.replicate_keyframes
 
     def thread_count(self) -> int:
-        """Worker threads of this rank."""
+        """Return the number of worker threads of this rank."""
         if self.threads:
             return self.threads
         found = (os.environ.get(name, "") for name in _LOCAL_RANKS)
@@ -295,7 +295,7 @@ class DSQConfig(_Strict):
         return tree if system is None else merged(current_keys(dict(system.defaults)), tree)
 
     def __init__(self, **values: Any) -> None:
-        """From keyword arguments.
+        """Build a configuration from keyword arguments.
 
         Raises:
             ConfigError: names every unknown key and every value out of range.
@@ -307,7 +307,7 @@ class DSQConfig(_Strict):
 
     @classmethod
     def create(cls, source: DSQConfig | dict[str, Any] | str | os.PathLike[str] | None = None) -> DSQConfig:
-        """A configuration from nothing, a dict, a JSON or YAML file, the name of a preset, or itself.
+        """Return a configuration from nothing, a dict, a JSON or YAML file, the name of a preset, or itself.
 
         Raises:
             ConfigError: names every unknown key and every value out of range; there is no such file or preset.
@@ -331,7 +331,7 @@ class DSQConfig(_Strict):
 
     @classmethod
     def preset(cls, name: str) -> DSQConfig:
-        """A configuration that comes with the package: default, smallest, moments_exact or exact.
+        """Return a configuration that comes with the package: default, smallest, moments_exact or exact.
 
         Raises:
             ConfigError: there is no such preset.
@@ -339,7 +339,7 @@ class DSQConfig(_Strict):
         return cls.create(preset_tree(name))
 
     def with_values(self, **dotted: Any) -> DSQConfig:
-        """A copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
+        """Return a copy with values replaced: `config.with_values(**{"delta.max_chain": 8})`."""
         tree = self.model_dump()
         for path, value in current_keys(dotted).items():
             node = tree

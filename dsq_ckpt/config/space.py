@@ -75,11 +75,11 @@ class Space:
         return tuple(side - 1 for side in self.shape)
 
     def points(self) -> Iterator[Point]:
-        """Every point, most aggressive first, the last axis fastest."""
+        """Yield every point, most aggressive first, the last axis fastest."""
         return product(*map(range, self.shape))
 
     def __contains__(self, point: object) -> bool:
-        """True if `point` has one index per axis, each within its axis (none counted from the end)."""
+        """Return True if `point` has one index per axis, each within its axis (no negative indices)."""
         return (
             isinstance(point, tuple)
             and len(point) == len(self.axes)
@@ -87,17 +87,17 @@ class Space:
         )
 
     def values(self, point: Point, variant: Variant) -> dict[str, Any]:
-        """What to set, by dotted configuration key; `DSQConfig.with_values` takes it."""
+        """Return the values at a point by dotted configuration key, as `DSQConfig.with_values` takes them."""
         chosen = zip(self.axes, self._checked(point), strict=True)
         return {**variant.values, **{key: axis.values[index] for axis, index in chosen for key in axis.path}}
 
     def describe(self, point: Point, variant: Variant) -> dict[str, Any]:
-        """The same for people: by name of axis, and the variant's name."""
+        """Return the values at a point by name of axis, and the variant's name, for people."""
         chosen = zip(self.axes, self._checked(point), strict=True)
         return {VARIANT: variant.name, **{axis.name: axis.values[index] for axis, index in chosen}}
 
     def nearest(self, values: Mapping[str, Any]) -> Point:
-        """The point closest to a configuration, given by dotted key; other keys do not matter.
+        """Return the point closest to a configuration given by dotted key; other keys do not matter.
 
         Numbers are compared by difference, anything else by equality. Of two values as close, and where nothing can be
         compared, the gentler one is taken: a start that is too gentle costs ratio, one that is too aggressive quality.

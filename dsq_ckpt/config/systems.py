@@ -67,7 +67,7 @@ def _block(codebook: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _axis(leaf: str, *values: float, embedding: bool = False) -> Axis:
-    """An axis of one key of the weights' codebook, with `embedding` of that of embeddings too."""
+    """Return an axis of one key of the weights' codebook, with `embedding` also of the embeddings'."""
     keys = (WEIGHTS + leaf, EMBEDDING + leaf) if embedding else (WEIGHTS + leaf,)
     return Axis(leaf.replace("_", " "), keys, values)
 

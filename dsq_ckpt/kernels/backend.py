@@ -50,7 +50,7 @@ class Backend(Protocol):
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> Tensor | None:
-        """``codes[i] = table[parent code, bin]``, and symbols in the same pass where asked for.
+        """Set ``codes[i] = table[parent code, bin]``, and symbols in the same pass if they are asked for.
 
         With ``protected_code`` its counts may come along, for ``gather_protected``.
         """
@@ -59,7 +59,7 @@ class Backend(Protocol):
         self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
         capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """fp32 bits, uint32[m], of the elements with ``protected_code``, in order, and m.
+        """Return the fp32 bits, uint32[m], of the elements with ``protected_code``, in order, and m.
 
         With ``bf16`` uint16[m]: the nearest bf16, never rounded up to infinity.  ``tally`` is what ``quantize``
         returned for these very codes.
@@ -69,24 +69,24 @@ class Backend(Protocol):
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
         out: Tensor,
     ) -> None:
-        """The element's place inside its cell, uint8[n]."""
+        """Compute the place of each element inside its cell, uint8[n]."""
 
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
     ) -> Tensor:
-        """``out = levels[code] * scale``; how many codes were protected is returned as int64[], on the device."""
+        """Set ``out = levels[code] * scale``; return the number of protected codes, int64[], on the device."""
 
     def dequantize_refined(
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
         scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
     ) -> Tensor:
-        """As ``dequantize``, in the middle of the part of the cell that the symbol names."""
+        """Decode as ``dequantize``, to the middle of the part of the cell that the symbol names."""
 
     def pack(self, symbols: Tensor, bits: int) -> Tensor:
-        """Symbols below ``2**bits`` as a stream of bits, uint8[ceil(n * bits / 8)]."""
+        """Return symbols below ``2**bits`` as a stream of bits, uint8[ceil(n * bits / 8)]."""
 
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
-        """The inverse of ``pack``."""
+        """Invert ``pack``."""
 
     def changed_codes(
         self, codes: Tensor, parent: Tensor, capacity: int | None = None
@@ -97,10 +97,10 @@ class Backend(Protocol):
         """
 
     def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
-        """The inverse of ``changed_codes``."""
+        """Invert ``changed_codes``."""
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
-        """``average = weight * new + (1 - weight) * average``, as ``dsq_ckpt.gradients.offload.blend`` rounds it."""
+        """Set ``average = weight * new + (1 - weight) * average``, rounded as ``gradients.offload.blend`` does."""
 
     def sketch_sensitivity(
         self, parameter: Tensor, average: Tensor, counts: Tensor, new: Tensor | None = None, weight: float = 0.0
@@ -108,7 +108,7 @@ class Backend(Protocol):
         """Add ``|parameter * average|`` to ``counts``, int64[FULL.size]; ``new`` is blended into ``average`` first."""
 
     def importance(self, weight: Tensor, average: Tensor) -> Tensor:
-        """``|weight * average|``, float32[n]."""
+        """Return ``|weight * average|``, float32[n]."""
 
     def classes(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
-        """Class of each element, uint8[n]."""
+        """Return the class of each element, uint8[n]."""

@@ -14,7 +14,7 @@ from dsq_ckpt.kernels.backend import Backend
 
 
 def backend_for(device: torch.device | str) -> Backend:
-    """The kernels for tensors of a device.
+    """Return the kernels for tensors of a device.
 
     Raises:
         ModuleNotFoundError: a CUDA device without Triton.

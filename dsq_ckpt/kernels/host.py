@@ -35,7 +35,7 @@ class HostBackend:
         self._do = operations
 
     def check(self) -> None:
-        """Nothing to do: operations raise at once."""
+        """Do nothing: operations raise at once."""
 
     def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
         """See ``reference.sketch``."""
@@ -122,7 +122,7 @@ class HostBackend:
         changes.apply_changes(_array(parent), _array(positions), _array(changed), _array(out))
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
-        """``average = weight * new + (1 - weight) * average``, in place."""
+        """Set ``average = weight * new + (1 - weight) * average``, in place."""
         if average.dtype != torch.float32 or new.dtype not in (torch.float32, *_HALVES) or average.shape != new.shape:
             raise ValueError(
                 f"expected a float32 average and new values of its shape, got {average.dtype}{list(average.shape)} and "
@@ -133,7 +133,7 @@ class HostBackend:
     def sketch_sensitivity(
         self, parameter: Tensor, average: Tensor, counts: Tensor, new: Tensor | None = None, weight: float = 0.0
     ) -> None:
-        """The sketch of ``importance`` over the full window."""
+        """Add the sketch of ``importance`` over the full window."""
         if new is not None:
             self.blend(average, new, weight)
         self._do.sketch(kernels.importance(_floats(parameter), _array(average)), FULL.lo, FULL.hi, 1.0, _array(counts))
@@ -148,12 +148,12 @@ class HostBackend:
 
 
 def numba() -> HostBackend:
-    """What the CPU uses."""
+    """Return the backend that the CPU uses."""
     return HostBackend("numba", kernels)
 
 
 def numpy() -> HostBackend:
-    """What all others are compared to."""
+    """Return the reference backend, which all others are compared to."""
     return HostBackend("reference", reference)
 
 

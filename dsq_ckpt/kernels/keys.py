@@ -45,7 +45,7 @@ _ONE = _EXPONENT_BIAS << MANTISSA_BITS
 
 
 def key_edges(keys: npt.ArrayLike) -> F64:
-    """The smallest magnitude of each magnitude key.
+    """Return the smallest magnitude of each magnitude key.
 
     Args:
         keys: integers in ``FIRST_NORMAL .. NON_FINITE``; for ``NON_FINITE`` itself the answer is
@@ -103,7 +103,7 @@ class KeyWindow:
         return 2 * self.n
 
     def bin_of(self, x: F32) -> I64:
-        """Bin of every element.
+        """Return the bin of every element.
 
         Args:
             x: float32, any shape.
@@ -124,7 +124,7 @@ class KeyWindow:
         return bins
 
     def values(self) -> F64:
-        """The representative of every bin, float64[size].
+        """Return the representative of every bin, float64[size].
 
         Resolved ``[a, b)``: ``2ab / (a + b)``, within ``ALPHA`` of every value of the bin.  Under: 0.
         Over: its lower edge, a bound and not an estimate.  Non-finite: infinity.
@@ -148,7 +148,7 @@ class KeyWindow:
         return np.concatenate((inner, -outer)), np.concatenate((outer, -inner))
 
     def bit_values(self) -> F64:
-        """Representative magnitude in the bits domain, float64[size], the same for both signs.
+        """Return the representative magnitude in the bits domain, float64[size], the same for both signs.
 
         The bits domain is the magnitude bits read as an integer, over ``2**23``: a piecewise linear
         ``log2(|x|) + 127`` for normal numbers.  Resolved: the middle of the bin in that domain.  The
@@ -160,7 +160,7 @@ class KeyWindow:
 
     @classmethod
     def covering(cls, counts_full: I64, margin_octaves: int) -> KeyWindow:
-        """The smallest window over everything counted, plus a margin on both sides, clipped to ``FULL``.
+        """Return the smallest window over all counts, plus a margin on both sides, clipped to ``FULL``.
 
         Args:
             counts_full: int64[FULL.size], a row of the full window.

@@ -60,7 +60,7 @@ class Chunk:
     """The coordinates in which values are sketched and quantized; None: their own."""
 
     def flat(self) -> torch.Tensor:
-        """The tensor in one dimension, row-major; a view where its layout allows."""
+        """Return the tensor in one dimension, row-major; a view if its layout allows."""
         return self.tensor.detach().contiguous().view(-1)
 
     def coded_flat(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Chunk:
 
 
 def scale_of(exponent: float) -> float:
-    """2**exponent with at most 16 bits of mantissa: products with bounds of cells are exact, so zeros stay zeros."""
+    """Return 2**exponent with at most 16 bits of mantissa: products with bounds of cells are then exact."""
     whole = math.floor(exponent)
     return math.ldexp(round(2.0 ** (exponent - whole) * 2**15), whole - 15)
 
@@ -209,17 +209,17 @@ def settle_streams(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def block_values(flat: torch.Tensor) -> F32:
-    """A piece of a flat tensor as float32 on the CPU; a copy only for other dtypes and devices."""
+    """Return a block of a flat tensor as float32 on the CPU; a copy only for other dtypes and devices."""
     return flat.to("cpu", torch.float32).numpy()
 
 
 def flat_values(tensor: torch.Tensor) -> F32:
-    """A tensor's values as float32 on the CPU, row-major and flat; a view where its layout and dtype allow."""
+    """Return a tensor's values as flat float32 on the CPU, row-major; a view if its layout and dtype allow."""
     return block_values(tensor.detach().contiguous().view(-1))
 
 
 def all_finite(chunk: Chunk) -> bool:
-    """Whether what is coded of a chunk has neither NaN nor infinities."""
+    """Return whether the coded values of a chunk have neither NaN nor infinities."""
     flat = chunk.flat()
     blocks = (slice(start, start + _BLOCK) for start in range(0, flat.numel(), _BLOCK))
     return all(bool(np.isfinite(coded_values(flat, chunk.base_values, where, chunk.frame)).all()) for where in blocks)
@@ -312,7 +312,7 @@ class Dequantizer:
             np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
 
     def on_device(self, codes: torch.Tensor, protected: torch.Tensor, refinement: torch.Tensor | None) -> torch.Tensor:
-        """The same on the device of the codes, by its kernels.
+        """Dequantize on the device of the codes, by its kernels.
 
         Args:
             codes, refinement: uint8[n].
@@ -340,7 +340,7 @@ class Dequantizer:
 
 
 def protected_bf16(bits: Bits) -> U16:
-    """Protected values as the base layer stores them: nearest bf16, but never rounded up to infinity."""
+    """Return protected values as the base layer stores them: nearest bf16, but never rounded up to infinity."""
     halves = kernels.to_bf16(bits)
     infinite = (halves & 0x7FFF) == 0x7F80
     return np.where(infinite, halves - 1, halves).astype(np.uint16)
@@ -354,7 +354,7 @@ def add(values: F32, residual: F32, out: F32) -> None:
 
 
 def padded(per_code: F64) -> F64:
-    """What kernels take for every code: float64[256]."""
+    """Return the array that kernels take for every code: float64[256]."""
     full = np.zeros(256)
     full[: len(per_code)] = per_code
     return full

@@ -56,7 +56,7 @@ class Assignment:
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
-    """Layer type (embedding, linear, conv, norm, other) of every parameter, by its name in the module tree."""
+    """Return the layer type (embedding, linear, conv, norm, other) of every parameter, by its name in the module."""
     types: dict[str, str] = {}
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -82,7 +82,7 @@ def assign(
     types: Mapping[str, str] | None = None,
     measured: bool = False,
 ) -> Assignment:
-    """Kind, group and storage of the tensor `fqn` of global `shape`.
+    """Return kind, group and storage of the tensor `fqn` of global `shape`.
 
     `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
     ends with it (state dicts put prefixes such as `model.` before it). `measured`: the tensor is a first moment,
@@ -134,7 +134,7 @@ def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings
 def _second_moment(
     fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None
 ) -> str | None:
-    """The second moment of a first one, if it is stored in a way that keeps its octaves."""
+    """Return the second moment of a first one, if it is stored in a way that keeps its octaves."""
     name = second_moment_of(fqn)
     if name is None:
         return None
@@ -144,13 +144,13 @@ def _second_moment(
 
 
 def second_moment_of(fqn: str) -> str | None:
-    """The name that the second moment of a first one has; None of other tensors."""
+    """Return the name of the second moment of a first one; None for other tensors."""
     parent, _, leaf = fqn.rpartition(".")
     return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
 
 
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:
-    """Patterns of rules that decide about none of these tensors.
+    """Return the patterns of rules that apply to none of these tensors.
 
     Returns:
         By pattern, the one of an earlier rule that has a tensor it matches; None where it matches none at all.
@@ -187,17 +187,17 @@ def _kind(fqn: str) -> tuple[str, str]:
 
 
 def unwrapped(name: str) -> str:
-    """A name without what torch.compile, DDP, FSDP and activation checkpointing put into it."""
+    """Return a name without the prefixes of torch.compile, DDP, FSDP and activation checkpointing."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def kind_of(fqn: str) -> str:
-    """What a tensor is to training by its name: weights, exp_avg, exp_avg_sq, momentum or exact."""
+    """Return the kind of a tensor by its name: weights, exp_avg, exp_avg_sq, momentum or exact."""
     return _kind(fqn)[0]
 
 
 def parameter_of(fqn: str) -> str:
-    """The name of a parameter, from its own name or from that of its optimizer state."""
+    """Return the name of a parameter, from its own name or from that of its optimizer state."""
     kind, name = _kind(fqn)
     if kind != "weights":
         name = f".{name}".partition(".state.")[2] or name
@@ -212,7 +212,7 @@ def is_lossy(config: DSQConfig) -> bool:
 
 
 def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
-    """How a group, named as `assign` names it, is stored under another configuration."""
+    """Return the settings of a group, named as by `assign`, under another configuration."""
     kind, _, layer = group.partition("/")
     chosen: TensorConfig = getattr(config, kind)
     return config.groups.get(layer.partition("/")[0], chosen) if kind == "weights" else chosen

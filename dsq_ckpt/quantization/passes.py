@@ -32,7 +32,7 @@ class Sparse(NamedTuple):
 
 
 def sparse_of(chunks: Sequence[Chunk], workers: Workers) -> list[Sparse]:
-    """Full sketches of all chunks, in pieces."""
+    """Return full sketches of all chunks, in pieces."""
     near, far = _by_place(chunks)
     try:
         made = [Sparse(chunk, *_occupied(counts)) for chunk, counts in zip(near, full_sketches(near), strict=True)]
@@ -150,7 +150,7 @@ def _sketch_chunk(chunk: Chunk, window: KeyWindow, counts: Counts, workers: Work
 
 
 def _shifted(bins: Counts, exponent: int) -> Counts:
-    """Bins of the values divided by 2**exponent."""
+    """Return the bins of the values divided by 2**exponent."""
     if not exponent:
         return bins
     sign, place = np.divmod(bins, FULL.n)

@@ -48,12 +48,12 @@ class ConfigPolicy(Protocol):
 def as_configured(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
-    """The policy that takes the configuration as it is."""
+    """Return the plan of the configuration as it is; a policy."""
     return QuantizationPlan(sketches.fit(), config)
 
 
 def all_exact(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
-    """The policy of a save that has to be exact."""
+    """Return the plan of a save that has to be exact; a policy."""
     return QuantizationPlan(Analysis({}, {}, sketches.nonfinite), config)

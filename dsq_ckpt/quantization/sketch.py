@@ -92,7 +92,7 @@ class Sketch:
 
     @classmethod
     def of(cls, x: Any, window: KeyWindow = FULL) -> Sketch:
-        """The sketch of ``x``; see ``add``."""
+        """Return the sketch of ``x``; see ``add``."""
         sketch = cls(window)
         sketch.add(x)
         return sketch
@@ -120,7 +120,7 @@ class Sketch:
         self.counts = self.counts + other.counts
 
     def __add__(self, other: Sketch) -> Sketch:
-        """The merged sketch, as a new one; raises ``ValueError`` where ``merge`` does."""
+        """Return the merged sketch, as a new one; raises ``ValueError`` where ``merge`` does."""
         merged = Sketch(self.window, self.counts.copy())
         merged.merge(other)
         return merged
@@ -141,7 +141,7 @@ class Sketch:
         return int(self.counts[self.window.n - 1] + self.counts[-1])
 
     def quantile(self, q: float) -> float:
-        """Estimate of the finite element of rank ``floor(q * (n - 1))`` in ascending order.
+        """Estimate the finite element of rank ``floor(q * (n - 1))`` in ascending order.
 
         Raises:
             ValueError: ``q`` is not in [0, 1], or there are no finite elements.
@@ -153,13 +153,13 @@ class Sketch:
         return _at_rank(ascending, estimates, q)
 
     def magnitude_quantile(self, q: float) -> float:
-        """As ``quantile``, of absolute values."""
+        """Estimate as ``quantile``, of absolute values."""
         finite = self.window.n - 1
         magnitudes = self.counts.reshape(2, self.window.n)[:, :finite].sum(axis=0)
         return _at_rank(magnitudes, self.window.values()[:finite], q)
 
     def mean_square(self) -> float:
-        """Mean of the squares of the finite elements, within ``2 ALPHA + ALPHA**2``; 0 if there are none."""
+        """Return the mean square of the finite elements, within ``2 ALPHA + ALPHA**2``; 0 if there are none."""
         n = self.window.n
         magnitudes = self.counts.reshape(2, n)[:, : n - 1].sum(axis=0)
         total = int(magnitudes.sum())

@@ -58,7 +58,7 @@ class SaveSearch:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def candidate(self, point: Point, variant: int) -> Candidate:
-        """The configuration at a point, fitted; groups that other points have in common are fitted once.
+        """Return the configuration at a point, fitted; groups that several points have in common are fitted once.
 
         Raises:
             ValueError: the point's values contradict each other, or the configuration.
@@ -79,7 +79,7 @@ class SaveSearch:
         return self.candidates[key]
 
     def refined(self, candidate: Candidate, bits: int) -> Analysis:
-        """The candidate with cells laid out for so many refinement bits: zeros come back as zeros only then."""
+        """Return the candidate with cells for a number of refinement bits, which zeros need to be restored as zeros."""
         configs = {
             group: group_config(group, candidate.config.quantize).model_copy(update={"refinement_bits": bits})
             for group in self.groups
@@ -93,7 +93,7 @@ class SaveSearch:
         return max(possible, key=lambda point: (sum(point), self.size(point, 0)))
 
     def always_nearest(self, point: Point) -> bool:
-        """Fit a point anew without rate-distortion choice, by which deltas keep old codes; False if it has none."""
+        """Refit a point without rate-distortion choice, by which deltas keep old codes; False if it has none."""
         candidate = self.candidate(point, 0)
         if not getattr(candidate.config.quantize.weights.codebook, "rate_distortion", 0.0):
             return False
@@ -106,19 +106,19 @@ class SaveSearch:
         return True
 
     def size(self, point: Point, variant: int) -> float:
-        """Bits of all weights at a point; infinite where the axes contradict each other."""
+        """Return the bits of all weights at a point; infinite if the axes contradict each other."""
         try:
             return self.candidate(point, variant).bits
         except ValueError:  # e.g. fewer bins at most than at least
             return math.inf
 
     def distortion(self, candidate: Candidate) -> float:
-        """Relative squared error of the weights' base layers."""
+        """Return the relative squared error of the weights' base layers."""
         fits = [candidate.analysis.fitted[group] for group in self.groups]
         energy = sum(f.mean_square * int(f.counts.sum()) for f in fits)
         return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
 
 
 def _bits(fitted: Fitted) -> float:
-    """Size of a group's codes and protected values."""
+    """Return the size of a group's codes and protected values, in bits."""
     return fitted.bits + _PROTECTED_BITS * int(fitted.counts[:, fitted.codebook.protected].sum())

@@ -62,7 +62,7 @@ class Known:
         return ~self.low & (self.floor < self.best_size)
 
     def has_nothing_to_win(self, point: Point) -> bool:
-        """True if neither this point nor a gentler one is smaller than the best found."""
+        """Return True if neither the point nor a gentler one is smaller than the best found."""
         return bool(self.floor[point] >= self.best_size)
 
     def stand_in(self, point: Point) -> Point:
@@ -195,7 +195,7 @@ def _not_at_or_above(b: Point, lo: Point, hi: Point) -> Iterator[_Box]:
 
 
 def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
-    """Points for one round: those that settle most, whatever their outcomes."""
+    """Return the points for one round: those that decide most others, whatever their outcomes."""
     is_open = known.open
     rest, floor = np.argwhere(is_open), known.floor[is_open]
     fillers = np.argwhere(is_open & known.worthy)

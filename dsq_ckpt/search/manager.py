@@ -176,7 +176,7 @@ class ConfigManager:
         return QuantizationPlan(analysis, config, record)
 
     def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
-        """The smallest configuration whose base layer keeps to epsilon."""
+        """Return the smallest configuration whose base layer keeps to epsilon."""
         search, known, space = save.config.search, self._known, save.space
         batch = save.comm.size if search.parallel_trials else 1
         if known.point is not None and known.point in space:
@@ -204,14 +204,14 @@ class ConfigManager:
 
     @staticmethod
     def _variants(save: SaveSearch) -> list[int]:
-        """Those that differ: without averaged gradients sensitivity is no other metric than magnitude."""
+        """Return the variants that differ: without averaged gradients, sensitivity is the same metric as magnitude."""
         return [
             number for number, variant in enumerate(save.space.variants)
             if save.sketches.layout.averaged or "sensitivity" not in variant.values.values()
         ]
 
     def _better_variant(self, save: SaveSearch, point: Point, variant: int) -> int:
-        """The other variant, if it is clearly better at the last choice (section 5, delta-neighbourhood search)."""
+        """Return the other variant if clearly better at the last choice (section 5, delta-neighbourhood search)."""
         if len(self._variants(save)) < 2 or not math.isfinite(save.size(point, 1 - variant)):
             return variant
         self._try(save, [point], 1 - variant)
@@ -220,7 +220,7 @@ class ConfigManager:
         return 1 - variant if clearly else variant
 
     def _try(self, save: SaveSearch, points: list[Point], variant: int) -> list[bool]:
-        """Which of the points keep to epsilon, on every fold; on each they are evaluated once."""
+        """Return, for each point, whether it keeps to epsilon on every fold; each is evaluated once per fold."""
         search, keeping = save.config.search, points
         for fold in self.folds:
             found = {point: save.degradations.setdefault((point, variant), {}) for point in keeping}
@@ -233,7 +233,7 @@ class ConfigManager:
         return [point in keeping for point in points]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
-        """Bits of the weights' refinement: the configured, and more where a restore breaks its bound with these.
+        """Return the bits of the weights' refinement: as configured, or more if a restore exceeds its bound otherwise.
 
         With `check` it is measured there alone: what is left of the errors of a base layer that was chosen by
         `evaluate` may suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
@@ -272,7 +272,7 @@ class ConfigManager:
         return bits
 
     def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
-        """Nothing satisfies the bound, or it cannot be told: as gently as can be, or exactly, and said so."""
+        """Return the fallback, with a warning, if nothing satisfies the bound or evaluation failed."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known()
         if save.config.search.fallback == "exact":
@@ -292,7 +292,7 @@ class ConfigManager:
         return QuantizationPlan(save.refined(candidate, bits), config, record)
 
     def _check_fold(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
-        """Once: does the same model get the same metric, and another model another?"""
+        """Check once that the same model gets the same metric, and another model another."""
         if fold.sound:
             return
         exact = save.metrics[fold.name]
@@ -320,7 +320,7 @@ class ConfigManager:
     def _metrics(
         self, save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], bits: int = 0
     ) -> list[float]:
-        """Metrics of several configurations, all ranks together, or with `parallel_trials` some on each replica."""
+        """Return the metrics of configurations: of all ranks together, or with `parallel_trials` some by each rank."""
         parallel, comm = save.config.search.parallel_trials and len(analyses) > 1, save.comm
         mine = [i for i in range(len(analyses)) if not parallel or i % comm.size == comm.rank]
         found: dict[int, float] = {}
@@ -361,7 +361,7 @@ class ConfigManager:
 
 
 def degradation(metric: float, exact: float, search: SearchConfig) -> float:
-    """Relative loss of quality, negative where it improved; infinite where the metric is no number."""
+    """Return the relative loss of quality, negative for an improvement; infinite if the metric is not finite."""
     if not math.isfinite(metric):
         return math.inf
     change = (exact - metric) if search.higher_is_better else (metric - exact)
@@ -369,7 +369,7 @@ def degradation(metric: float, exact: float, search: SearchConfig) -> float:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a configuration tree."""
+    """Return the values of a configuration tree by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -116,7 +116,7 @@ class TrialModel:
         self, evaluate: Callable[[], float], analysis: Analysis | None = None, refinement_bits: int = 0,
         name: str = "evaluate",
     ) -> float:
-        """What `evaluate` says of the model as decoded, or (`analysis` None) of the model itself.
+        """Return the metric of the model as decoded, or (`analysis` None) of the model itself.
 
         Args:
             evaluate: gives the metric of the model as it is.
@@ -215,7 +215,7 @@ class TrialModel:
                 module.reshard()
 
     def _decoded(self, chunk: Chunk, fitted: Fitted, bits: int) -> torch.Tensor:
-        """The chunk as it would be read back, float32 in the range of its dtype."""
+        """Return the chunk as it would be read back, float32 in the range of its dtype."""
         if device.serves(chunk) and fitted.turn is None:
             values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _within(values, chunk.tensor.dtype)
@@ -259,7 +259,7 @@ def _parts(parameter: nn.Parameter) -> list[torch.Tensor]:
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that stay finite in a dtype."""
+    """Return the numbers, clipped so that they stay finite in a dtype."""
     if dtype in (torch.float32, torch.float64):
         return values
     limit = torch.finfo(dtype).max

@@ -79,7 +79,7 @@ class Codebook:
         return len(self.levels)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers; float64 values survive JSON exactly."""
+        """Return plain numbers; float64 values survive JSON exactly."""
         return {
             "levels": self.levels.tolist(),
             "window": [self.window.lo, self.window.hi],
@@ -90,7 +90,7 @@ class Codebook:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Codebook:
-        """The inverse of `to_json`.
+        """Invert `to_json`.
 
         Raises:
             CorruptCheckpoint: the numbers do not describe a codebook.

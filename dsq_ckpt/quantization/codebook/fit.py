@@ -242,12 +242,12 @@ def _ascending(levels: F64, log: bool) -> tuple[F64, Codes]:
 
 
 def _from_bits(levels: F64) -> F64:
-    """Floats whose bits, read as an integer, are level * 2^23."""
+    """Return the floats whose bits, read as an integer, are level * 2^23."""
     return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
 def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
-    """Bounds of the values that each code stands for, over all occupied table entries."""
+    """Return the bounds of the values of each code, over all occupied table entries."""
     if log:
         n = window.n
         keys = np.concatenate([[0], np.arange(window.lo, window.hi + 1), [window.hi + 1]]).astype(np.float64)
@@ -282,7 +282,7 @@ def _centre_zero(low: F64, high: F64, parts: float) -> None:
 
 
 def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool) -> KeyWindow:
-    """Magnitudes worth resolving next time: what was seen, with three octaves to grow into.
+    """Return the window for the next save: the magnitudes seen, with three octaves to grow into.
 
     Below a 64th of the smallest level nothing is decided any more, except on a log axis, where only true zeros may
     fall under the window.
@@ -306,7 +306,7 @@ def _error(
     joint: Counts, table: Codes, window: KeyWindow, levels: F64, protected: int, split: SensitivitySplit | None,
     unforced: Mask,
 ) -> float:
-    """Mean squared error of what is not protected, taking values as spread evenly over their bins."""
+    """Return the mean squared error of unprotected values, taken as spread evenly over their bins."""
     values, (low, high) = window.values(), window.edges()
     rows, bins = np.nonzero(joint)
     codes = table[rows, bins]

@@ -20,7 +20,7 @@ _usable: dict[torch.device, bool] = {}
 
 
 def serves(chunk: Chunk) -> bool:
-    """Whether a chunk is worked on where it lies.
+    """Return whether a chunk is quantized on its device.
 
     Differences to values, and elements weighed by sensitivity, are the published systems' and are made on the host.
     """
@@ -34,7 +34,7 @@ def serves(chunk: Chunk) -> bool:
 
 
 def _is_usable(device: torch.device) -> bool:
-    """Whether kernels run on a device at all; tried once, and said if not."""
+    """Return whether kernels run on a device; tried once, with a warning if they do not."""
     if device not in _usable:
         try:
             if torch.version.hip is not None:

@@ -58,7 +58,7 @@ class DeviceTables:
         self._changing = 1.0 - float(np.trace(known)) / max(1, int(known.sum()))
 
     def protected_capacity(self, n: int) -> int | None:
-        """For how many protected values of n elements there must be room: of a group all may be in one chunk.
+        """Return the capacity for protected values of n elements: those of a group may all be in one chunk.
 
         None: so many that it is better to wait for their number.
         """
@@ -66,7 +66,7 @@ class DeviceTables:
         return most if most <= _SPARE else None
 
     def change_capacity(self, n: int) -> int:
-        """For how many codes of n elements that are unlike the previous ones there should be room; 0: they do not pay.
+        """Return the capacity for changed codes of n elements; 0: copying them alone does not pay.
 
         Twice their average in the group: where a chunk has more, its codes travel whole.
         """
@@ -76,7 +76,7 @@ class DeviceTables:
     def quantize(
         self, backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, exponent: float, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Codes and, with `bits`, refinement symbols of a flat tensor, uint8[n]; and what `gather_protected` takes."""
+        """Return codes and, with `bits`, refinement symbols, uint8[n], and the tally that `gather_protected` takes."""
         fitted, window = self.fitted, self.fitted.window
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
         symbols = torch.empty_like(codes) if bits else None
@@ -97,7 +97,7 @@ class DeviceTableCache:
         self._made: dict[tuple[int, torch.device], DeviceTables] = {}
 
     def of(self, fitted: Fitted, device: torch.device) -> DeviceTables:
-        """Those of a group on a device."""
+        """Return the tables of a group on a device."""
         key = id(fitted), device  # which DeviceTables keeps alive
         if key not in self._made:
             self._made[key] = DeviceTables(fitted, device)
@@ -171,7 +171,7 @@ class DeviceChunk:
         return np.concatenate([transfer.fetch(backend.pack(piece, self._width)) for piece in pieces])
 
     def _arrived(self) -> tuple[_Arrived, I64]:
-        """What came, with `codes` filled by the first to ask, and where the protected elements are."""
+        """Return the results, with `codes` filled by the first caller, and the positions of protected elements."""
         with self._lock:
             arrived = self._arrival.result() if isinstance(self._arrival, Future) else self._arrival
             if isinstance(arrived, Exception):
@@ -192,7 +192,7 @@ class DeviceChunk:
             return self._arrival, self._positions
 
     def block(self, where: slice) -> BlockData:
-        """What lies beside `codes[where]`, once all has arrived; `where` begins at a multiple of 8 elements."""
+        """Return the data beside `codes[where]`, once all has arrived; `where` begins at a multiple of 8 elements."""
         arrived, positions = self._arrived()
         first, last = np.searchsorted(positions, [where.start, where.stop])
         bits = self.refinement_bits
@@ -200,7 +200,7 @@ class DeviceChunk:
         return BlockData(arrived.protected[first:last], packed)
 
     def staged(self, workers: Workers) -> CodeSource:
-        """This: it no longer depends on the tensor."""
+        """Return self: it no longer depends on the tensor."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class DeviceChunk:
 
 
 def decode(chunk: Chunk, tables: DeviceTables, bits: int) -> torch.Tensor:
-    """What a reader would make of a chunk, on its device, float32[n]; `bits` 0: of the base layer."""
+    """Return a chunk as a reader decodes it, on its device, float32[n]; `bits` 0: from the base layer."""
     backend, book, x = backend_for(chunk.tensor.device), tables.fitted.codebook, chunk.coded_flat()
     parent = parent_on_device(chunk) if chunk.parent is not None and tables.fitted.uses_parent else None
     codes, symbols, tally = tables.quantize(backend, x, parent, chunk.exponent, bits)

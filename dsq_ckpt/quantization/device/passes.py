@@ -16,7 +16,7 @@ _TOGETHER = 64  # full sketches of 254 KiB that cross to the host at once
 
 
 def parent_on_device(chunk: Chunk) -> torch.Tensor:
-    """The previous codes, uint8[n], where the chunk lies; copied there if they are not any more."""
+    """Return the previous codes, uint8[n], on the chunk's device; copied there if they are not."""
     if chunk.device_codes is not None and chunk.device_codes.device == chunk.tensor.device:
         return chunk.device_codes
     assert chunk.parent is not None
@@ -24,7 +24,7 @@ def parent_on_device(chunk: Chunk) -> torch.Tensor:
 
 
 def full_sketches(chunks: Sequence[Chunk]) -> Iterator[Counts]:
-    """Counts of every chunk in the full window, unscaled: int64[FULL.size] each, in order."""
+    """Return the counts of every chunk in the full window, unscaled: int64[FULL.size] each, in order."""
     for start in range(0, len(chunks), _TOGETHER):
         some = chunks[start : start + _TOGETHER]
         rows = {

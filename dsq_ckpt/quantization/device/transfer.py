@@ -49,7 +49,7 @@ class Transfer:
             self._waiting += size
 
     def submit(self, size: int, work: Callable[[], _T]) -> Future[_T]:
-        """Do `work` in the background, after what the current stream has queued; gives `size` reserved bytes back.
+        """Run `work` in the background, after the work queued on the current stream; release `size` reserved bytes.
 
         `work` may launch kernels, which run on the side stream, and call `fetch`. It must hold the tensors it reads.
         """
@@ -76,7 +76,7 @@ class Transfer:
             self._room.notify_all()
 
     def fetch(self, source: torch.Tensor) -> U8:
-        """The bytes of a contiguous tensor, copied through the pinned buffers; only inside submitted work."""
+        """Return the bytes of a contiguous tensor, copied through pinned buffers; only inside submitted work."""
         target = np.empty(source.numel() * source.element_size(), np.uint8)
         if not len(target):
             return target
