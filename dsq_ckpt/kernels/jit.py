@@ -9,11 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 KERNELS: list[Dispatcher] = []
 """All kernels of the package that were imported."""
+
+
+class _Index(IndexDataCacheFile):
+    """An index of kept machine code that counts as empty if it cannot be read.
+
+    Numba unpickles the signatures in an index before it compares the source's time stamp. An index of an older version
+    of this package may name classes that are gone, and then every call of the kernel would fail.
+    """
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception:
+            return {}
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -31,6 +46,9 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         kernel = njit(nogil=True, **options)(function)
     if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
         KERNELS.append(kernel)
+        kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
+        if type(kept) is IndexDataCacheFile:
+            kept.__class__ = _Index
     return kernel
 
 
