@@ -97,6 +97,7 @@ class Compressor:
         expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
         expect_folds(evaluate, check)
         expect("every", every, int | None, "a number of steps")
+        expect("history", history, SaveHistory | None, "a SaveHistory")
         if hooks not in ("step", "backward", "manual"):
             raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
         self.config = as_config(config)

@@ -65,12 +65,12 @@ def stage_codes(
             return None
         whole = [item for plan in plans for item in plan.items]
         layouts = [layout_of_plan(plan.items, options, bool(gradients), whole) for plan in plans]
-        return pipeline.agree(len(plans), layouts)
+        return pipeline.agree(len(plans), layouts, staged=True)
 
     context = gather_from_all_ranks(comm, agreed)[0]
     assert context is not None
 
-    def quantized() -> tuple[dict[str, Any], StagedCodes]:
+    def quantized() -> tuple[dict[str, Any], StagedCodes, ChunkCache]:
         items = ties.kept(items_of_plan(mine, planner, options, context.layout))
         own = {item.key for item in items}
         replicas = ties.kept(items_of_plan(local, planner, options, context.layout))
@@ -89,7 +89,8 @@ def stage_codes(
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
         staged = StagedCodes(context, found.plan, frozenset(map(name_of, [*mine, *objects])))
         state = staged_state_dict(state_dict, mine, payloads)
-        pipeline.remember(context, cache)
-        return state, staged
+        return state, staged, cache
 
-    return run_on_all_ranks(comm, quantized)
+    state, staged, cache = run_on_all_ranks(comm, quantized)
+    pipeline.remember(context, cache)
+    return state, staged

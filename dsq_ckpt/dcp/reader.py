@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.notices import warn
@@ -76,7 +77,8 @@ class DSQStorageReader(StorageReader):
         self._exact = (exact,) if isinstance(exact, str) else tuple(exact)
         self._allow_cast = allow_cast
         self._storage = StorageConfig(threads=threads)
-        self._history = history or default_history()
+        expect("history", history, SaveHistory | None, "a SaveHistory")
+        self._history = default_history() if history is None else history
         self._save_id: str | None = None
         self.unreadable: DSQError | None = None
         """Why the last load could not begin; DCP itself passes on the text alone."""

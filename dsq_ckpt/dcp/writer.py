@@ -87,11 +87,12 @@ class DSQStorageWriter(StorageWriter):
         self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree tells layer types")
+        expect("history", history, SaveHistory | None, "a SaveHistory")
         if is_lossy(self.config):
             warmup.start()
         self._options = SaveOptions(
             self.config, parent, overwrite, pinned, layer_types(model) if model is not None else None, policy,
-            fractions or Fractions(), history or default_history(),
+            fractions or Fractions(), default_history() if history is None else history,
         )
         self._gradients = dict(gradients or {})
         self._group = process_group
@@ -99,6 +100,8 @@ class DSQStorageWriter(StorageWriter):
         self.told: AsyncCall | None = None
         """The call of `dcp.async_save` that is to come, from who makes it; None: its stack tells."""
         self._save: SavePipeline | None = None
+        self._written: SavePipeline | None = None
+        """The save whose files were written last; `stage` may have begun another one since."""
         self._staged: StagedCodes | StagedCopy | None = None
         self._rank = 0
         self._used: str | None = None
@@ -107,9 +110,10 @@ class DSQStorageWriter(StorageWriter):
         self._line = calling_line()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Groups do not cross processes, nor does a policy, which looks at the model in training.
-        gradients = {} if isinstance(self._staged, StagedCodes) else self._gradients
-        options = replace(self._options, policy=as_configured)
+        # Groups do not cross processes. A save that is quantized has no use for what only training can evaluate.
+        staged = isinstance(self._staged, StagedCodes)
+        gradients = {} if staged else self._gradients
+        options = replace(self._options, policy=as_configured) if staged else self._options
         return {**self.__dict__, "_group": None, "told": None, "_options": options, "_gradients": gradients}
 
     @property
@@ -148,8 +152,11 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed(_NO_COLLECTIVES)
         rank = kwargs.get("rank")
         self._rank = rank if rank is not None else _rank_in(self._group)
+        self._written = None
         if self._staged is None:  # else `stage` began the save
             self._save = self._begin()
+        elif self.path is not None:  # which DCP may name only now
+            self._pipeline.path = self.path
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
@@ -203,7 +210,7 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed(_PLAN_CACHING)
         self._used = context.save_id
         self._planner = type(planner).__name__
-        pipeline = self._pipeline
+        self._written = pipeline = self._pipeline
         with pipeline.workers() as workers:
             state = self._quantized(context, plan, planner, workers)
             if not plan.items:  # no manifest would ever name this rank's file
@@ -238,9 +245,9 @@ class DSQStorageWriter(StorageWriter):
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         let_signals_through()  # not later: the checkpoint is complete then
-        pipeline = self._pipeline
-        context = pipeline.context
-        if context is None or pipeline.plan is None:
+        pipeline = self._written
+        context = None if pipeline is None else pipeline.context
+        if pipeline is None or context is None or pipeline.plan is None:
             raise SaveFailed(_PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
         nesting, lost = planner_json(metadata.planner_data, metadata.state_dict_metadata.keys())
@@ -257,8 +264,9 @@ class DSQStorageWriter(StorageWriter):
 
     def discard(self) -> None:
         """Remove what a failed save left, once no rank writes any more; on the coordinator."""
-        if self._save is not None:
-            self._save.discard()
+        save = self._written or self._save
+        if save is not None:
+            save.discard()
 
     # AsyncStager: what runs on the training thread of an asynchronous save.
 

@@ -84,15 +84,17 @@ class _CollectiveSave:
         offers = gather_from_all_ranks(comm, lambda: self._prepare(state))
         refuse_different([settings for settings, _ in offers])
         layouts = [layout for _, layout in offers]
+        context: SaveContext | None = None
         try:
             context = gather_from_all_ranks(comm, lambda: None if comm.rank else self._agree(layouts))[0]
             assert context is not None
             reports = gather_from_all_ranks(comm, lambda: self._write(context))
             self._commit(context, reports)
-        except RankUnreachable:
-            raise  # others may still write
-        except BaseException:
-            pipeline.discard()
+        except BaseException as error:
+            if context is not None:
+                pipeline.options.history.remove(context.save_id)
+            if not isinstance(error, RankUnreachable):  # else others may still write
+                pipeline.discard()
             raise
         finally:
             for temporary in self._hidden.values():

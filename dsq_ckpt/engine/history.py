@@ -112,11 +112,18 @@ class SaveHistory:
     It is pickled as a reference: in another process it is the history that was passed there before, or a new one.
     """
 
-    def __init__(self, key: str | None = None) -> None:
-        self._key = key or secrets.token_hex(8)
+    def __init__(self) -> None:
+        self._key = secrets.token_hex(8)
         self._lock = threading.RLock()
         self._known: list[KnownCheckpoint] = []
-        _histories.add(self)
+        _histories[self._key] = self
+
+    @classmethod
+    def _with_key(cls, key: str) -> SaveHistory:
+        made = cls()
+        made._key = key
+        _histories[key] = made
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_key, (self._key,)
@@ -188,6 +195,11 @@ class SaveHistory:
                 self._known[:] = [new, *(one for one in self._known if one not in replaced)]
             self._bound()
 
+    def remove(self, save_id: str) -> None:
+        """Remove the checkpoint of a save that failed, and its cached chunks."""
+        with self._lock:
+            self._known[:] = [one for one in self._known if one.save_id != save_id]
+
     def outline(self) -> Outline:
         """Return the known checkpoints without their chunks."""
         return [replace(one, cache=ChunkCache()) for one in self.checkpoints()]
@@ -241,10 +253,11 @@ class SaveHistory:
             one.cache = ChunkCache()
 
 
-_histories: weakref.WeakSet[SaveHistory] = weakref.WeakSet()
-_unpickled: dict[str, SaveHistory] = {}  # kept, as the next save of a background process is to find it
+_histories: weakref.WeakValueDictionary[str, SaveHistory] = weakref.WeakValueDictionary()
+_unpickled: list[SaveHistory] = []  # of another process, newest last: kept, as its next save is to find them
+_MOST_UNPICKLED = 8
 _inherited: list[ChunkCache] = []  # never freed: a forked child cannot use the device that codes may lie on
-_DEFAULT = SaveHistory("default")
+_DEFAULT = SaveHistory._with_key("default")
 
 
 def default_history() -> SaveHistory:
@@ -258,14 +271,21 @@ def forget(path: str | os.PathLike[str] | None = None) -> None:
 
 
 def _of_key(key: str) -> SaveHistory:
-    for one in (_DEFAULT, *_histories):
-        if one._key == key:
-            return one
-    return _unpickled.setdefault(key, SaveHistory(key))
+    if key == _DEFAULT._key:
+        return _DEFAULT
+    found = _histories.get(key)
+    if found is None:
+        found = SaveHistory._with_key(key)
+        _unpickled.append(found)
+        del _unpickled[:-_MOST_UNPICKLED]
+    elif found in _unpickled:
+        _unpickled.remove(found)
+        _unpickled.append(found)
+    return found
 
 
 def _forked() -> None:
-    for one in list(_histories):
+    for one in list(_histories.values()):
         one._after_fork()
 
 

@@ -68,7 +68,8 @@ class SavePipeline:
         return Workers(storage.thread_count(), storage.block_elements)
 
     def agree(
-        self, ranks: int, layouts: Iterable[Layout], *, attached: bool = False, save_id: str | None = None
+        self, ranks: int, layouts: Iterable[Layout], *, attached: bool = False, staged: bool = False,
+        save_id: str | None = None,
     ) -> SaveContext:
         """Decide what the checkpoint comes after and what it is coded against; before any rank writes.
 
@@ -76,6 +77,7 @@ class SavePipeline:
             ranks: number of ranks that save.
             layouts: layouts of all ranks.
             attached: whether files of other formats lie beside the checkpoint's own.
+            staged: whether the state is only staged now; `resume` comes before any file is written.
             save_id: id of the save, where it was given out already.
 
         Raises:
@@ -84,7 +86,8 @@ class SavePipeline:
         """
         self._land(attached)
         context = negotiate(self.path, self.options, ranks, layouts)
-        return self._claim(replace(context, started=self.started, save_id=save_id or context.save_id))
+        context = replace(context, started=self.started, save_id=save_id or context.save_id)
+        return context if staged else self._claim(context)
 
     def resume(self, context: SaveContext) -> SaveContext:
         """Continue in the background with the context that was agreed on when the state was staged.

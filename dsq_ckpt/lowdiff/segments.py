@@ -30,7 +30,7 @@ _VERSION = 1
 _NOTE = 1 << 16
 _NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
 _MOST_STEPS = 1 << 20  # per segment: readers allocate tables of steps, and a file name has no checksum
-_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
+_TEMPORARY = re.compile(rf"\.(?:{_NAME.pattern}|[0-9a-f]{{16}}\.closed)\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
 
 
 class Step(NamedTuple):

@@ -88,7 +88,7 @@ def test_overwriting_leaves_nothing_of_the_old(tmp_path):
 
 
 def test_a_chunk_brought_twice(tmp_path):
-    with pytest.raises(SaveFailed, match="one of them must write it"):
+    with pytest.raises(SaveFailed, match="only one of them may write it"):
         save(tmp_path / "1", [part(), part(tensor=WEIGHT.clone())])
     with pytest.raises(SaveFailed, match="dtype float32 and float64"):
         save(tmp_path / "2", [part(tensor=WEIGHT[:40]), part(tensor=WEIGHT[40:].double(), offsets=(40, 0))])

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.saving import save_parts
 
 CONFIG = {"storage": {"fsync": False}}
 
@@ -64,3 +68,23 @@ def test_it_is_pickled_as_a_reference(tmp_path):
     other.start()
     assert answers.get(timeout=200) == (1, "SaveHistory(1 checkpoints)")
     other.join()
+
+
+def test_a_save_that_fails_is_not_kept(tmp_path, monkeypatch):
+    """Its codes would stay in memory beside those of the parent, and many failures would displace that."""
+    history = dsq_ckpt.SaveHistory()
+    shard = LocalShard(ChunkKey("w", (0, 0), (80, 80)), (80, 80), torch.float32, lambda: torch.ones(80, 80))
+
+    def fails(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dsq_ckpt.engine.pipeline.commit", fails)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="No space left"):
+        save_parts(tmp_path / "a", lambda: LocalState([shard]), dsq_ckpt.DSQConfig(), SingleProcess(), history=history)
+    assert not history.checkpoints()
+
+
+@pytest.mark.parametrize("call", [dsq_ckpt.DSQStorageWriter, dsq_ckpt.DSQStorageReader])
+def test_what_is_no_history(tmp_path, call):
+    with pytest.raises(dsq_ckpt.ConfigError, match=r"history is .*, expected a SaveHistory"):
+        call(tmp_path, history={})

@@ -177,7 +177,7 @@ def test_brute_force_over_traces_finds_equation_10(seed, mtbf):
 def test_brute_force_over_traces_finds_the_choice(seed, mtbf):
     """Likewise for the model's choice under its own assumptions."""
     costs = replace(COSTS, mtbf=mtbf)
-    chosen = Model(costs).choice(Bounds((1, 5000), (1, 256)))
+    chosen = Model(costs).best_settings(Bounds((1, 5000), (1, 256)))
     failures = Failures(mtbf, seed=seed)
 
     def wasted(every: int, batch: int) -> float:
@@ -217,7 +217,7 @@ def _systems(failures: Failures) -> list[System]:
             0.5, Memory(1, load=5.0, lag=1.0, hardware=0.9), overhead=0.03, disk_every=20_000, save=4.0, load=6.0,
         ),
         simulation.naive(0.5, 100, save=4.0, load=6.0, difference=0.2, merge=0.1),
-        simulation.lowdiff(costs, *Model(costs).choice(), overhead=0.005),
+        simulation.lowdiff(costs, *Model(costs).best_settings(), overhead=0.005),
         *simulation.modes(simulation.lowdiff_plus(0.5, 0.02, Memory(1, load=0.5), persist=2.0, load=6.0)),
     ]
 

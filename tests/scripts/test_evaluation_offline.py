@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.api.compressor import fractions_of
+from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import ALPHA
@@ -219,7 +220,7 @@ def test_refusals(recording: Path, tmp_path: Path) -> None:
 
 def test_json_has_no_infinities(tmp_path: Path) -> None:
     made = report.document("test", {"a": 1}, [{"x": float("inf"), "y": [float("nan"), 1.5], "z": {"k": (1, 2)}}])
-    report.write(tmp_path / "new" / "test.json", made)
+    json_files.write(tmp_path / "new" / "test.json", made)
     [row] = json.loads((tmp_path / "new" / "test.json").read_text())["rows"]
     assert row == {"x": None, "y": [None, 1.5], "z": {"k": [1, 2]}}
 

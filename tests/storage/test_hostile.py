@@ -284,13 +284,13 @@ def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch)
 
 
 def test_new_directories_are_flushed_in_their_parents(tmp_path, monkeypatch):
-    from dsq_ckpt.storage import container
+    from dsq_ckpt.storage import atomic_io
 
     flushed = []
-    monkeypatch.setattr(container, "sync_directory", lambda path: flushed.append(path))
-    container.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    monkeypatch.setattr(atomic_io, "sync_directory", lambda path: flushed.append(path))
+    atomic_io.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
     assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    container.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    atomic_io.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
     assert flushed[3:] == [tmp_path / "a" / "b"]
 
 
