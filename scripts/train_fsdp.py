@@ -241,9 +241,10 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
         Training(arguments, device).run()
-        # A gloo thread frees the tensors of the last collective. It needs the interpreter for that and aborts
-        # the process if it comes too late. A barrier holds no tensors, and waiting in it lets it go on.
+        # gloo's threads free the tensors of a collective a moment after its end; they need the interpreter for
+        # that, and abort a process that is exiting (pytorch/pytorch#190489).
         dist.barrier()
+        time.sleep(0.5)
     finally:
         dist.destroy_process_group()
 

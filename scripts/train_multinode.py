@@ -139,7 +139,8 @@ def main(kind: type[Run] = Run) -> None:
         arguments.log_dir.mkdir(parents=True, exist_ok=True)
     try:
         kind(arguments, device).train()
-        dist.barrier()  # it holds no tensors, so that gloo's threads have none to free when the interpreter ends
+        dist.barrier()
+        time.sleep(0.5)  # gloo's threads must not free the last tensors at exit (pytorch/pytorch#190489)
     finally:
         dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ import logging
 import os
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
@@ -14,17 +15,16 @@ from dsq_ckpt.errors import described
 
 logger = logging.getLogger(__name__)
 
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-_world: dist.ProcessGroup | None = None
+_groups: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
+"""The group for saves beside each group of the training. torch.distributed alone keeps them alive, until it is ended: a
+reference from here would leave their threads running, and one that frees a tensor while Python exits aborts."""
 _future: Future[Any] | None = None
-_inherited: list[Any] = []  # a group that is freed in a forked child waits for threads that are not there
 
 
 def _forked() -> None:
     """In a child: the save under way is its parent's, whose thread is not here to end it."""
-    global _future, _groups, _world
-    _inherited.append((_groups, _world))
-    _future, _groups, _world = None, {}, None
+    global _future, _groups
+    _future, _groups = None, WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -32,22 +32,19 @@ os.register_at_fork(after_in_child=_forked)
 
 def group(like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a gloo group of its own for the saving thread, over the ranks of `like`; collective when new."""
-    global _world
     if not (dist.is_available() and dist.is_initialized()):
-        _groups.clear()
-        _world = None
         return None
-    if _world is not dist.group.WORLD:  # torch.distributed was ended, and begun again
-        _groups.clear()
-        _world = dist.group.WORLD
-    base = like if like is not None else _world
+    base = like if like is not None else dist.group.WORLD
     assert base is not None
-    if base not in _groups:  # ranks outside of `like` do not take part in its making
+    known = _groups.get(base)
+    found = known() if known is not None else None
+    if found is None:  # ranks outside of `like` do not take part in its making
         ranks = dist.get_process_group_ranks(base)
-        _groups[base] = dist.new_group(
+        found = dist.new_group(
             ranks, backend="gloo", use_local_synchronization=like is not None, timeout=timeout_of(base)
         )
-    return _groups[base]
+        _groups[base] = ref(found)
+    return found
 
 
 def begun(future: Future[Any]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +24,7 @@ from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 _T = TypeVar("_T")
 _HEAD, _SHORT = 8, 4088
 """Bytes of a length, and of a pickle that is gathered in one round; a longer one takes a second."""
+_FREED_WITHIN = 0.2  # seconds; other backends may keep tensors for longer
 
 
 class Elsewhere(DSQError):
@@ -87,7 +90,8 @@ class TorchCommunicator:
         tensor = torch.from_numpy(counts)
         with _reaching(self.rank):
             if device.type == "cpu":
-                dist.all_reduce(tensor, group=self.group)
+                with _lent(tensor):
+                    dist.all_reduce(tensor, group=self.group)
             else:
                 on_device = tensor.to(device)
                 dist.all_reduce(on_device, group=self.group)
@@ -107,7 +111,8 @@ class TorchCommunicator:
         """Return what each rank gives, padded to `size` bytes, in rank order; collective."""
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device())
         everything = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everything, own, group=self.group)
+        with _lent(own, *everything):
+            dist.all_gather(everything, own, group=self.group)
         return [one.cpu().numpy().tobytes() for one in everything]
 
     def _device(self) -> torch.device:
@@ -121,6 +126,20 @@ class TorchCommunicator:
         with _reaching(self.rank):
             dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
+
+
+@contextmanager
+def _lent(*tensors: torch.Tensor) -> Iterator[None]:
+    """Wait, after a collective, until the thread of gloo that ran it has let go of its tensors too.
+
+    It signals the end before it frees them, and needs the interpreter for that: of a process that exits meanwhile, as
+    after a last save, it is an abort (pytorch/pytorch#190489).
+    """
+    before = [sys.getrefcount(tensor) for tensor in tensors]
+    yield
+    deadline = time.monotonic() + _FREED_WITHIN
+    while [sys.getrefcount(tensor) for tensor in tensors] > before and time.monotonic() < deadline:
+        time.sleep(0)
 
 
 @contextmanager

@@ -41,6 +41,12 @@ def test_a_rank_that_is_gone():
     assert output.count("ok ") == 4, output
 
 
+@pytest.mark.slow
+def test_nothing_is_left_for_the_exit(tmp_path):
+    output = torchrun("ending", 2, tmp_path)
+    assert output.count("ok tensors") == output.count("ok groups") == 2, output
+
+
 def test_what_launchers_tell(no_launcher):
     assert launched() == (0, 1)
     no_launcher.setenv("SLURM_STEP_NUM_TASKS", "8")
