@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: venv demo demo-deepspeed test lint docs campaign bench clean
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+.PHONY: venv demo demo-deepspeed test coverage lint docs campaign bench clean
 
 venv: $(STAMP)
 
@@ -22,7 +24,10 @@ demo-deepspeed: $(STAMP)
 	$(BIN)/python scripts/demo_deepspeed.py --json demo-deepspeed.json
 
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov --cov-report=term-missing:skip-covered
+	$(PYTEST)
+
+coverage: $(STAMP)
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
