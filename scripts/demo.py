@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -324,21 +324,33 @@ def show(figures: dict[str, Any], console: Console) -> None:
     ):
         table.add_row(name, f"{before:.5f}", f"{after:.5f}")
     console.print(table)
-    for name, passed in figures["checks"].items():
-        console.print(f"[green]ok[/green]      {name}" if passed else f"[red]FAILED[/red]  {name}")
-    console.print(f"[dim]{figures['seconds']:.0f} s in all[/dim]")
 
 
-def main() -> int:
-    """Run the demo and return its exit status."""
-    parser = argparse.ArgumentParser(description="Train, kill, resume, reshard: the main job, on a CPU.")
-    parser.add_argument("--steps", type=int, default=400, help="training steps")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+def run_command(
+    description: str, steps: int, save_every: int, periods: int,
+    run: Callable[[Path, int, int, Console], dict[str, Any]], show: Callable[[dict[str, Any], Console], None],
+) -> int:
+    """Run a demo from the command line: read the arguments, run it in a directory, show and write its figures.
+
+    Args:
+        description: text of `--help`.
+        steps: default of `--steps`.
+        save_every: default of `--save-every`.
+        periods: how many times `--save-every` the steps must be at least.
+        run: the demo, from a directory, the steps and `--save-every` to its figures.
+        show: prints the figures.
+
+    Returns:
+        The exit status: 1 if a check failed, or the demo ended early.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=steps, help="training steps")
+    parser.add_argument("--save-every", type=int, default=save_every, help="steps between checkpoints")
     parser.add_argument("--out", type=Path, help="new directory for checkpoints and logs, else a temporary one")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()
-    if arguments.steps < 2 * arguments.save_every or arguments.save_every < 2:
-        parser.error("--steps must be at least twice --save-every, and --save-every at least 2")
+    if arguments.steps < periods * arguments.save_every or arguments.save_every < 2:
+        parser.error(f"--steps must be at least {periods} times --save-every, and --save-every at least 2")
     console = Console()
     with tempfile.TemporaryDirectory(prefix="dsq-demo-") as temporary:
         directory = arguments.out or Path(temporary)
@@ -347,7 +359,7 @@ def main() -> int:
         kept = "" if arguments.out else " (gone at the end; --out keeps them)"
         console.print(f"logs and checkpoints: {directory}{kept}", soft_wrap=True)
         try:
-            figures = run_demo(directory, arguments.steps, arguments.save_every, console)
+            figures = run(directory, arguments.steps, arguments.save_every, console)
         except DemoError as error:
             console.print("[red]FAILED[/red] ", end=" ")
             console.print(str(error), markup=False)
@@ -357,7 +369,15 @@ def main() -> int:
 
         json_files.write(arguments.json, figures)
     show(figures, console)
+    for name, passed in figures["checks"].items():
+        console.print(f"[green]ok[/green]      {name}" if passed else f"[red]FAILED[/red]  {name}")
+    console.print(f"[dim]{figures['seconds']:.0f} s in all[/dim]")
     return 0 if all(figures["checks"].values()) else 1
+
+
+def main() -> int:
+    """Run the demo and return its exit status."""
+    return run_command("Train, kill, resume, reshard: the main job, on a CPU.", 400, 50, 2, run_demo, show)
 
 
 if __name__ == "__main__":

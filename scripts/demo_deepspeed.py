@@ -14,14 +14,12 @@ It runs on the CPU, needs no network, and ends with tables. The exit status is 1
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo import DEGRADATION, DemoError, Event, bytes_on_disk, launch, must_succeed, of, ratio
+from demo import DEGRADATION, DemoError, Event, bytes_on_disk, launch, must_succeed, of, ratio, run_command
 from gpt import GPT, GPTConfig, StdlibText, evaluate
 from rich.console import Console
 from rich.table import Table
@@ -276,41 +274,12 @@ def show(figures: dict[str, Any], console: Console) -> None:
         f"{losses['training_mean_after_resume']:.3f} from the uninterrupted run's\n"
     )
     console.print(figures["log"], markup=False, highlight=False, soft_wrap=True)
-    for name, passed in figures["checks"].items():
-        console.print(f"[green]ok[/green]      {name}" if passed else f"[red]FAILED[/red]  {name}")
-    console.print(f"[dim]{figures['seconds']:.0f} s in all[/dim]")
 
 
 def main() -> int:
     """Run the demo and return its exit status."""
-    parser = argparse.ArgumentParser(description="Train with DeepSpeed, kill, resume, convert: on a CPU.")
-    parser.add_argument("--steps", type=int, default=160, help="training steps")
-    parser.add_argument("--save-every", type=int, default=20, help="steps between tags")
-    parser.add_argument("--out", type=Path, help="new directory for tags and logs, else a temporary one")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    arguments = parser.parse_args()
-    if arguments.steps < 3 * arguments.save_every or arguments.save_every < 2:
-        parser.error("--steps must be at least three times --save-every, and --save-every at least 2")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    console = Console()
-    with tempfile.TemporaryDirectory(prefix="dsq-demo-") as temporary:
-        directory = arguments.out or Path(temporary)
-        if arguments.out:
-            arguments.out.mkdir(parents=True)
-        kept = "" if arguments.out else " (gone at the end; --out keeps them)"
-        console.print(f"logs and checkpoints: {directory}{kept}", soft_wrap=True)
-        try:
-            figures = run_demo(directory, arguments.steps, arguments.save_every, console)
-        except DemoError as error:
-            console.print("[red]FAILED[/red] ", end=" ")
-            console.print(str(error), markup=False)
-            return 1
-    if arguments.json:
-        from dsq_ckpt.cli import json_files
-
-        json_files.write(arguments.json, figures)
-    show(figures, console)
-    return 0 if all(figures["checks"].values()) else 1
+    return run_command("Train with DeepSpeed, kill, resume, convert: on a CPU.", 160, 20, 3, run_demo, show)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import train_options
 from gpt import GPT, GPTConfig, StdlibText, evaluate, loss_sum
 from torch import Tensor
 
@@ -47,24 +48,18 @@ VALIDATION_ROWS = 12
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; every rank gets the same."""
-    parser = argparse.ArgumentParser(description="Train a small GPT with DeepSpeed, saving compressed checkpoints.")
+    parser = train_options.parser(
+        "Train a small GPT with DeepSpeed, saving compressed checkpoints.",
+        "--log-file", "--seed", "--layers", "--width", "--die-at-step", "--die-rank",
+    )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="directory of the tags, shared by all ranks")
     add("--deepspeed_config", type=Path, default=CONFIG, help="DeepSpeed's configuration (default: %(default)s)")
     add("--local_rank", type=int, help="which the launcher of DeepSpeed gives; the environment has it too")
     add("--plain-initialize", action="store_true", help="call deepspeed.initialize, for python -m dsq_ckpt.launch")
-    add("--log-file", type=Path, help="file that JSON lines are appended to")
-    add("--steps", type=int, default=600, help="last step of the run")
-    add("--save-every", type=int, default=100, help="steps between tags")
-    add("--layers", type=int, default=6, help="transformer blocks")
-    add("--width", type=int, default=192, help="size of the residual stream; a multiple of 6")
-    add("--seed", type=int, default=0, help="seed of the initial weights and of the batches")
     add("--validation-batches", type=int, default=8, help="how many the validation loss is computed on; 0: none is")
     add("--compare-deepspeed", action="store_true", help="time DeepSpeed's own tags too, by turns")
     add("--loads", type=int, default=0, help="how often the first and the last tag are loaded, for the time that takes")
-    add("--die-at-step", type=int, help="step in the middle of which a rank kills itself with SIGKILL")
     add("--die-in-save", type=int, help="step after which it does so in the save, when a file of data is begun")
-    add("--die-rank", type=int, default=1, help="the rank that does")
     return parser.parse_args()
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import train_options
 from gpt import GPT, GPTConfig, StdlibText, evaluate, loss_sum
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -54,22 +55,17 @@ TIMEOUT = timedelta(seconds=120)
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; every rank gets the same."""
-    parser = argparse.ArgumentParser(description="Train a small GPT with FSDP2, saving compressed checkpoints.")
+    parser = train_options.parser(
+        "Train a small GPT with FSDP2, saving compressed checkpoints.",
+        "--log-file", "--batch-size", "--seed", "--die-at-step", "--die-rank",
+    )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="run directory, holds the checkpoints")
-    add("--log-file", type=Path, help="file that JSON lines are appended to")
-    add("--steps", type=int, default=600, help="last step of the run")
-    add("--save-every", type=int, default=100, help="steps between checkpoints")
     add("--eval-every", type=int, default=100, help="steps between validation losses")
-    add("--batch-size", type=int, default=8, help="rows of the global batch, shared by the ranks")
-    add("--seed", type=int, default=0, help="seed of the initial weights and of the batches")
     add("--resume", action="store_true", help="start from the newest complete checkpoint in --out")
     add("--base-only", action="store_true", help="resume without the refinement layer, as from old history")
     add("--writer", choices=("dsq", "dcp"), default="dsq", help="compressed or plain checkpoints")
     add("--config", type=Path, help="configuration of dsq_ckpt, its own defaults if not given")
     add("--compare-dcp", action="store_true", help="at each save also time a plain dcp.save")
-    add("--die-at-step", type=int, help="step in the middle of which a rank kills itself with SIGKILL")
-    add("--die-rank", type=int, default=1, help="the rank that does")
     arguments = parser.parse_args()
     if arguments.writer == "dcp" and (arguments.config or arguments.base_only):
         parser.error("--config and --base-only are for --writer dsq")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import train_options
 from gpt import GPT, GPTConfig, StdlibText, loss_sum
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,15 +28,12 @@ import dsq_ckpt
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; every rank gets the same."""
-    parser = argparse.ArgumentParser(description="Train a small GPT with FSDP2 on any number of hosts.")
+    parser = train_options.parser(
+        "Train a small GPT with FSDP2 on any number of hosts.",
+        "--batch-size", "--layers", "--width",
+    )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="run directory, shared by all hosts")
     add("--log-dir", type=Path, help="directory of this host's own for a file of JSON lines per rank")
-    add("--steps", type=int, default=600, help="last step of the run")
-    add("--save-every", type=int, default=100, help="steps between checkpoints")
-    add("--batch-size", type=int, default=8, help="rows of the global batch, shared by the ranks")
-    add("--layers", type=int, default=6, help="transformer blocks")
-    add("--width", type=int, default=192, help="size of the residual stream; a multiple of 6")
     add("--megabytes", type=float, default=4.0, help="size of the text")
     add("--timeout", type=float, default=600.0, help="seconds that a collective waits for a rank that is gone")
     add("--stop-file", type=Path, help="when it appears, the run is saved and ends; shared by all hosts")

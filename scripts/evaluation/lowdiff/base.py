@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evaluation.lowdiff.durable import read_raw
+from evaluation.lowdiff.durable import bytes_below, read_raw
 
 
 class System(Protocol):
@@ -68,6 +68,30 @@ class Without:
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Nothing is there."""
         return 0
+
+
+class OnDisk:
+    """The base of systems whose checkpoints are files below a directory.
+
+    Args:
+        directory: Directory of the checkpoints.
+        every: Iterations between checkpoints.
+        core: CPU for what runs beside training.
+    """
+
+    def __init__(self, directory: Path, every: int = 1, core: int | None = None) -> None:
+        self._directory = directory
+        self._every = every
+        self._core = core
+        self._written = 0
+
+    @property
+    def bytes_written(self) -> int:
+        return self._written
+
+    @property
+    def bytes_stored(self) -> int:
+        return bytes_below(self._directory)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

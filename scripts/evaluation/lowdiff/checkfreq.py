@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from dsq_ckpt.lowdiff.arena import Arena
-from evaluation.lowdiff.base import Layout, copy_all, keep_to, live_tensors, read_state
-from evaluation.lowdiff.durable import SUFFIX, Host, bytes_below, steps_in
+from evaluation.lowdiff.base import Layout, OnDisk, copy_all, keep_to, live_tensors, read_state
+from evaluation.lowdiff.durable import SUFFIX, Host, steps_in
 
 BOUND = 0.035
 """Largest overhead that checkpointing may have, as a share of training time: the paper's figure."""
@@ -89,7 +89,7 @@ class Tuner:
             self._seen.clear()
 
 
-class CheckFreq:
+class CheckFreq(OnDisk):
     """The system.
 
     Args:
@@ -100,19 +100,9 @@ class CheckFreq:
     """
 
     def __init__(self, directory: Path, every: int | None = 1, core: int | None = None, bound: float = BOUND) -> None:
-        self._directory = directory
+        super().__init__(directory, core=core)
         self._fixed = every
-        self._core = core
         self._bound = bound
-        self._written = 0
-
-    @property
-    def bytes_written(self) -> int:
-        return self._written
-
-    @property
-    def bytes_stored(self) -> int:
-        return bytes_below(self._directory)
 
     @property
     def every(self) -> int | None:

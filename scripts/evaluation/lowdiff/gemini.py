@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from dsq_ckpt.lowdiff.arena import Arena
-from evaluation.lowdiff.base import Layout, copy_all, keep_to, live_tensors, read_state
-from evaluation.lowdiff.durable import SUFFIX, Host, bytes_below, steps_in
+from evaluation.lowdiff.base import Layout, OnDisk, copy_all, keep_to, live_tensors, read_state
+from evaluation.lowdiff.durable import SUFFIX, Host, steps_in
 
 CHUNK = 1 << 20
 """Bytes of a piece of traffic."""
@@ -38,7 +38,7 @@ _HEAD = 64  # bytes before the buffers: which step each of them holds
 _NOTHING, _INCOMPLETE = 0, -1  # in the place of a step
 
 
-class Gemini:
+class Gemini(OnDisk):
     """The system.
 
     Args:
@@ -54,23 +54,12 @@ class Gemini:
         self, directory: Path, every: int = 1, core: int | None = None, persist_every: int = PERSIST_EVERY,
         link: float | None = None, owner: int | None = None,
     ) -> None:
-        self._directory = directory
-        self._every = every
-        self._core = core
+        super().__init__(directory, every, core)
         self._persist_every = persist_every
         self._link = link
         self._owner = os.getppid() if owner is None else owner
         self._name = _peer_of(directory)
         self._host: Host | None = None
-        self._written = 0
-
-    @property
-    def bytes_written(self) -> int:
-        return self._written
-
-    @property
-    def bytes_stored(self) -> int:
-        return bytes_below(self._directory)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
         """Connect to the peer of this directory, or start it."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evaluation.lowdiff.base import Layout, copy_all, keep_to, live_tensors, read_state
-from evaluation.lowdiff.durable import HEADER, MAGIC, SUFFIX, bytes_below, read_raw, steps_in, write_durably
+from evaluation.lowdiff.base import Layout, OnDisk, copy_all, keep_to, live_tensors, read_state
+from evaluation.lowdiff.durable import HEADER, MAGIC, SUFFIX, read_raw, steps_in, write_durably
 
 RATIO = 0.01
 FULL_EVERY = 50
@@ -50,7 +50,7 @@ class _Difference(NamedTuple):
         return cls(memory, views[:count], views[count : 2 * count], views[2 * count :])
 
 
-class NaiveDifferences:
+class NaiveDifferences(OnDisk):
     """The system.
 
     Args:
@@ -65,20 +65,9 @@ class NaiveDifferences:
         self, directory: Path, every: int = 1, core: int | None = None, full_every: int = FULL_EVERY,
         ratio: float = RATIO,
     ) -> None:
-        self._directory = directory
-        self._every = every
-        self._core = core
+        super().__init__(directory, every, core)
         self._full_every = max(every, full_every // every * every)
         self._ratio = ratio
-        self._written = 0
-
-    @property
-    def bytes_written(self) -> int:
-        return self._written
-
-    @property
-    def bytes_stored(self) -> int:
-        return bytes_below(self._directory)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
         """Write the state as it is: differences add up to it."""

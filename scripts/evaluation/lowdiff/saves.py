@@ -14,35 +14,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from evaluation.lowdiff.base import keep_to, unwrapped
+from evaluation.lowdiff.base import OnDisk, keep_to, unwrapped
 from evaluation.lowdiff.durable import bytes_below, replacing
 
 
-class TorchSave:
-    """`torch.save` on the training thread, to a file that is flushed and then takes the place of the one before.
-
-    Args:
-        directory: Where the file goes.
-        every: Iterations between checkpoints.
-        core: Nothing is done anywhere else, so this is for the sake of the others.
-    """
-
-    def __init__(self, directory: Path, every: int = 1, core: int | None = None) -> None:
-        self._path = directory / "checkpoint.pt"
-        self._every = every
-        self._written = 0
-
-    @property
-    def bytes_written(self) -> int:
-        return self._written
-
-    @property
-    def bytes_stored(self) -> int:
-        return bytes_below(self._path.parent)
+class TorchSave(OnDisk):
+    """`torch.save` on the training thread, to a file that is flushed and then takes the place of the one before."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
         """Make the directory."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._path = self._directory / "checkpoint.pt"
         self._model, self._optimizer = unwrapped(model), optimizer
 
     def after_step(self, step: int) -> None:
@@ -64,9 +46,10 @@ class TorchSave:
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the file."""
-        if not self._path.exists():
+        path = self._directory / "checkpoint.pt"
+        if not path.exists():
             return 0
-        state: dict[str, Any] = torch.load(self._path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, weights_only=True)
         unwrapped(model).load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
@@ -85,28 +68,11 @@ class _Writer(dcp.FileSystemWriter):
         super().set_up_storage_writer(*arguments, **named)
 
 
-class DCPAsyncSave:
+class DCPAsyncSave(OnDisk):
     """`dcp.async_save`: the state is copied on the training thread, and written by a thread.
 
-    Args:
-        directory: Where checkpoints go, a directory each; the newest two are kept.
-        every: Iterations between checkpoints; the next one waits for the last.
-        core: CPU of the writing thread.
+    Each checkpoint is a directory, and the newest two are kept. A checkpoint waits for the one before.
     """
-
-    def __init__(self, directory: Path, every: int = 1, core: int | None = None) -> None:
-        self._directory = directory
-        self._every = every
-        self._core = core
-        self._written = 0
-
-    @property
-    def bytes_written(self) -> int:
-        return self._written
-
-    @property
-    def bytes_stored(self) -> int:
-        return bytes_below(self._directory)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
         """Make a group for DCP's collectives: those of training are not to mix with them."""
