@@ -8,18 +8,18 @@ recording is reused.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from dsq_ckpt.cli import json_files
+from dsq_ckpt.storage.atomic_io import AtomicFile
 from evaluation.workloads import Workload, cache_directory, create
 
 INFO_FILE = "record.json"
@@ -135,8 +135,9 @@ def _train(workload: Workload, directory: Path, report: Callable[[str], None]) -
             "step": step, **workload.state(), "gradient": gradient.values, "loss": loss, "accuracy": accuracy,
         }
         file = f"step-{step:06d}.pt"
-        with _atomic(directory / file) as stream:
-            torch.save(checkpoint, stream)
+        with AtomicFile(directory / file, fsync=False) as new:
+            torch.save(checkpoint, new.stream)
+            new.publish()
         report(f"{workload.name} step {step}: loss {loss:.4f}, accuracy {accuracy:.4f}, {seconds:.1f} s")
         yield {"step": step, "file": file, "loss": loss, "accuracy": accuracy, "seconds": seconds}
 
@@ -147,18 +148,6 @@ def _is_complete(directory: Path, settings: dict[str, Any]) -> bool:
     except (FileNotFoundError, json.JSONDecodeError):
         return False
     return info["settings"] == settings and all((directory / row["file"]).is_file() for row in info["checkpoints"])
-
-
-@contextmanager
-def _atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that is there complete or not at all. Two processes may record the same run at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as stream:
-            yield stream
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
