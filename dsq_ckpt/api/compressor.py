@@ -71,7 +71,7 @@ class Compressor:
         check: the same metric on other batches. A search may fit the batches that it looks at; with `check`, what it
             chooses by `evaluate` has to keep its bounds on these too, for two evaluations more per save.
         every: steps between checkpoints, if that is regular: gradients are averaged only before them.
-        hooks: "step": the optimizer's step tells when gradients are there; "backward": for optimizers that run inside
+        hooks: "step": gradients are read at the optimizer's step; "backward": for optimizers that run inside
             backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
         process_group: ranks that save; None: all.
         history: checkpoints that saves may come after; None: those of the process.
@@ -294,14 +294,14 @@ def _watched(
 
 def _outline(optimizer: Optimizer) -> Any:
     """Return an optimizer's hyperparameters, and the identities of the tensors in its state."""
-    def told(value: Any) -> Any:
+    def identity(value: Any) -> Any:
         return id(value) if isinstance(value, torch.Tensor) else repr(value)
 
     return (
-        [{key: told(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        [{key: identity(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
         {
-            id(parameter): {key: told(value) for key, value in state.items()}
+            id(parameter): {key: identity(value) for key, value in state.items()}
             for parameter, state in optimizer.state.items()
         },
     )
@@ -317,7 +317,7 @@ def _check_search(config: DSQConfig, sharded: bool) -> None:
     if space is None:
         return
     try:
-        config.with_values(**space.values(space.gentlest, space.variants[0]))
+        config.with_values(**space.values(space.most_conservative, space.variants[0]))
     except ConfigError as error:
         raise ConfigError(
             f"the search of system '{config.system}' does not fit the configuration: {error}; choose the system whose "

@@ -196,10 +196,10 @@ def _same(comm: Communicator, settings: RankSettings, arguments: Mapping[str, An
     """
     # Hashes, since there may be many tensors.
     hashes = {name: xxh3_128_hexdigest(repr(value).encode()) for name, value in arguments.items()}
-    told = comm.gather((settings, hashes))
-    refuse_different([given for given, _ in told])
-    for rank, (_, hashes) in enumerate(told):
-        if differing := [name for name in hashes if hashes[name] != told[0][1][name]]:
+    gathered = comm.gather((settings, hashes))
+    refuse_different([given for given, _ in gathered])
+    for rank, (_, hashes) in enumerate(gathered):
+        if differing := [name for name in hashes if hashes[name] != gathered[0][1][name]]:
             raise ConfigError(f"rank {rank} was given another {differing[0]} than rank 0; all ranks need the same")
 
 

@@ -135,7 +135,7 @@ def save_with(
     comm = SingleProcess() if no_dist else communicator(process_group)
     writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin))
     if staged:
-        writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
+        writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
     with plain_errors(SaveFailed, comm.rank, writer.discard), without_warning(no_dist):
         dcp.save(
@@ -222,7 +222,7 @@ def save_async_with(
     group = None if processes or no_dist else background.group(process_group)
     if no_dist:
         silence()
-    writer.told = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
+    writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
     with plain_errors(SaveFailed, comm.rank), explain_exit():
         response = dcp.async_save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,

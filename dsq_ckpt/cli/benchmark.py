@@ -264,7 +264,7 @@ def _resident() -> int:
 
 
 def _resident_peak(reset: bool) -> int:
-    """High-water mark of resident memory in bytes (Linux); with `reset`, it starts anew."""
+    """Return the high-water mark of resident memory in bytes (Linux); with `reset`, set it back first."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -43,7 +43,7 @@ def sessions(run: Path) -> list[LogSession]:
     """Return the sessions of the gradient log in a run directory, oldest first; none if it has no log."""
     if not (run / "log").is_dir():
         return []
-    from dsq_ckpt.lowdiff import segments, snapshots  # torch, which runs without a log are told of without
+    from dsq_ckpt.lowdiff import segments, snapshots  # imports torch, which runs without a log do not need
 
     files: dict[str, list[tuple[segments.Name, Path]]] = {}
     for name, path in segments.names(run):

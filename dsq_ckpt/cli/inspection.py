@@ -76,7 +76,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     for name, group in sorted(manifest.groups.items()):
         rows.add_row(
             name, output.number(group.elements), _codebook(name, manifest.config), str(group.levels),
-            f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "anew",
+            f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "keyframe",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
             "-" if group.refined_error is None else f"{100 * group.refined_error:.2f} %",
             "-" if group.update_error is None else f"{100 * group.update_error:.0f} %",

@@ -1,4 +1,4 @@
-"""Outliers aside and k-means by the L1 norm: GOBO, for comparison.
+"""GOBO: outliers stored exactly, other values quantized by k-means with the L1 norm; for comparison.
 
 Zadeh, Edo, Awad and Moshovos, "GOBO: Quantizing Attention-Based NLP Models for Low Latency and Energy Efficient
 Inference", MICRO 2020: weights that are improbable under the layer's own normal distribution are stored as they are,

@@ -196,8 +196,8 @@ class SearchConfig(_Strict):
     parallel_trials: StrictBool = Field(
         False, description="each replica tries another configuration; only where `evaluate` does not communicate"
     )
-    fallback: Literal["gentlest", "exact"] = Field(
-        "gentlest", description="how weights are stored when nothing satisfies the bound"
+    fallback: Literal["conservative", "exact"] = Field(
+        "conservative", description="how weights are stored when nothing satisfies the bound"
     )
     window: int = Field(50, ge=1, le=100_000, description="batches before a checkpoint whose gradients are averaged")
     beta: float = Field(0.9, gt=0, le=1, description="weight of the newest gradient in that average")
@@ -208,7 +208,7 @@ class SearchConfig(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _former_keys(cls, tree: Any) -> Any:
-        """Read keys by their former names."""
+        """Read keys and values by their former names."""
         return current_keys(tree, section="search") if isinstance(tree, dict) else tree
 
 

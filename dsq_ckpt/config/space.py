@@ -1,4 +1,4 @@
-"""The configuration cube: axes of values ordered from most aggressive to gentlest, and variants beside it.
+"""The configuration cube: axes of values ordered from most aggressive to most conservative, and variants beside it.
 
 Inshrinkerator, section 5 ("Search Space", Table 2, Figure 8): quality must rise along every axis. A choice without
 such an order, as the papers' pruning metric, is not an axis but a variant: each variant has a cube of its own.
@@ -15,14 +15,14 @@ from numbers import Real
 from typing import Any
 
 Point = tuple[int, ...]
-"""One index per axis: 0 is the most aggressive value (smallest, most lossy), the last the gentlest."""
+"""One index per axis: 0 is the most aggressive value (smallest, most lossy), the last the most conservative."""
 
 VARIANT = "variant"  # key of the variant's name in what `Space.describe` returns
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One knob: a name, the dotted configuration keys it sets, and its values, most aggressive first."""
+    """A searched setting: a name, the dotted configuration keys it sets, and its values, most aggressive first."""
 
     name: str
     path: tuple[str, ...]
@@ -70,7 +70,7 @@ class Space:
         return tuple(len(axis.values) for axis in self.axes)
 
     @property
-    def gentlest(self) -> Point:
+    def most_conservative(self) -> Point:
         """The point of highest quality."""
         return tuple(side - 1 for side in self.shape)
 
@@ -100,7 +100,8 @@ class Space:
         """Return the point closest to a configuration given by dotted key; other keys do not matter.
 
         Numbers are compared by difference, anything else by equality. Of two values as close, and where nothing can be
-        compared, the gentler one is taken: a start that is too gentle costs ratio, one that is too aggressive quality.
+        compared, the more conservative one is taken: a start that is too conservative costs ratio, one that is too
+        aggressive quality.
         """
         return tuple(_nearest(axis, values) for axis in self.axes)
 

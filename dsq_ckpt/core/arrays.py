@@ -1,4 +1,4 @@
-"""Array type aliases: NumPy arrays by element type, and by meaning where an array is passed from room to room."""
+"""Array type aliases: NumPy arrays by element type, and by meaning where subpackages pass an array to one another."""
 
 from __future__ import annotations
 

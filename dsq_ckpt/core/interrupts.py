@@ -1,4 +1,4 @@
-"""Signals during a save or a load: their handlers run where the other ranks can be told, not between any two steps.
+"""Signals during a save or a load: their handlers run where the other ranks can be notified, not between any two steps.
 
 A handler that raises (Python's own of SIGINT, one that calls `sys.exit` on SIGTERM) could take a rank out of a save
 between two collectives, where the others then wait for it, or leave trial weights in a model.

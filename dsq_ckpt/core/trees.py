@@ -1,4 +1,4 @@
-"""Configurations as trees of plain values: read from files and presets, laid one over another, told apart."""
+"""Configurations as trees of plain values: read from files and presets, merged, and compared."""
 
 from __future__ import annotations
 

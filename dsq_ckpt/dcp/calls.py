@@ -1,8 +1,8 @@
-"""The call of `dcp.async_save` that a stager works for, as far as its stack tells.
+"""Arguments of the `dcp.async_save` call that a stager works for, read from the stack.
 
-DCP hands a stager the state dict and nothing else, though how it may be staged depends on the planner and the group of
-the save. What is told here decides between two ways of staging that give the same checkpoint, and makes wrong calls
-fail early; where a later torch hides the call, the way that needs to know nothing is taken.
+DCP passes the state dict to a stager and nothing else, though how it may be staged depends on the planner and the group
+of the save. The arguments found here select one of two ways of staging that give the same checkpoint, and let wrong
+calls fail early. Where a later torch hides the call, the state dict is copied, which works without them.
 """
 
 from __future__ import annotations

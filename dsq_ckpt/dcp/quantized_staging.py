@@ -15,12 +15,12 @@ from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
-from dsq_ckpt.engine.chunks import QuantizedChunk, exact_values, keep
+from dsq_ckpt.engine.chunks import QuantizedChunk, cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
-from dsq_ckpt.engine.ties import Ties
+from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
 
 
@@ -43,21 +43,21 @@ def stage_codes(
     """
     planner, options = DefaultSavePlanner(), pipeline.options
 
-    def plan_untied() -> tuple[SavePlan, Ties]:
-        """Find ties before replicas are dealt to ranks, or one rank would get the one, another the other."""
+    def plan_untied() -> tuple[SavePlan, TiedItems]:
+        """Find tied items before replicas are assigned to ranks, or two ranks would get one name each."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         whole = replace(planner.create_local_plan(), planner_data=None)
-        ties = Ties.of(items_of_plan(whole.items, planner, options))
-        items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in ties.first]
-        others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in ties.first]
-        return replace(whole, items=items, storage_data=others), ties
+        found = TiedItems.of(items_of_plan(whole.items, planner, options))
+        items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]
+        others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in found.stored_as]
+        return replace(whole, items=items, storage_data=others), found
 
-    own_plan, ties = run_on_all_ranks(comm, plan_untied)
+    own_plan, tied_items = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
     plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
-    tied = {key: first for key, first in ties.first.items() if first in written}
+    tied = {key: first for key, first in tied_items.stored_as.items() if first in written}
     mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]
 
     def agreed() -> SaveContext | None:
@@ -71,9 +71,9 @@ def stage_codes(
     assert context is not None
 
     def quantized() -> tuple[dict[str, Any], StagedCodes, ChunkCache]:
-        items = ties.kept(items_of_plan(mine, planner, options, context.layout))
+        items = tied_items.stored(items_of_plan(mine, planner, options, context.layout))
         own = {item.key for item in items}
-        replicas = ties.kept(items_of_plan(local, planner, options, context.layout))
+        replicas = tied_items.stored(items_of_plan(local, planner, options, context.layout))
         replicas = [item for item in replicas if item.key not in own]
         payloads: dict[ChunkKey, Payload] = {}
         cache = ChunkCache()
@@ -81,7 +81,7 @@ def stage_codes(
             found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
             for chunk in found.chunks:
                 payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
-                keep(cache, chunk.codes, options.config.delta.enabled)
+                cache_chunk(cache, chunk.codes, options.config.delta.enabled)
             for item in found.unquantized:
                 payloads[item.key] = ExactCopy(item.load().detach().to("cpu", copy=True), item.config)
             cache.values |= exact_values(found.unquantized, context.layout)

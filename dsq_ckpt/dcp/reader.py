@@ -118,7 +118,7 @@ class DSQStorageReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Decide for all ranks whether the refinement is used, since it may be dropped at any moment."""
-        # A planner that makes plans anew leaves out what a reader told.
+        # A planner that rebuilds the plans drops a reader's storage_data.
         _refuse_different([plan.storage_data for plan in plans if plan.storage_data is not None])
         with self._open() as checkpoint:
             self._check_guards(checkpoint)

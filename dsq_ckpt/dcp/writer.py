@@ -37,7 +37,7 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.quantizing import QuantizedState
-from dsq_ckpt.engine.ties import Ties
+from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
@@ -55,10 +55,10 @@ class DSQStorageWriter(StorageWriter):
         parent: "auto" (the last checkpoint this process committed or loaded in the same run directory), None (a
             keyframe) or the path of a checkpoint.
         overwrite: replace a complete checkpoint at `path`.
-        model: its module tree tells layer types; without it they are told by names and shapes.
+        model: its module tree defines layer types; without it they are inferred from names and shapes.
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
-        no_dist: this rank saves alone, as DCP was told by its own `no_dist`; other ranks are left alone too.
+        no_dist: this rank saves alone; pass the same `no_dist` to DCP's function.
         policy: chooses the configuration when the global sketch is known (see `Compressor`).
         gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
         fractions: fractions that the policy may prune and protect by sensitivity.
@@ -86,7 +86,7 @@ class DSQStorageWriter(StorageWriter):
     ) -> None:
         self.path = None if path is None else local_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
-        expect("model", model, nn.Module | None, "a module, whose tree tells layer types")
+        expect("model", model, nn.Module | None, "a module, whose tree defines layer types")
         expect("history", history, SaveHistory | None, "a SaveHistory")
         if is_lossy(self.config):
             warmup.start()
@@ -97,8 +97,8 @@ class DSQStorageWriter(StorageWriter):
         self._gradients = dict(gradients or {})
         self._group = process_group
         self.no_dist = no_dist
-        self.told: AsyncCall | None = None
-        """The call of `dcp.async_save` that is to come, from who makes it; None: its stack tells."""
+        self.async_call: AsyncCall | None = None
+        """Arguments of the coming `dcp.async_save`, set by its caller; None: they are read from the stack."""
         self._save: SavePipeline | None = None
         self._written: SavePipeline | None = None
         """The save whose files were written last; `stage` may have begun another one since."""
@@ -114,7 +114,7 @@ class DSQStorageWriter(StorageWriter):
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
         options = replace(self._options, policy=as_configured) if staged else self._options
-        return {**self.__dict__, "_group": None, "told": None, "_options": options, "_gradients": gradients}
+        return {**self.__dict__, "_group": None, "async_call": None, "_options": options, "_gradients": gradients}
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -230,9 +230,9 @@ class DSQStorageWriter(StorageWriter):
                 raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
             return staged_payloads(items, staged.plan)
         group = self._group if staged is None or staged.group is None else staged.group
-        ties = Ties.of(items, items_beside(plan.items, planner, self._options, context))
+        tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
         comm = SingleProcess() if self.no_dist else communicator(group, context.ranks)
-        local = LocalItems(ties.kept(items), tied=ties.first, gradients=self._gradients)
+        local = LocalItems(tied_items.stored(items), tied=tied_items.stored_as, gradients=self._gradients)
         return self._pipeline.quantize(context, local, comm, workers)
 
     @held_signals()
@@ -300,7 +300,7 @@ class DSQStorageWriter(StorageWriter):
                 "this writer's last asynchronous save is not written, or failed; use a new DSQStorageWriter for each"
             )
         self._line = calling_line()
-        call = self.told or AsyncCall.of_stack()
+        call = self.async_call or AsyncCall.of_stack()
         if call is not None:
             self._check(call)
             if call.processes:
@@ -338,12 +338,12 @@ class DSQStorageWriter(StorageWriter):
         try:
             copy = copied(state_dict, call is not None and call.processes)
             self._gradients = {name: average.clone() for name, average in self._gradients.items()}
-        except Exception as error:  # raised where DCP tells the other ranks, which are on their way there
+        except Exception as error:  # raised in DCP's next collective, which the other ranks enter
             failure = f"{type(error).__name__}: {error}"
         group = None if call is None else call.process_group
         history = self.history
         self._staged = StagedCopy(save_id, group, history, history.outline(), failure)
-        if call is None or call.processes:  # nobody else tells this process what was saved
+        if call is None or call.processes:  # this process learns in no other way what was saved
             history.add_pending(self._pipeline.path, save_id, ChunkCache())
         return copy
 

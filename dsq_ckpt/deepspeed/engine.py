@@ -36,7 +36,7 @@ from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage import pickle_refs
 from dsq_ckpt.storage.atomic_io import new_file
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.foreign_files import plain_aside, restore
+from dsq_ckpt.storage.foreign_files import plain_backups, restore
 from dsq_ckpt.storage.manifest import Manifest, is_complete
 from dsq_ckpt.storage.runs import run_of
 
@@ -266,7 +266,7 @@ class DSQCheckpointEngine(CheckpointEngine):
     def _checked(self, directory: Path) -> tuple[list[str], Manifest | None]:
         """Verify this rank's share of a tag's files; return the problems, and the manifest of a compressed tag."""
         if not is_complete(directory):
-            if any(directory.glob("*.dsq")) and not plain_aside(directory):
+            if any(directory.glob("*.dsq")) and not plain_backups(directory):
                 raise CheckpointNotFound(
                     f"'{directory}' holds no manifest.json: its save did not complete, or that file was deleted; load "
                     "another tag"

@@ -258,17 +258,17 @@ def gather_from_all_ranks(
     try:
         result = work()
     except RankUnreachable:
-        raise  # there is nobody to tell
+        raise  # no rank can be notified
     except BaseException as error:
         failure = error
-    # A rank that only heard of a failure, in a collective within the work, hears here what it was.
+    # A rank that was only notified of a failure, in a collective within the work, receives its text here.
     heard = isinstance(failure, Elsewhere)
     everywhere = comm.gather((heard, None if failure is None else described(failure), result))
     if failure is not None and not heard:
         if isinstance(failure, DSQError) or not isinstance(failure, Exception):
             raise failure
         raise otherwise((f"rank {comm.rank}: " if comm.size > 1 else "") + described(failure)) from failure
-    failed = [(rank, *told) for rank, (*told, _) in enumerate(everywhere) if told[1] is not None]
+    failed = [(rank, *status) for rank, (*status, _) in enumerate(everywhere) if status[1] is not None]
     culprits = [one for one in failed if not one[1]] or failed
     if culprits:
         elsewhere = LoadFailedElsewhere if issubclass(otherwise, LoadFailed) else FailedElsewhere

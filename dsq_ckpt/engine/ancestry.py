@@ -83,9 +83,9 @@ def with_sound_parent(
 ) -> SaveContext:
     """Return the context of a save, without its parent if a file of the parent is damaged; collective.
 
-    The coordinator then says which checkpoints need the file, after it restored it where there is an intact copy.
-    What is found here was looked for since the save before, and is told of whatever this save builds upon; if that is a
-    parent, this begins to look for the next save.
+    The check began at the save before. The coordinator restores a damaged file if there is an intact copy, and warns,
+    naming the checkpoints that need the file, whatever this save builds upon. If the save has a parent, the check for
+    the next save begins.
 
     Raises:
         DSQError: on all ranks, when any failed; what was found is kept for the next save.
@@ -101,12 +101,12 @@ def with_sound_parent(
         found = _joined([check.result() for check in checks])
         return known is None or known.suspect, known is not None and bool(known.cache), found
 
-    told = gather_from_all_ranks(comm, looked_for)
-    found = _joined([found for *_, found in told])
+    answers = gather_from_all_ranks(comm, looked_for)
+    found = _joined([found for *_, found in answers])
     # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole, and at once.
     # Ranks agree on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to
     # miss.
-    if parent is not None and (any(doubtful for doubtful, *_ in told) or not any(held for _, held, _ in told)):
+    if parent is not None and (any(doubtful for doubtful, *_ in answers) or not any(held for _, held, _ in answers)):
         found |= _joined(gather_from_all_ranks(comm, lambda: _checked(
             parent, lambda: due(parent, everything=True)[comm.rank :: comm.size], workers
         )))

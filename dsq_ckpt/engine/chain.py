@@ -70,7 +70,7 @@ def lineage(
     """
     run = run_of(path)
     if parent is None or parent == "auto":
-        last = _last(run, shapes, history, told=parent is not None)
+        last = _last(run, shapes, history, warns=parent is not None)
         return Lineage(last, last, _resumes(run, history) if last is None else last.lossy_resumes)
     named = local_path(parent)
     with CheckpointFiles(named) as files:
@@ -82,7 +82,7 @@ def lineage(
     return Lineage(base if continues(shapes, older) else None, base, resumes)
 
 
-def _last(run: Path, shapes: Shapes, history: SaveHistory, told: bool = False) -> ParentRef | None:
+def _last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) -> ParentRef | None:
     """Return the last checkpoint of a state in a run directory, counting a load of it as a resume if it is lossy."""
     candidates = [(one, one.shapes) for one in history.checkpoints(run) if has_shapes(one) and one.shapes is not None]
     older = [(shared(shapes, other), one) for one, other in candidates if continues(shapes, other)]
@@ -100,7 +100,7 @@ def _last(run: Path, shapes: Shapes, history: SaveHistory, told: bool = False) -
                 resumes = manifest.lossy_resumes + (one.loaded and manifest.lossy)
                 return ParentRef(manifest.save_id, str(one.path), manifest.depth, resumes)
         if one.complete:  # else it is of a save that failed, or is still under way
-            if told:
+            if warns:
                 warn(f"the parent checkpoint '{one.path}' {problem}; writing a keyframe")
             return None
     if others := [one.path for one, other in candidates if one.complete and not continues(shapes, other)]:

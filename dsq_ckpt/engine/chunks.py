@@ -123,7 +123,7 @@ def quantized(
     return QuantizedChunk(source, bases.get(chunk.key) if coded else None)
 
 
-def keep(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
+def cache_chunk(cache: ChunkCache, source: CodeSource, deltas: bool) -> None:
     """Cache the codes or values of a chunk for the next save; call it once all its blocks are written.
 
     Args:

@@ -24,7 +24,7 @@ from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import LocalItems, LocalShard, LocalState, items_of, layout_of
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.pipeline import SavePipeline
-from dsq_ckpt.engine.ties import Ties
+from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -107,16 +107,16 @@ class _CollectiveSave:
         options, own = self._pipeline.options, state()
         let_signals_through()
         items, replicas = items_of(own.shards, options), items_of(own.replicas, options)
-        ties = Ties.of(items, replicas)
+        tied = TiedItems.of(items, replicas)
         self._state = own
-        self._items = LocalItems(ties.kept(items), ties.kept(replicas), ties.first, own.gradients)
+        self._items = LocalItems(tied.stored(items), tied.stored(replicas), tied.stored_as, own.gradients)
         return self._pipeline.settings, layout_of(own.shards, options, bool(own.gradients))
 
     def _agree(self, layouts: Sequence[Layout]) -> SaveContext:
         attached = bool(self._state.attachments)
         context = self._pipeline.agree(self._comm.size, layouts, attached=attached)
         if attached:
-            foreign_files.keep_plain(self._path, self._fsync)
+            foreign_files.back_up_plain(self._path, self._fsync)
         return context
 
     def _write(self, context: SaveContext) -> _RankReport:
@@ -164,7 +164,7 @@ class _CollectiveSave:
         committed = self._pipeline.commit(context, [report.result for report in reports], contents)
         if not committed.flushed:
             return
-        foreign_files.forget(self._path, [file.name for file in contents.attachments])
+        foreign_files.remove_backups(self._path, [file.name for file in contents.attachments])
         self._pipeline.retire()
         with suppress(OSError):  # what an interrupted save to this path left; what is younger belongs to another one
             gc.collect_in(self._path, time.time() - context.started)

@@ -293,7 +293,7 @@ def _size(path: Path) -> int:
 
 
 def _tied(results: Sequence[RankResult]) -> dict[str, str]:
-    """Return, for each tied name, the one under which it is stored, joined over the ties of all ranks."""
+    """Return, for each tied name, the one under which it is stored, joined over the tied items of all ranks."""
     one: dict[str, str] = {}
 
     def find(name: str) -> str:

@@ -179,7 +179,7 @@ def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan)
 
 
 def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
-    """Return optimizer state that is not quantized itself, but tells the size of gradients."""
+    """Return optimizer state that is not quantized itself, but from which the size of gradients is known."""
     wanted = any(config.codebook.gradient_power > 0 for config in layout.groups.values())
     return [item for item in items if wanted and item.key.fqn in layout.state and item.key.fqn not in layout.tensors]
 
@@ -189,8 +189,8 @@ def _report(
 ) -> None:
     """Warn of tensors that are stored otherwise than configured; collective."""
     if sketches.nonfinite:
-        told = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
-        beyond = sketches.nonfinite.difference(*told)
+        stored = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
+        beyond = sketches.nonfinite.difference(*stored)
         for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, config)):
             if warning and comm.rank == 0:
                 warn(warning)

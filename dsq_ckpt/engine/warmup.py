@@ -39,7 +39,7 @@ Group = Literal["save", "load", "more"]
 
 SECONDS = 15
 """What compiling takes for a save, about."""
-_SILENT = 1.0  # seconds that nobody is told of
+_SILENT = 1.0  # seconds of waiting without a message
 _PATIENCE = 120.0  # seconds that another process may take for kernels that are wanted here too
 _LOCK = "dsq_ckpt.lock"
 
@@ -224,16 +224,16 @@ def wait(group: Group) -> None:
     with suppress(Exception):  # what is not compiled here is compiled when it is called
         _background.ask((group,))
     began = time.monotonic()
-    told = False
+    announced = False
     while _background.has_yet_to_do(group):
         let_signals_through()
-        if not told and time.monotonic() - began >= _SILENT and jit.compilations():
-            told = True
+        if not announced and time.monotonic() - began >= _SILENT and jit.compilations():
+            announced = True
             with suppress(Exception):
-                _tell()
+                _announce()
 
 
-def _tell() -> None:
+def _announce() -> None:
     """Say that kernels are compiled: in a log record where logging is set up, else on stderr."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0") or 0)
     if rank:

@@ -12,7 +12,7 @@ import torch
 
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.chunks import exact_values, keep
+from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.inheritance import inherit
@@ -84,7 +84,7 @@ def write_rank(
                 keys.append(source.key)
                 if source.second_moment is not None:
                     result.units.append(source.key._replace(fqn=source.second_moment))
-                keep(cache, source, config.delta.enabled)
+                cache_chunk(cache, source, config.delta.enabled)
                 dtype = state.items[source.key].dtype
                 if base is None:
                     yield ChunkRecord(source, dtype, None, frozenset())

@@ -42,7 +42,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return lambda decorated: jit(decorated, **options)
     try:
         kernel = njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # no directory for caches can be written: it is compiled anew in every process
+    except RuntimeError:  # no directory for caches can be written: every process compiles it
         kernel = njit(nogil=True, **options)(function)
     if isinstance(kernel, Dispatcher):  # else NUMBA_DISABLE_JIT is set
         KERNELS.append(kernel)

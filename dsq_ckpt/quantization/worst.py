@@ -1,4 +1,4 @@
-"""The tensor of a group that a checkpoint changes most, told from sketches before anything is written.
+"""The tensor of a group that a checkpoint changes most, found from sketches before anything is written.
 
 The error of a group is measured against the group's energy. A tensor far smaller than the others is quantized with
 the same steps and loses more of itself, which the group's figure does not show.

@@ -87,8 +87,8 @@ class SaveSearch:
         return self.sketches.fit(configs, candidate.analysis)
 
     @property
-    def gentlest(self) -> Point:
-        """The point that is furthest from aggressive, and the largest of those."""
+    def most_conservative(self) -> Point:
+        """The point that is furthest from the most aggressive, and the largest of those."""
         possible = [point for point in self.space.points() if math.isfinite(self.size(point, 0))]
         return max(possible, key=lambda point: (sum(point), self.size(point, 0)))
 

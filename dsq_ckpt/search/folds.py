@@ -50,8 +50,8 @@ def agree(
         results.append(work())
         return evaluate is not None, check is not None
 
-    told = gather_from_all_ranks(comm, worked)
-    for name, given in zip(("evaluate", "check"), zip(*told, strict=True), strict=True):
+    gathered = gather_from_all_ranks(comm, worked)
+    for name, given in zip(("evaluate", "check"), zip(*gathered, strict=True), strict=True):
         if any(given) and not all(given):
             raise SaveFailed(
                 f"rank {given.index(True)} was given a function `{name}`, and rank {given.index(False)} none; all "

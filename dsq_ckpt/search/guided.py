@@ -12,7 +12,9 @@ from dsq_ckpt.config.space import Point
 from dsq_ckpt.core.arrays import F64, Mask
 
 Search = Generator[list[Point], list[bool], Point | None]
-"""Yields distinct points to try, is sent for each whether it meets the bound, returns the choice (see `drive`)."""
+"""A search as a generator: yields distinct points to try, is sent whether each meets the bound, and returns the choice.
+
+See `drive`."""
 
 _Box = tuple[Point, Point]  # both corners inside
 
@@ -21,22 +23,27 @@ _FILLERS = 256  # points off the diagonals considered for replicas that would be
 
 
 class Known:
-    """What sizes and trials say about every point of a cube, if quality rises along every axis.
+    """The state of every point of a cube that follows from sizes and trials, if quality rises along every axis.
 
-    `floor` is the smallest size among the points at least as gentle as a point, itself included. It never falls from
-    aggressive to gentle, whatever the sizes do, so it takes their place: a point larger than a gentler one cannot be
-    the choice, since whenever it is feasible the gentler one is as well. Those left are `worthy`. Then
+    A point is more conservative than another if no index is smaller. `floor` is the smallest size among a point and all
+    more conservative ones. It never falls from aggressive to conservative points, whatever the sizes do. A point that
+    is larger than a more conservative one cannot be the choice, since that one is feasible whenever the point is. All
+    other points are `worthy`. Of them
 
-    * a point at or below one that failed is hopeless (`low`),
-    * a point whose floor is not below the best size found has nothing to win, nor has any point gentler than it,
-    * everything else is `open`.
+    * a point at or below one that failed is infeasible (`low`),
+    * a point whose floor is not below the best size found cannot improve on it, nor can more conservative points,
+    * all others are `open`.
 
-    A feasible point makes all gentler ones feasible; of worthy points, these are larger, so the second rule covers
-    them, and the best point found is always one that was itself tried.
+    A feasible point makes all more conservative ones feasible. Worthy points among these are larger, so the second rule
+    covers them, and the best point found was always tried itself.
     """
 
     def __init__(self, shape: tuple[int, ...], size: Callable[[Point], float]) -> None:
-        """Ask the size of every point (infinite: the point is not to be tried)."""
+        """Compute the size of every point (infinite: the point is not to be tried).
+
+        Raises:
+            ValueError: the cube has no points, or a size is NaN.
+        """
         if not shape or min(shape) < 1:
             raise ValueError(f"shape {shape} has no points: every axis needs at least one value")
         self.shape = shape
@@ -45,34 +52,41 @@ class Known:
         if np.isnan(self.size).any():
             raise ValueError("the size of a point is NaN: every size must be a number")
         self.floor = self.size.copy()
-        gentler = np.full(shape, math.inf)  # the smallest floor one step gentler
+        beyond = np.full(shape, math.inf)  # the smallest floor one step more conservative
         for axis in range(len(shape)):
             self.floor = np.flip(np.minimum.accumulate(np.flip(self.floor, axis), axis), axis)
         for axis in range(len(shape)):
-            below, above = np.moveaxis(gentler, axis, 0)[:-1], np.moveaxis(self.floor, axis, 0)[1:]
+            below, above = np.moveaxis(beyond, axis, 0)[:-1], np.moveaxis(self.floor, axis, 0)[1:]
             np.minimum(below, above, out=below)
-        self.worthy: Mask = self.size < gentler
+        self.worthy: Mask = self.size < beyond
         self.low = np.zeros(shape, dtype=np.bool_)
         self.best: Point | None = None
         self.best_size = math.inf
 
     @property
     def open(self) -> Mask:
-        """Points whose outcome is not implied and matters."""
+        """Points whose outcome is not implied and can change the choice."""
         return ~self.low & (self.floor < self.best_size)
 
-    def has_nothing_to_win(self, point: Point) -> bool:
-        """Return True if neither the point nor a gentler one is smaller than the best found."""
+    def cannot_improve(self, point: Point) -> bool:
+        """Return True if neither the point nor a more conservative one is smaller than the best found."""
         return bool(self.floor[point] >= self.best_size)
 
     def stand_in(self, point: Point) -> Point:
-        """The worthy point whose trial settles an open one: if it fails, so does `point`; else its floor is reached."""
-        gentler = tuple(slice(index, None) for index in point)
-        same = np.argwhere(self.worthy[gentler] & (self.size[gentler] == self.floor[point]))
+        """Return the worthy point whose trial decides an open one.
+
+        If it fails, `point` is infeasible; else the floor of `point` is reached.
+        """
+        beyond = tuple(slice(index, None) for index in point)
+        same = np.argwhere(self.worthy[beyond] & (self.size[beyond] == self.floor[point]))
         return tuple(index + int(steps) for index, steps in zip(point, same[-1], strict=True))
 
     def record(self, points: list[Point], feasible: list[bool]) -> None:
-        """Take in the outcomes of one round."""
+        """Record the outcomes of one round.
+
+        Raises:
+            ValueError: there is not one outcome per point.
+        """
         if len(feasible) != len(points):
             raise ValueError(f"{len(points)} points were to be tried, but {len(feasible)} outcomes were sent")
         for point, good in zip(points, feasible, strict=True):
@@ -88,31 +102,33 @@ def guided_exhaustive(
     """Find the feasible point of smallest size in a cube, in rounds of at most `batch` trials.
 
     Algorithm 4 of Inshrinkerator (section 5), with one record of outcomes (`Known`) for all sub-cubes, so that a trial
-    in one of them prunes the others. Unlike there, sizes are known without a trial.
+    in one of them prunes the others. Unlike in the paper, sizes are known without a trial.
 
-    **Diagonal.** From the most aggressive to the gentlest corner of a (sub-)cube in as many steps as its longest side
-    has; the other indices are scaled and rounded. Along it feasibility changes once, so trials close in on the
-    crossing: the last point that fails, `a`, and the first that is feasible or not smaller than the best found, `b`.
+    **Diagonal.** It leads from the most aggressive to the most conservative corner of a (sub-)cube in as many steps as
+    its longest side has; the other indices are scaled and rounded. Along it feasibility changes once, so trials close
+    in on the crossing: the last point that fails, `a`, and the first that is feasible or not smaller than the best
+    found, `b`.
 
-    **Sub-cubes.** What is at or below `a` fails, what is at or above `b` has nothing to win; nothing else is dropped.
-    The rest is cut into disjoint boxes. First what is not at or below `a`: box i is beyond `a` on axis i and not
-    beyond it on axes before i, so each such point is in the box of the first axis on which it exceeds `a`. Then
-    each box in the same way without what is at or above `b`, by the first axis on which a point falls short of `b`.
-    Boxes are shrunk to the open points in them, dropped without any, and searched as the cube was. So every point ends
-    up tried, implied infeasible, or not smaller than a feasible one; with monotone quality the choice is the optimum.
+    **Sub-cubes.** Points at or below `a` fail, and points at or above `b` cannot improve on the best; no others are
+    dropped. The rest is cut into disjoint boxes. First the points that are not at or below `a`: box i lies beyond `a`
+    on axis i and not beyond it on axes before i, so each such point is in the box of the first axis on which it exceeds
+    `a`. Then each box is cut in the same way without the points at or above `b`, by the first axis on which a point
+    falls short of `b`. Boxes are shrunk to the open points in them, dropped if there are none, and searched as the cube
+    was. So at the end every point was tried, is implied infeasible, or is not smaller than a feasible one; with
+    monotone quality the choice is the optimum.
 
-    **Rounds.** All sub-cubes are searched at once. Of the points on their diagonals, the next to try is the one
-    that settles most open points of the cube, whichever way it turns out; the next of the same round likewise, averaged
-    over what the outcomes of those before may leave open. On one diagonal this is binary search, and with more trials
-    a round the middle, the quarters, the eighths; at most a round more than equal parts, which took more rounds on
-    cubes. A point that a gentler one equals or beats in size is tried by that stand-in. Places of a round for which the
-    diagonals have no point go to other open points: replicas would be idle otherwise.
+    **Rounds.** All sub-cubes are searched at once. Of the points on their diagonals, the next to try is the one that
+    decides most open points of the cube, whatever its outcome; further points of the same round are chosen likewise,
+    averaged over the outcomes that the points before may have. On one diagonal this is binary search, and with more
+    trials per round the middle, the quarters, the eighths; it takes at most one round more than equal parts, which took
+    more rounds on cubes. A point that a more conservative one equals or beats in size is tried by that stand-in. Trials
+    of a round for which the diagonals have no point go to other open points: replicas would be idle otherwise.
 
-    Quality that is not quite monotone ends the search all the same, with a point that was tried and feasible.
+    If quality is not quite monotone, the search still ends, with a point that was tried and feasible.
 
     Args:
         shape: values per axis; index 0 is the most aggressive.
-        size: predicted size of any point, asked once each; need not fall towards aggressive points.
+        size: predicted size of any point, called once for each; it need not fall towards aggressive points.
         batch: trials per round: replicas that try points in parallel.
         limit: stop after so many trials.
 
@@ -127,7 +143,11 @@ def guided_exhaustive(
 
 
 def drive(search: Search, trial: Callable[[list[Point]], list[bool]]) -> tuple[Point | None, int]:
-    """Run a search to its end; its choice and the number of trials."""
+    """Run a search to its end.
+
+    Returns:
+        Its choice, and the number of trials.
+    """
     trials = 0
     outcomes: list[bool] | None = None
     while True:
@@ -153,7 +173,7 @@ def _guided(known: Known, batch: int, limit: int | None) -> Search:
 
 
 def _unsettled(known: Known, boxes: list[_Box]) -> tuple[list[_Box], list[Point]]:
-    """Boxes whose diagonal has open points, and these; boxes whose crossing is known are cut into sub-cubes."""
+    """Cut boxes whose crossing is known into sub-cubes; return boxes whose diagonals have open points, and these."""
     is_open = known.open
     unsettled: list[_Box] = []
     diagonals: list[Point] = []
@@ -169,9 +189,9 @@ def _unsettled(known: Known, boxes: list[_Box]) -> tuple[list[_Box], list[Point]
         if on_it:
             unsettled.append((lo, hi))
             diagonals += on_it
-        else:  # lo is low and hi has nothing to win, or no point of the box would be open
+        else:  # lo is low and hi cannot improve on the best, or no point of the box would be open
             a = next(point for point in reversed(diagonal) if known.low[point])
-            b = next(point for point in diagonal if known.has_nothing_to_win(point))
+            b = next(point for point in diagonal if known.cannot_improve(point))
             todo += [box for part in _not_at_or_below(a, lo, hi) for box in _not_at_or_above(b, *part)]
     return unsettled, diagonals
 
@@ -183,23 +203,23 @@ def _diagonal(lo: Point, hi: Point) -> Iterator[Point]:
 
 
 def _not_at_or_below(a: Point, lo: Point, hi: Point) -> Iterator[_Box]:
-    """Disjoint boxes, some empty, of the points that exceed `a` on an axis."""
+    """Yield disjoint boxes, some empty, of the points that exceed `a` on an axis."""
     for axis, index in enumerate(a):
         yield (*lo[:axis], max(lo[axis], index + 1), *lo[axis + 1 :]), (*map(min, hi[:axis], a), *hi[axis:])
 
 
 def _not_at_or_above(b: Point, lo: Point, hi: Point) -> Iterator[_Box]:
-    """Disjoint boxes, some empty, of the points that fall short of `b` on an axis."""
+    """Yield disjoint boxes, some empty, of the points that fall short of `b` on an axis."""
     for axis, index in enumerate(b):
         yield (*map(max, lo[:axis], b), *lo[axis:]), (*hi[:axis], min(hi[axis], index - 1), *hi[axis + 1 :])
 
 
 def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
-    """Return the points for one round: those that decide most others, whatever their outcomes."""
+    """Return the points for one round, which decide most others, whatever their outcomes."""
     is_open = known.open
     rest, floor = np.argwhere(is_open), known.floor[is_open]
     fillers = np.argwhere(is_open & known.worthy)
-    futures = np.ones((1, len(rest)), dtype=np.bool_)  # one row per combination of outcomes: what would still be open
+    futures = np.ones((1, len(rest)), dtype=np.bool_)  # one row per combination of outcomes: the points then open
     chosen: list[Point] = []
     for candidates in (
         np.array(sorted({known.stand_in(point) for point in diagonals})),
@@ -207,11 +227,11 @@ def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
     ):
         if len(chosen) == batch:
             break
-        failing = np.all(rest[None] <= candidates[:, None], axis=2)  # what each settles if it fails
+        failing = np.all(rest[None] <= candidates[:, None], axis=2)  # the points that each decides if it fails
         passing = floor[None] >= known.size[tuple(candidates.T)][:, None]  # and if it is feasible
         while len(chosen) < batch:
             fail, succeed = (futures.astype(np.float64) @ settled.T for settled in (failing, passing))
-            # Half the harmonic mean of both counts. Zero where a point is settled already: then one of them is zero.
+            # Half the harmonic mean of both counts. Zero where a point is decided already: then one of them is zero.
             gain = (fail * succeed / np.maximum(fail + succeed, 1)).sum(axis=0)
             best = int(gain.argmax())
             if gain[best] <= 0:
@@ -225,7 +245,7 @@ def _choose(known: Known, diagonals: list[Point], batch: int) -> list[Point]:
 
 
 def check_counts(batch: int, limit: int | None) -> None:
-    """Refuse rounds of no trials and negative limits."""
+    """Raise ValueError for rounds of no trials and for negative limits."""
     if batch < 1:
         raise ValueError(f"batch must be at least 1, not {batch}")
     if limit is not None and limit < 0:

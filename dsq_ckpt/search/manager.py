@@ -149,8 +149,9 @@ class ConfigManager:
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
                 "higher is better, set search.higher_is_better", rank=save.comm.rank
             )
-        if point is None and save.always_nearest(save.gentlest) and self._try(save, [save.gentlest], 0)[0]:
-            point, variant = save.gentlest, 0
+        last = save.most_conservative
+        if point is None and save.always_nearest(last) and self._try(save, [last], 0)[0]:
+            point, variant = last, 0
             record["search"] = "exhaustive, then without rate-distortion choice"
         if point is None:
             both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
@@ -280,13 +281,13 @@ class ConfigManager:
             kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
             analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
             return QuantizationPlan(analysis, save.config, quality=record)
-        gentlest = save.gentlest
-        save.always_nearest(gentlest)
-        candidate = save.candidate(gentlest, 0)
+        point = save.most_conservative
+        save.always_nearest(point)
+        candidate = save.candidate(point, 0)
         bits = _MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
         warn(
-            f"{why}; this checkpoint is stored with the gentlest configuration "
-            f"({save.space.describe(gentlest, save.space.variants[0])})", rank=save.comm.rank
+            f"{why}; this checkpoint is stored with the most conservative configuration "
+            f"({save.space.describe(point, save.space.variants[0])})", rank=save.comm.rank
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         return QuantizationPlan(save.refined(candidate, bits), config, record)

@@ -24,13 +24,14 @@ def neighbourhood(
 
     "Delta-Neighbourhood Search" and the early exit of "Parallelized Implementation" (Inshrinkerator, section 5). A step
     moves one index by one, as an edge of the cube does, so the distance of two points is the sum of |difference| over
-    the axes. (The paper does not say; with the largest difference instead, a radius of one on four axes would be 16
-    gentler points rather than 5, hardly the single round on eight replicas that it reports.) The centre is part of
-    its neighbourhood.
+    the axes. (The paper does not say; with the largest difference instead, a radius of one on four axes would
+    be 16 more conservative points rather than 5, hardly the single round on eight replicas that it reports.) The centre
+    is part of its neighbourhood.
 
     The first round with a feasible point ends the search; the smallest of that round is the optimum of the
     neighbourhood if quality is monotone, since all smaller points were tried or are implied infeasible. Points more
-    aggressive than one that failed are skipped, as are those that a gentler neighbour equals or beats in size.
+    aggressive than one that failed are skipped, as are those that a more conservative neighbour equals or beats
+    in size.
 
     Args:
         shape: values per axis; index 0 is the most aggressive.

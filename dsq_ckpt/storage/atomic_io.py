@@ -211,17 +211,17 @@ def _rename_new(source: Path, target: Path) -> None:
 
 
 def _replace_directory(hidden: Path, goal: Path) -> None:
-    """Rename a directory into place; an old one steps aside first, because directories cannot be replaced."""
-    aside = hidden.with_suffix(".old")
+    """Rename a directory into place; an old one is renamed first, because directories cannot be replaced."""
+    backup = hidden.with_suffix(".old")
     old = os.path.lexists(goal)
     if old:
-        os.rename(goal, aside)
+        os.rename(goal, backup)
     try:
         os.rename(hidden, goal)
     except OSError:
         if old:
-            os.rename(aside, goal)
+            os.rename(backup, goal)
         raise
     sync_directory(goal.parent)
     if old:
-        shutil.rmtree(aside)
+        shutil.rmtree(backup)

@@ -99,7 +99,7 @@ class _Copy:
         target.mkdir()
         manifest = self._checkpoint(source, target) if is_complete(source) else None
         known = {MANIFEST, *(file.name for file in manifest.files)} if manifest else set()
-        aside = {} if manifest else replaced_plain(source)  # of a tag that a save under way, or killed, is to replace
+        backups = {} if manifest else replaced_plain(source)  # of a tag that an incomplete save is to replace
         for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
             path, goal = Path(entry.path), target / entry.name
             if entry.name in known or is_ours(entry.name):  # a file of ours that no manifest names is for `dsq gc`
@@ -114,7 +114,7 @@ class _Copy:
                 else:
                     self.directory(path, goal)
             elif entry.is_file():
-                self._file(aside.get(entry.name, path), goal, None)
+                self._file(backups.get(entry.name, path), goal, None)
             else:
                 self.left_out.append(path)
         shutil.copystat(source, target)

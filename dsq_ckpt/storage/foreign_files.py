@@ -1,13 +1,14 @@
-"""Files of another format in a checkpoint: published together with its manifest, put back where that does not happen.
+"""Files of another format in a checkpoint: published together with its manifest, restored if the save fails.
 
-DeepSpeed's files have names of their own, which a second save of a tag gives to other files. The old ones step aside
-before, as links that name the save they belong to, and go when the new manifest is there. If it never comes, because
-the save fails or is killed in between, `restore` brings them back. Such names are not ours alone, so before they are
-given a journal tells which files they are: by it, and by nothing else, `dsq gc` may remove them, and what stepped
-aside may replace them.
+DeepSpeed's files have fixed names, which a second save of a tag replaces. Before that, the old files are backed up as
+hidden links that name the save they belong to. The backups are removed when the new manifest is there. If it never
+appears, because the save fails or is killed in between, `restore` puts the old files back. DeepSpeed writes files of
+these names too, so before a save publishes its own it lists them in a journal with their checksums: only files that a
+journal lists may be removed by `dsq gc` or replaced by a backup.
 
-A tag that DeepSpeed wrote itself has no manifest. Its files step aside before anything is written to its directory:
-links with this mark say that without a manifest it is that tag, and all that is ours in it is of a save that failed.
+A tag that DeepSpeed wrote itself has no manifest. Its files are backed up before anything is written to its directory.
+Backups with the mark `PLAIN` show that the directory, as long as it has no manifest, is that tag, and that all files of
+this package in it belong to a save that failed.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from dsq_ckpt.storage.manifest import Manifest, is_complete
 
 JOURNAL = ".attachments"
 PLAIN = "plain"
-"""In the names of files that stepped aside, in place of the save id: of no save of ours."""
+"""Mark in the names of backups of DeepSpeed's own files, in place of the save id."""
 _MOST = 1 << 26
 
 
 def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo], fsync: bool) -> None:
-    """Note what files are about to be given their names by a rank of a save; nothing for none."""
+    """Write the journal of the files that a rank of a save is about to publish; no journal for no files."""
     if files:
         with open(directory / f".{save_id}-{rank:05d}{JOURNAL}", "x") as stream:
             json.dump({file.name: [file.size, file.checksum] for file in files}, stream)
@@ -44,23 +45,23 @@ def journal(directory: Path, save_id: str, rank: int, files: Sequence[FileInfo],
 
 
 def journaled(directory: Path, save_id: str = "*") -> set[str]:
-    """Return names of files that a save which did not complete gave, this one or any, and that are still what it wrote.
+    """Return the files that an incomplete save, this one or any, published and that still have its content.
 
     Raises:
-        OSError: a file cannot be read, so that nobody knows whose it is.
+        OSError: a file cannot be read, so that its origin is unknown.
     """
     found = set()
     for path in directory.glob(f".{save_id}-*{JOURNAL}"):
-        # Of a save that was killed before it gave names, or of a file that is gone.
+        # The save was killed before it published, or a file is gone.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
-            for name, told in json.loads(read_regular(path, _MOST)).items():
-                if "/" not in name and [*file_checksum(directory / name)] == told:
+            for name, recorded in json.loads(read_regular(path, _MOST)).items():
+                if "/" not in name and [*file_checksum(directory / name)] == recorded:
                     found.add(name)
     return found
 
 
 class _Noting:
-    """A stream that remembers why it could not be written to: `torch.save` only says that something is missing."""
+    """A stream that records the error of a failed write: `torch.save` only says that something is missing."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -94,60 +95,60 @@ def write(path: Path, work: Callable[[IO[bytes]], None], fsync: bool) -> None:
         flush(stream, fsync)
 
 
-def keep_plain(directory: Path, fsync: bool) -> None:
-    """Let the files of a tag that DeepSpeed wrote itself step aside, before a save writes to its directory.
+def back_up_plain(directory: Path, fsync: bool) -> None:
+    """Back up the files of a tag that DeepSpeed wrote itself, before a save writes to its directory.
 
     Raises:
-        OSError: a file cannot be given another name.
+        OSError: a file cannot be linked or copied.
     """
     if not directory.is_dir():
         return
     restore(directory)
-    if is_complete(directory):  # its files step aside when others take their names
+    if is_complete(directory):  # `publish` backs up its files
         return
     of_a_save = journaled(directory)
     names = [path.name for path in directory.glob("[!.]*.pt") if path.name not in of_a_save]
     for name in names:
-        link_or_copy(directory / name, _aside(directory, name, PLAIN), fsync)
+        link_or_copy(directory / name, _backup(directory, name, PLAIN), fsync)
     if names and fsync:
         sync_directory(directory)
 
 
-def plain_aside(directory: Path) -> dict[str, Path]:
-    """Return the files of a tag that DeepSpeed wrote itself, by their names, which a save let step aside."""
-    return _set_aside(directory, PLAIN)
+def plain_backups(directory: Path) -> dict[str, Path]:
+    """Return the backups of a tag that DeepSpeed wrote itself, by the names of its files."""
+    return _backups(directory, PLAIN)
 
 
-def _set_aside(directory: Path, mark: str) -> dict[str, Path]:
+def _backups(directory: Path, mark: str) -> dict[str, Path]:
     end = f".{mark}.old"
     return {path.name[1 : -len(end)]: path for path in sorted(directory.glob(f".*{end}"))}
 
 
 def replaced_plain(directory: Path) -> dict[str, Path]:
-    """Return those of `plain_aside` that are the tag's files: a save gave their names to others, or nothing has them.
+    """Return those of `plain_backups` whose files a save replaced, or that no longer exist.
 
-    Any other file of such a name was put there since, by DeepSpeed or by hand, and is the tag's.
+    Any other file of such a name was written since, by DeepSpeed or by a user, and belongs to the tag.
 
     Raises:
         OSError: a file cannot be read.
     """
-    aside = plain_aside(directory)
-    of_a_save = journaled(directory) if aside else set()
-    return {name: path for name, path in aside.items() if name in of_a_save or not (directory / name).exists()}
+    backups = plain_backups(directory)
+    of_a_save = journaled(directory) if backups else set()
+    return {name: path for name, path in backups.items() if name in of_a_save or not (directory / name).exists()}
 
 
 def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
-    """Give finished files their names; what had such a name in the checkpoint that is there steps aside first."""
+    """Give finished files their names, after files of the same names in a complete checkpoint were backed up."""
     try:
         save_id = Manifest.read(directory).save_id
     except LoadFailed:
         raise
-    except DSQError:  # nothing to go back to
+    except DSQError:  # there is no checkpoint to restore
         save_id = None
     for name in hidden:
         if save_id is not None and (directory / name).exists():
-            # Not what stepped aside for a save that was killed, if DeepSpeed wrote the file since.
-            replace_by_link(directory / name, _aside(directory, name, save_id))
+            # It replaces a backup that a killed save left: DeepSpeed may have written the file since.
+            replace_by_link(directory / name, _backup(directory, name, save_id))
     if fsync and save_id is not None:
         sync_directory(directory)
     for name, temporary in hidden.items():
@@ -156,8 +157,8 @@ def publish(directory: Path, hidden: Mapping[str, Path], fsync: bool) -> None:
         sync_directory(directory)
 
 
-def forget(directory: Path, names: Iterable[str]) -> None:
-    """Remove the files that stepped aside, and journals, after the new manifest has appeared."""
+def remove_backups(directory: Path, names: Iterable[str]) -> None:
+    """Remove backups of files, and journals, after the new manifest has appeared."""
     for pattern in (*(f".{name}.*.old" for name in names), f".*.{PLAIN}.old", f".*{JOURNAL}"):
         for old in directory.glob(pattern):
             with contextlib.suppress(OSError):
@@ -165,9 +166,9 @@ def forget(directory: Path, names: Iterable[str]) -> None:
 
 
 def restore(directory: Path, save_id: str = "*") -> None:
-    """Bring back files that stepped aside for a save whose manifest never came: this one, or any.
+    """Restore the backups that an incomplete save made, this one or any.
 
-    A file that was put in their place since is newer: it stays.
+    A file that was written in their place since is newer and stays.
 
     Raises:
         OSError: a file cannot be read or renamed.
@@ -179,27 +180,27 @@ def restore(directory: Path, save_id: str = "*") -> None:
         return
     except DSQError:
         return
-    # Not only what the manifest names, as it names it: DeepSpeed may have written over the checkpoint itself.
-    asides = _set_aside(directory, manifest.save_id)
-    of_a_save = journaled(directory, save_id) if asides else set()
-    for name, aside in asides.items():
+    # Also backups whose content the manifest does not list: DeepSpeed may have written over the checkpoint itself.
+    backups = _backups(directory, manifest.save_id)
+    of_a_save = journaled(directory, save_id) if backups else set()
+    for name, backup in backups.items():
         if name in of_a_save or not (directory / name).exists():
-            os.replace(aside, directory / name)
-    if asides:
+            os.replace(backup, directory / name)
+    if backups:
         sync_directory(directory)
 
 
 def _restore_plain(directory: Path, save_id: str) -> None:
     replaced, newer = replaced_plain(directory), []
     others = journaled(directory) - journaled(directory, save_id) if replaced else set()
-    for name, aside in plain_aside(directory).items():  # which stays, and says what is here
+    for name, backup in plain_backups(directory).items():  # it stays, and marks the directory as DeepSpeed's tag
         target = directory / name
         if name in others:
             continue
         if name in replaced:
-            replace_by_link(aside, target)
-        elif not (aside.samefile(target) or file_checksum(aside) == file_checksum(target)):
-            replace_by_link(target, aside)
+            replace_by_link(backup, target)
+        elif not (backup.samefile(target) or file_checksum(backup) == file_checksum(target)):
+            replace_by_link(target, backup)
             newer.append(name)
     if replaced or newer:
         sync_directory(directory)
@@ -210,5 +211,5 @@ def _restore_plain(directory: Path, save_id: str) -> None:
         )
 
 
-def _aside(directory: Path, name: str, save_id: str) -> Path:
+def _backup(directory: Path, name: str, save_id: str) -> Path:
     return directory / f".{name}.{save_id}.old"

@@ -2,15 +2,15 @@
 
 Three kinds of files are garbage: temporary files; files in a checkpoint directory that its manifest does not name;
 and all files of ours in a directory without manifest that holds no others, which a save leaves that did not complete.
-A file is ours only if its whole name has the form that a save gives, or if a journal of the save says that it wrote
-these very bytes: a tag's `*_states.pt` may be DeepSpeed's own. Where such a tag was being replaced it is put back first
-(see `foreign_files`). Since a save that is under way looks the same,
-a directory is left alone until its youngest such file is older than `min_age_seconds`.
+A file is ours only if its whole name has the form that a save gives, or if a journal of the save lists its checksum: a
+tag's `*_states.pt` may be DeepSpeed's own. A tag that was being replaced is restored first (see `foreign_files`). Since
+a save that is under way looks the same, a directory is left alone until its youngest such file is older than
+`min_age_seconds`.
 
-Copies and exports are made below a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`; what has such a name is
-garbage with all that is in it, once nothing in it is younger. So is what an export replaced, `.NAME.dsq-xxxxxxxx.old`,
-as long as there is something in its place. Names without that mark, which earlier versions gave, may be a user's: the
-digits may be a date.
+Copies and exports are made below a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`; a directory of such a
+name is garbage with all that is in it, once no file in it is younger. So is the backup of a directory that an export
+replaced, `.NAME.dsq-xxxxxxxx.old`, as long as the export is there. Names without that mark, which earlier versions
+gave, may be a user's: the digits may be a date.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.container import file_checksum
-from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_aside, restore
+from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_backups, restore
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.paths import expanded
 
@@ -37,7 +37,7 @@ _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
 _ATTACHED = r"[A-Za-z0-9_-]+\.pt"
 _JOURNAL_NAME = re.compile(r"\.[0-9a-f]{16}(?:-\d{5,})?\.attachments")
-_ASIDE_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PLAIN})\.old")
+_BACKUP_NAME = re.compile(rf"\.(?P<name>{_ATTACHED})\.(?P<save>[0-9a-f]{{16}}|{PLAIN})\.old")
 _TEMPORARY_NAME = re.compile(
     rf"\.(?:(?:{re.escape(MANIFEST)}|{_DATA})(?:\.(?:dsq-)?[0-9a-f]{{8}})?|{_ATTACHED}\.dsq-[0-9a-f]{{8}})\.tmp"
 )
@@ -69,7 +69,7 @@ class Left(NamedTuple):
 
 def is_ours(name: str) -> bool:
     """Return whether a data, index, refinement, hidden or temporary file of ours has such a name."""
-    return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _ASIDE_NAME, _TEMPORARY_NAME))
+    return any(form.fullmatch(name) for form in (_DATA_NAME, _JOURNAL_NAME, _BACKUP_NAME, _TEMPORARY_NAME))
 
 
 def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
@@ -120,7 +120,7 @@ def collect_in(directory: Path, min_age_seconds: float) -> list[Orphan]:
         OSError: a file cannot be read or deleted.
     """
     orphans = _orphans(directory, min_age_seconds)
-    if orphans and plain_aside(directory):
+    if orphans and plain_backups(directory):
         restore(directory)
     for orphan in orphans:
         orphan.path.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def collect_failed(directory: Path, save_id: str, inherited: Container[str], sin
     Raises:
         OSError: a file cannot be read or deleted.
     """
-    if plain_aside(directory):
+    if plain_backups(directory):
         restore(directory, save_id)
     written = journaled(directory, save_id)
     own = re.compile(rf"\.?{save_id}[-.].*|.*\.dsq-{save_id[:8]}\.tmp")
@@ -150,7 +150,7 @@ def collect_failed(directory: Path, save_id: str, inherited: Container[str], sin
         name = orphan.path.name
         if own.fullmatch(name) or name in written:
             orphan.path.unlink(missing_ok=True)
-        elif changed >= since and name not in inherited and not _ASIDE_NAME.fullmatch(name):
+        elif changed >= since and name not in inherited and not _BACKUP_NAME.fullmatch(name):
             others.append(orphan)
     if not others:
         collect_in(directory, -math.inf)
@@ -184,7 +184,7 @@ def _left(directory: Path, min_age_seconds: float) -> Left | None:
         return None
     if _is_absent(directory / MANIFEST):
         written = journaled(directory)
-        others = [] if plain_aside(directory) else _others(names, written)
+        others = [] if plain_backups(directory) else _others(names, written)
         why = f"without a manifest, but with files that are not ours, such as '{others[0]}'" if others else None
         return Left(directory, f"{why}: delete it by hand if nothing in it is needed", False) if why else None
     try:
@@ -239,7 +239,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _is_absent(path: Path) -> bool:
-    """Return whether nothing has this name; what cannot be told may be there."""
+    """Return whether the path does not exist; False if that is unknown."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -259,17 +259,17 @@ def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
     entries = [entry for entry in os.scandir(directory) if entry.name != MANIFEST]
     named: set[str] = set()
     reason = "save did not complete"
-    aside = plain_aside(directory)  # which is a tag that was being replaced, unless a manifest says that it was
-    written = journaled(directory) - aside.keys()
-    data_too = bool(aside) or not _others((entry.name for entry in entries), written)
+    backups = plain_backups(directory)  # of a tag that was being replaced, and without a manifest was not
+    written = journaled(directory) - backups.keys()
+    data_too = bool(backups) or not _others((entry.name for entry in entries), written)
     if not _is_absent(directory / MANIFEST):
         reason = "not in the manifest"
         try:
             manifest = Manifest.read(directory)
-            named = {file.name for file in manifest.files} | _needed_aside(directory, manifest)
+            named = {file.name for file in manifest.files} | _needed_backups(directory, manifest)
             data_too = True
         except DSQError:
-            data_too = False  # what it names is unknown, so all data may be needed
+            data_too = False  # the files it lists are unknown, so all data may be needed
     orphans = []
     for entry in entries:
         temporary = bool(_TEMPORARY_NAME.fullmatch(entry.name))
@@ -287,19 +287,19 @@ def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
     return orphans
 
 
-def _needed_aside(directory: Path, manifest: Manifest) -> set[str]:
-    """Return files that stepped aside for an incomplete save and belong to the checkpoint that is here.
+def _needed_backups(directory: Path, manifest: Manifest) -> set[str]:
+    """Return backups that an incomplete save made of files of the complete checkpoint in a directory.
 
-    With the journals, without which nobody knows what they may replace.
+    The journals are included, since they list the files that a backup may replace.
     """
     found = set()
     for file in manifest.files:
-        aside = f".{file.name}.{manifest.save_id}.old"
-        if file.role == "attachment" and (directory / aside).exists():
+        backup = f".{file.name}.{manifest.save_id}.old"
+        if file.role == "attachment" and (directory / backup).exists():
             try:
                 whole = file_checksum(directory / file.name) == (file.size, file.checksum)
             except OSError:
                 whole = False
             if not whole:
-                found.add(aside)
+                found.add(backup)
     return found | {name for name in os.listdir(directory) if found and _JOURNAL_NAME.fullmatch(name)}

@@ -49,7 +49,7 @@ def check_index(index: Any, where: str, own: Collection[str]) -> None:
 def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
     """Why chunks do not cover a tensor, every element once; None: they do.
 
-    A box is told by its corners: +1 and -1, in turn, at each of them. The corners of boxes add up to those of the whole
+    A box is identified by signed corners, +1 and -1 in turn. The corners of boxes add up to those of the whole
     if and only if the boxes add up to it, so the work is linear in the number of chunks.
 
     Args:

@@ -273,7 +273,7 @@ def is_complete(directory: Path) -> bool:
     """Return whether a committed checkpoint lies here (its bytes are not checked).
 
     Raises:
-        LoadFailed: that cannot be told.
+        LoadFailed: the directory cannot be read.
     """
     path = directory / MANIFEST
     try:
@@ -281,7 +281,7 @@ def is_complete(directory: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise LoadFailed(f"'{path}': whether a checkpoint is there cannot be told: {error.strerror}") from error
+        raise LoadFailed(f"'{path}': whether a checkpoint is there is unknown: {error.strerror}") from error
 
 
 def checkpoints(

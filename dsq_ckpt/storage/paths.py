@@ -52,6 +52,6 @@ def existing_path(path: str | os.PathLike[str] | None) -> Path:
     if path is None:
         raise CheckpointNotFound(
             "no complete checkpoint: the path is None, as `dsq_ckpt.latest(run)` is for a run without one; check for "
-            "None and begin the run anew, or name a checkpoint directory"
+            "None and begin a new run, or name a checkpoint directory"
         )
     return local_path(path)

@@ -86,7 +86,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     for values.
 
     Raises:
-        LoadFailed: the file is not read by its path, so that nothing tells where the checkpoint is.
+        LoadFailed: the file is not read by its path, so that the location of the checkpoint is unknown.
         CheckpointNotFound: the checkpoint beside the file is not complete, or is of another save.
         CorruptCheckpoint: it is altered, or does not hold what it should.
         UnsupportedFormat: it was written by a newer version.
@@ -99,7 +99,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     directory, refined = _source.get() or (None if file is None else file.parent, True)
     if directory is None:
         raise LoadFailed(
-            "a tensor of this file lies in the dsq_ckpt checkpoint beside it, and where that is cannot be told, since "
+            "a tensor of this file lies in the dsq_ckpt checkpoint beside it, whose path is unknown, since "
             "the file is not read by its path: torch.load(path), or load it "
             "within dsq_ckpt.storage.pickle_refs.stored_in(directory)"
         )

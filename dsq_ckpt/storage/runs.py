@@ -26,11 +26,11 @@ _BESIDE = re.compile(
 def existing_run(run: str | os.PathLike[str]) -> Path:
     """Return the directory of a run, which need not exist yet.
 
-    A warning tells of a directory with checkpoints that has nearly the same name as one which does not exist.
+    A directory that does not exist, beside one with checkpoints and nearly the same name, is warned of.
 
     Raises:
         CheckpointNotFound: it is something else: a file, a checkpoint, or a link to what is not there.
-        OSError: whether it exists cannot be told.
+        OSError: whether it exists is unknown.
     """
     directory = expanded(run)
     try:
@@ -41,7 +41,7 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
                 f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
             ) from None
         if other := _nearly(absolute(directory)):
-            warn(f"'{directory}' does not exist, so a run begins anew; '{other}' holds checkpoints: was that meant?")
+            warn(f"'{directory}' does not exist, so a new run begins; '{other}' holds checkpoints: was that meant?")
         return directory
     except NotADirectoryError as error:
         raise CheckpointNotFound(f"'{directory}' leads through a file; name the directory of a run") from error
@@ -56,7 +56,7 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
 
 
 def warn_of_other(directory: Path) -> None:
-    """Warn of a directory without checkpoints that looks like no run that begins: a wrong path would begin it anew.
+    """Warn of a directory without checkpoints that does not look like a new run: the path may be wrong.
 
     New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
     """
@@ -69,13 +69,13 @@ def warn_of_other(directory: Path) -> None:
                 runs.append(entry.name)
     if runs:
         warn(
-            f"'{directory}' holds no checkpoint, so a run begins anew; directories in it do, such as '{min(runs)}': "
+            f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{min(runs)}': "
             "was one of them meant?"
         )
     elif found:
         shown = ", ".join(map(repr, sorted(found)[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         warn(
-            f"'{directory}' holds no checkpoint, so a run begins anew; other files are there ({shown}): is it the "
+            f"'{directory}' holds no checkpoint, so a new run begins; other files are there ({shown}): is it the "
             "directory that the run's checkpoints lie in?"
         )
 

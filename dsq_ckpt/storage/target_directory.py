@@ -15,8 +15,8 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.runs import canonical
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
-"""Names of DeepSpeed's files, of those that stepped aside for others (see `foreign_files`), and of those that earlier
-versions left unfinished."""
+"""Names of DeepSpeed's files, of their backups (see `foreign_files`), and of files that earlier versions left
+unfinished."""
 
 
 def refuse_existing(goal: Path, overwrite: bool) -> None:

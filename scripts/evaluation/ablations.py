@@ -197,7 +197,7 @@ class Bisection:
     """A chooser that looks for the first of many configurations that keeps each bound, by bisection.
 
     Attributes:
-        found: by bound, the place of the configuration and what it cost; None where the gentlest fails too.
+        found: by bound, the place of the configuration and what it cost; None where the most conservative fails too.
         evaluations: of the model.
     """
 

@@ -165,7 +165,7 @@ def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
     model.train()
     before, random = bits_of(model), torch.get_rng_state()
-    with pytest.warns(UserWarning, match="`evaluate` raised RuntimeError: no more data.*gentlest"):
+    with pytest.warns(UserWarning, match="`evaluate` raised RuntimeError: no more data.*most conservative"):
         compressor.save(tmp_path / "a")
     assert same_bits(model, before) and torch.equal(torch.get_rng_state(), random) and model.training
     manifest = Manifest.read(tmp_path / "a")
@@ -173,7 +173,7 @@ def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
     assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
 
 
-@pytest.mark.parametrize("fallback", ["gentlest", "exact"])
+@pytest.mark.parametrize("fallback", ["conservative", "exact"])
 @pytest.mark.parametrize("bad", ["nan", "never good enough"])
 def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
     model, optimizer = trained()
@@ -185,7 +185,7 @@ def test_a_bound_that_cannot_be_kept_is_said(tmp_path, fallback, bad):
         return 1.0 if same_bits(model, exact) else 2.0
 
     compressor = dsq_ckpt.Compressor(model, optimizer, {"search": {"fallback": fallback}}, evaluate)
-    with pytest.warns(UserWarning, match="stored exactly" if fallback == "exact" else "gentlest configuration"):
+    with pytest.warns(UserWarning, match="stored exactly" if fallback == "exact" else "most conservative config"):
         compressor.save(tmp_path / "a")
     quality = Manifest.read(tmp_path / "a").quality
     assert quality["chosen"] is None and not quality["satisfied"] and quality["reason"]
@@ -374,7 +374,7 @@ def test_background_save(tmp_path):
 def test_a_metric_that_cannot_see_the_weights_is_no_metric(tmp_path):
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
-    with pytest.warns(UserWarning, match="must evaluate the model.*gentlest"):
+    with pytest.warns(UserWarning, match="must evaluate the model.*most conservative"):
         compressor.save(tmp_path / "a")
     assert not compressor.quality["satisfied"]
 
@@ -391,12 +391,12 @@ def test_the_wrong_direction_is_suspected(tmp_path):
         dsq_ckpt.Compressor(model, optimizer, {"search": {"bound": "relative"}}, accuracy).save(tmp_path / "a")
 
 
-def test_the_gentlest_configuration_is_gentle(tmp_path):
+def test_the_most_conservative_configuration_is_close(tmp_path):
     """The rate-distortion choice of a delta keeps old codes; where no bound is kept, it is left out."""
     model, optimizer = trained()
     calls = iter([1.0] * 1 + [2.0] * 1000)
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: next(calls))
-    with pytest.warns(UserWarning, match="gentlest"):
+    with pytest.warns(UserWarning, match="most conservative"):
         compressor.save(tmp_path / "a")
     assert Manifest.read(tmp_path / "a").config["quantize"]["weights"]["codebook"]["rate_distortion"] == 0.0
     assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)

@@ -124,9 +124,9 @@ def test_a_bound_that_nothing_keeps_means_exact(tmp_path):
     with pytest.warns(UserWarning, match="stored exactly"):
         dsq_ckpt.compress(model, tmp_path / "a", evaluate=evaluate, max_degradation=0.01)
     assert differences(loaded(tmp_path / "a", exact), exact) == []
-    gentlest = {"search": {"fallback": "gentlest"}}
-    with pytest.warns(UserWarning, match="gentlest"):
-        dsq_ckpt.compress(model, tmp_path / "b", config=gentlest, evaluate=evaluate, max_degradation=0.01)
+    conservative = {"search": {"fallback": "conservative"}}
+    with pytest.warns(UserWarning, match="most conservative"):
+        dsq_ckpt.compress(model, tmp_path / "b", config=conservative, evaluate=evaluate, max_degradation=0.01)
     assert differences(loaded(tmp_path / "b", exact), exact) != []
 
 

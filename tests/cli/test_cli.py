@@ -98,7 +98,7 @@ def test_log_notes(tmp_path):
     assert "NaN, Inf or values that cannot be quantized, stored exactly: weight" in text
 
 
-def searched(path, chosen, bits=0, fallback="gentlest", resumes=0, **quality):
+def searched(path, chosen, bits=0, fallback="conservative", resumes=0, **quality):
     """Make a manifest look as if a search had chosen its configuration."""
     manifest = Manifest.read(path)
     config = DSQConfig.create(manifest.config).with_values(
@@ -146,7 +146,7 @@ def test_log_of_searches_that_found_nothing(run):
     searched(run / NAMES[2], None, fallback="exact", satisfied=False, metric=None)
     table = printed("log", run, columns=100).split("\n\n")[1].splitlines()
     assert re.fullmatch(rf"{NAMES[0]} +step 0\.5, 4 bits +0 % +0\.2 % +3 +- +kept", table[1].rstrip())
-    assert re.fullmatch(rf"{NAMES[1]} +none: gentlest +- +- +1 +0\.50 s +missed", table[2].rstrip())
+    assert re.fullmatch(rf"{NAMES[1]} +none: conservative +- +- +1 +0\.50 s +missed", table[2].rstrip())
     assert re.fullmatch(rf"{NAMES[2]} +none: exact +- +- +- +- +missed", table[3].rstrip())
 
 
@@ -245,7 +245,7 @@ def test_compress(tmp_path):
     torch.save(state, tmp_path / "in.pt")
     text = printed("compress", tmp_path / "in.pt", tmp_path / "out", columns=240)
     assert str(tmp_path / "in.pt") in text and str(tmp_path / "out") in text
-    assert re.search(r"uncompressed +24\.4 KiB *\n", text) and re.search(r"weights/linear .* anew ", text)
+    assert re.search(r"uncompressed +24\.4 KiB *\n", text) and re.search(r"weights/linear .* keyframe ", text)
     assert differences(loaded(tmp_path / "out", state), state) == ["layer.weight"]
     assert "--overwrite" in error("compress", tmp_path / "in.pt", tmp_path / "out")
     (tmp_path / "c.yaml").write_text("quantize: {weights: {refinement_bits: 0}}")

@@ -1,4 +1,4 @@
-"""Former names of configuration keys: read with one warning at the caller's line, silently in manifests."""
+"""Former names of configuration keys and values: read with one warning at the caller's line, silently in manifests."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import yaml
 
 import dsq_ckpt
 from dsq_ckpt import Compressor, ConfigError, DSQConfig, DSQStorageWriter
-from dsq_ckpt.config.renamed import RENAMED
+from dsq_ckpt.config.renamed import RENAMED, RENAMED_VALUES
 from dsq_ckpt.config.schema import QuantizeConfig, SearchConfig
 from dsq_ckpt.config.systems import SYSTEMS, System, register_system
 from dsq_ckpt.deepspeed import BLOCK, block_of
@@ -54,6 +54,16 @@ def test_each_is_read(path):
     assert config == DSQConfig.create(tree_of(RENAMED[path], VALUES[path])) != DSQConfig()
     assert len(texts) == 1 and f"'{path}' is now '{RENAMED[path]}'" in texts[0]
     assert path.split(".")[1] not in config.model_dump()[path.split(".")[0]]
+
+
+@pytest.mark.parametrize("path, former, present", [
+    (path, former, present) for path, values in RENAMED_VALUES.items() for former, present in values.items()
+])
+def test_each_value_is_read(path, former, present):
+    for create in (lambda: DSQConfig.create(tree_of(path, former)), lambda: DSQConfig().with_values(**{path: former})):
+        config, texts = warned(create)
+        assert config == DSQConfig.create(tree_of(path, present))
+        assert len(texts) == 1 and f"'{path}: {former}' is now '{path}: {present}'" in texts[0]
 
 
 def ways(tmp_path):
@@ -107,7 +117,7 @@ def test_a_bound_lies_over_former_keys(tmp_path):
 
     weight = model.weight.detach().clone()
     fallback, texts = warned(compress)
-    assert fallback == "gentlest" and len(texts) == 1, texts
+    assert fallback == "conservative" and len(texts) == 1, texts
 
 
 @pytest.mark.parametrize("path", RENAMED)
@@ -155,7 +165,8 @@ def test_manifests_are_read_silently(tmp_path):
     assert "otherwise" in written["search"] and "share" in written["quantize"]
     shutil.copytree(FIXTURES / "format_v2/codes-2", tmp_path / "a")
     manifest, texts = warned(lambda: Manifest.read(tmp_path / "a"))
-    assert texts == [] and manifest.config["search"]["fallback"] == written["search"]["otherwise"]
+    assert texts == [] and written["search"]["otherwise"] == "gentlest"
+    assert manifest.config["search"]["fallback"] == "conservative"
     assert manifest.config["quantize"]["granularity"] == written["quantize"]["share"]
     assert not {"otherwise", "share", "spread", "gentler_only"} & {*manifest.config["search"]}
 

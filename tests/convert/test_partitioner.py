@@ -1,4 +1,4 @@
-"""Dealing a source to ranks: all of it once, about as much to each, cut only where it is mapped, ties kept."""
+"""Partitioning of a source over ranks: all of it once, evenly, cut only where it is mapped, tied tensors together."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_the_directory_may_be_named_after_staging(tmp_path, monkeypatch):
     writer = dsq_ckpt.DSQStorageWriter(tmp_path / "a", overwrite=True)
     dcp.save(state(1), storage_writer=writer, no_dist=True)
     before = (tmp_path / "a" / "manifest.json").read_bytes()
-    writer.told = AsyncCall(default_planner=True, no_dist=True)
+    writer.async_call = AsyncCall(default_planner=True, no_dist=True)
     staged = writer.stage(state(2))
     dcp.save(staged, checkpoint_id=tmp_path / "b", storage_writer=writer, no_dist=True)
     assert (tmp_path / "a" / "manifest.json").read_bytes() == before

@@ -243,7 +243,7 @@ def test_every_variant_can_be_configured() -> None:
             config = offline.system_config(variant.system, 0.05).with_values(**variant.values)
             space = SYSTEMS[variant.system].space
             assert space is not None
-            for point in (tuple(0 for _ in space.shape), space.gentlest):
+            for point in (tuple(0 for _ in space.shape), space.most_conservative):
                 config.with_values(**space.values(point, space.variants[-1]))
 
 

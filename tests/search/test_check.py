@@ -83,7 +83,7 @@ def test_a_check_that_nothing_keeps_is_said(tmp_path):
         return 1.0 + any(not torch.equal(value, exact[name]) for name, value in model.state_dict().items())
 
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
-    with pytest.warns(UserWarning, match="no configuration keeps .* by `evaluate` and by `check`.*gentlest"):
+    with pytest.warns(UserWarning, match="no configuration keeps .* by `evaluate` and by `check`.*most conservative"):
         compressor.save(tmp_path / "a")
     assert not compressor.quality["satisfied"] and compressor.quality["chosen"] is None
     with pytest.warns(UserWarning, match="stored exactly"):
@@ -162,7 +162,7 @@ def test_a_check_that_tells_nothing(tmp_path, bad, says):
         return math.nan if bad == "nan" else 1.0
 
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model), check=check)
-    with pytest.warns(UserWarning, match=f"{says}.*gentlest"):
+    with pytest.warns(UserWarning, match=f"{says}.*most conservative"):
         compressor.save(tmp_path / "a")
     assert compressor.quality["reason"].startswith(says) and not compressor.quality["satisfied"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -51,7 +51,7 @@ def additive(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def up_set(rng: np.random.Generator, shape: tuple[int, ...], corners: int) -> np.ndarray:
-    """All points at least as gentle as one of so many random ones."""
+    """All points at least as conservative as one of so many random ones."""
     feasible = np.zeros(shape, dtype=bool)
     for _ in range(corners):
         feasible[tuple(slice(int(rng.integers(side)), None) for side in shape)] = True
@@ -152,7 +152,7 @@ def test_trials_on_the_cube_of_the_paper(quality, sizes):
 
 
 def test_sizes_without_order_leave_little_to_try():
-    """A point larger than a gentler one is no candidate: of random sizes hardly any are left."""
+    """A point larger than a more conservative one is no candidate: of random sizes hardly any are left."""
     counts = [len(solve(*problem(seed, PAPER, "up-set", "random"))[1].tried) for seed in range(100)]
     assert np.mean(counts) < 5
 

@@ -126,7 +126,7 @@ def test_more_aggressive_points_only_if_asked():
     assert point == min(below, key=lambda one: size[one]) and rounds == [[point]]
 
 
-def test_a_gentler_neighbour_of_no_larger_size_stands_for_the_centre():
+def test_a_more_conservative_neighbour_of_no_larger_size_stands_for_the_centre():
     size = np.array([3.0, 2.0, 2.0, 9.0])
     assert solve((4,), (0,), size, size > 0, radius=2) == ((2,), [[(2,)]])
     assert solve((4,), (0,), size, size < 0, radius=3)[1] == [[(2,)], [(3,)]]

@@ -16,12 +16,12 @@ FREQUENCY = Variant("frequency", {"quantize.weights.codebook.sigma": 1.0})
 SPACE = Space((BINS, PROTECT, FIXED), (MAGNITUDE, FREQUENCY))
 
 
-def test_points_are_those_contained_from_aggressive_to_gentle():
+def test_points_are_those_contained_from_aggressive_to_conservative():
     points = list(SPACE.points())
     assert SPACE.shape == (6, 3, 1)
     assert len(set(points)) == len(points) == 18
     assert points == sorted(points)
-    assert points[0] == (0, 0, 0) and points[-1] == SPACE.gentlest == (5, 2, 0)
+    assert points[0] == (0, 0, 0) and points[-1] == SPACE.most_conservative == (5, 2, 0)
     assert all(point in SPACE for point in points)
 
 
@@ -61,15 +61,15 @@ def test_nearest_inverts_values(variant):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({}, SPACE.gentlest),
-        ({"some.other.key": 4}, SPACE.gentlest),
+        ({}, SPACE.most_conservative),
+        ({"some.other.key": 4}, SPACE.most_conservative),
         ({WEIGHTS: 9}, (2, 2, 0)),
-        ({WEIGHTS: 7}, (2, 2, 0)),  # 6 and 8 are as close: the gentler
+        ({WEIGHTS: 7}, (2, 2, 0)),  # 6 and 8 are as close: the more conservative
         ({WEIGHTS: 1000, "quantize.weights.codebook.protect": 0}, (5, 0, 0)),
         ({WEIGHTS: -math.inf}, (5, 2, 0)),  # equally far from all
         ({WEIGHTS: math.nan}, (5, 2, 0)),
         ({WEIGHTS: "many"}, (5, 2, 0)),
-        # two keys of one axis that differ: least total difference, 10 for anything between, the gentlest of those
+        # Two keys of one axis that differ: least total difference, 10 for anything between; of those the last.
         ({WEIGHTS: 6, EMBEDDING: 16}, (4, 2, 0)),
         ({WEIGHTS: 6, EMBEDDING: 6}, (1, 2, 0)),
     ],

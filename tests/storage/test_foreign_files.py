@@ -22,7 +22,7 @@ from dsq_ckpt.storage import foreign_files
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FileInfo, file_checksum
 from dsq_ckpt.storage.copying import copy
-from dsq_ckpt.storage.foreign_files import plain_aside
+from dsq_ckpt.storage.foreign_files import plain_backups
 from dsq_ckpt.storage.gc import collect
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from tests.helpers.saving import save_parts
@@ -105,7 +105,7 @@ def test_a_plain_tag_outlives_a_killed_save_over_it(plain_tag, monkeypatch, tmp_
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("how", ["load", "gc", "save", "copy"])
 def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, tmp_path, how, linked):
-    """Also where a save over it fails then: what stepped aside for the killed one is not the tag any more."""
+    """Also where a save over it fails then: the backups of the killed one are not the tag any more."""
     path, save = plain_tag
     if not linked:
         monkeypatch.setattr("dsq_ckpt.storage.links.os.link", no_links)
@@ -114,11 +114,11 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
         patched.setattr("dsq_ckpt.storage.target_directory.TargetDirectory.discard", lambda self: None)
         patched.setattr("dsq_ckpt.engine.collective.foreign_files.restore", lambda *_: None)
         save()
-    (path / STATES).write_bytes(b"step 9, newer than what stepped aside")
+    (path / STATES).write_bytes(b"step 9, newer than the backup")
     if how == "load":
         with pytest.warns(UserWarning, match=f"written again after a save over it was killed.*'{STATES}'"):
             foreign_files.restore(path)
-        assert plain_aside(path), "it is a tag of DeepSpeed's still"
+        assert plain_backups(path), "it is a tag of DeepSpeed's still"
     elif how == "copy":
         copy(path, tmp_path / "copied")
         path = tmp_path / "copied"
@@ -133,7 +133,7 @@ def test_what_deepspeed_wrote_since_a_killed_save_stays(plain_tag, monkeypatch, 
         with pytest.warns(UserWarning, match="written again"):
             collect(tmp_path)
         assert listing(path) == [STATES]
-    assert (path / STATES).read_bytes() == b"step 9, newer than what stepped aside"
+    assert (path / STATES).read_bytes() == b"step 9, newer than the backup"
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -161,17 +161,17 @@ def no_links(*args, **kwargs):
 
 
 def test_an_unchanged_plain_tag_is_told_from_a_newer_one_without_links(plain_tag, monkeypatch):
-    """Where what steps aside is a copy, a save that was killed before it gave names leaves the same bytes twice."""
+    """Where a backup is a copy, a save that was killed before it published leaves the same bytes twice."""
     path, _ = plain_tag
     monkeypatch.setattr("dsq_ckpt.storage.links.os.link", no_links)
-    foreign_files.keep_plain(path, False)
+    foreign_files.back_up_plain(path, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         foreign_files.restore(path)
-    assert (path / STATES).read_bytes() == plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
+    assert (path / STATES).read_bytes() == plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
-def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, monkeypatch):
+def test_a_file_whose_writer_is_unknown_keeps_its_backup(plain_tag, monkeypatch):
     path, save = plain_tag
     with monkeypatch.context() as patched, pytest.raises(dsq_ckpt.SaveFailed):
         patched.setattr("dsq_ckpt.engine.pipeline.commit", no_space)
@@ -181,7 +181,7 @@ def test_a_file_whose_writer_cannot_be_told_keeps_what_stepped_aside(plain_tag, 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
         patched.setattr("dsq_ckpt.storage.foreign_files.file_checksum", no_space)
         foreign_files.restore(path)
-    assert plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
+    assert plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
 
 
 def test_what_was_written_over_a_checkpoint_since_a_killed_save_stays(tmp_path, monkeypatch):
@@ -241,24 +241,24 @@ def exported(run):
 
 def test_a_save_that_fails_leaves_what_another_one_published_over_a_plain_tag(plain_tag):
     path, _ = plain_tag
-    foreign_files.keep_plain(path, False)
+    foreign_files.back_up_plain(path, False)
     plant(path, "twin")
     foreign_files.journal(path, SAVE, 0, [FileInfo(STATES, *file_checksum(path / "twin"))], False)
     os.replace(path / "twin", path / STATES)
     foreign_files.restore(path, SAVE[::-1])
     assert (path / STATES).read_bytes() == b"x" * 10
-    assert plain_aside(path)[STATES].read_bytes() == b"all there is of step 5"
+    assert plain_backups(path)[STATES].read_bytes() == b"all there is of step 5"
     foreign_files.restore(path, SAVE)
     assert (path / STATES).read_bytes() == b"all there is of step 5"
 
 
-def test_a_plain_tag_that_could_not_step_aside_is_left_as_it_was(plain_tag, monkeypatch):
+def test_a_plain_tag_that_could_not_be_backed_up_is_left_as_it_was(plain_tag, monkeypatch):
     path, save = plain_tag
     (path / "other_states.pt").write_bytes(b"too")
     before = listing(path)
 
     def second_fails(source, target, fsync):
-        if plain_aside(path):
+        if plain_backups(path):
             no_space()
         os.link(source, target)
 

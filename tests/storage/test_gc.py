@@ -216,7 +216,7 @@ def test_files_that_deepspeed_wrote_itself_stay(tmp_path, monkeypatch, later):
     assert listing(tmp_path / "plain") == sorted(["mp_rank_00_model_states.pt", f"{SAVE}-00000.dsq"])
 
 
-def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
+def test_backups(tmp_path, monkeypatch, later):
     """They stay as long as the checkpoint that they belong to needs them."""
     path = tmp_path / "tag"
     contribution = tag_without_manifest(path, monkeypatch)
@@ -227,11 +227,11 @@ def test_files_that_stepped_aside(tmp_path, monkeypatch, later):
     monkeypatch.undo()
     now = time.time()
     monkeypatch.setattr("dsq_ckpt.storage.gc.time.time", lambda: now + 7200)
-    (aside,) = [name for name in listing(path) if name.endswith(".old")]
+    (backup,) = [name for name in listing(path) if name.endswith(".old")]
     collect(tmp_path)
-    assert aside in listing(path)
+    assert backup in listing(path)
     foreign_files.restore(path)
-    plant(path, aside, f".mp_rank_00_model_states.pt.{SAVE}.old")
+    plant(path, backup, f".mp_rank_00_model_states.pt.{SAVE}.old")
     collect(tmp_path)
     assert not [name for name in listing(path) if name.startswith(".")]
     with Checkpoint(path) as checkpoint:
@@ -282,12 +282,12 @@ def test_copies_and_exports_under_way_are_left_alone(run, killed, monkeypatch, t
 
 def test_what_an_export_was_to_replace(run, later):
     """It is garbage once something is in its place, and not before."""
-    aside = run / ".plain.dsq-89abcdef.old"
-    plant(aside, ".metadata")
+    replaced = run / ".plain.dsq-89abcdef.old"
+    plant(replaced, ".metadata")
     assert collect(run) == []
-    assert [entry.path for entry in left(run)] == [aside]
+    assert [entry.path for entry in left(run)] == [replaced]
     plant(run / "plain", ".metadata")
-    assert [orphan.path for orphan in collect(run)] == [aside] and left(run) == []
+    assert [orphan.path for orphan in collect(run)] == [replaced] and left(run) == []
 
 
 def test_hidden_names_with_a_date_are_the_users(run, later):

@@ -178,8 +178,8 @@ def test_latest_of_what_is_no_run(run, tmp_path):
     with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
         dsq_ckpt.latest("x" * 300)
     for path, says in (
-        (tmp_path / "code", r"a run begins anew; other files are there \('data.bin', 'train.py'\)"),
-        (run.parent, f"a run begins anew; directories in it do, such as '{run.name}'"),
+        (tmp_path / "code", r"a new run begins; other files are there \('data.bin', 'train.py'\)"),
+        (run.parent, f"a new run begins; directories in it do, such as '{run.name}'"),
     ):
         with pytest.warns(UserWarning, match=says):
             assert dsq_ckpt.latest(path) is None

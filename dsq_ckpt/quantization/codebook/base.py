@@ -49,7 +49,8 @@ class PartitionTurn:
 class Codebook:
     """Levels of a group's codes, in the group's own units (a tensor's scale multiplies them).
 
-    Code 0 is pruned (value 0), codes 1..k are `levels[1..k]` ascending, code k + 1 is protected (bf16, kept aside).
+    Code 0 is pruned (value 0), codes 1..k are `levels[1..k]` ascending, code k + 1 is protected (its value is stored
+    apart from the codes, in bf16).
 
     Attributes:
         levels: float64, k + 1 entries; levels[0] = 0.

@@ -122,7 +122,7 @@ def functions_on_one_rank(path: Path, rank: int, size: int) -> None:
 
 
 def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
-    """All ranks store the same, as gently as can be."""
+    """All ranks store the same, with the most conservative configuration."""
     model = wrapped("ddp", size)
     inner = model.module
     assert isinstance(inner, nn.Module)

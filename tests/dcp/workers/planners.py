@@ -155,7 +155,7 @@ def failures(root: Path, background: Any, rank: int) -> None:
     for other, says in wrong:
         def mixed_up(other: Any = other) -> None:
             writer = DSQStorageWriter(root / "a")
-            writer.told = AsyncCall(default_planner=True)
+            writer.async_call = AsyncCall(default_planner=True)
             dcp.save(writer.stage(state()), storage_writer=writer, planner=other())
 
         fails_everywhere(mixed_up, says)

@@ -1,7 +1,7 @@
-"""Tensors that share memory, as tied weights do: one is stored for all, as the strictest of their settings asks.
+"""Tensors that share memory, as tied weights do: one is stored for all, with the strictest of their settings.
 
-A load into tensors that are tied writes the same memory once for each name, in an order that nobody chose. So what is
-stored under any of the names has to be good enough for all of them.
+A load into tied tensors writes the same memory once for each name, in an unspecified order. So the values stored under
+any of the names must satisfy the settings of all of them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 
 
 @dataclass(frozen=True)
-class Ties:
+class TiedItems:
     """The items of a rank that share memory.
 
     Attributes:
-        first: the item that each of those is stored as which are not stored themselves.
-        exact: items that are stored exactly whatever their own settings say, since another name of their memory asks
-            for it, or for settings that cannot be told to be stricter or laxer.
+        stored_as: the stored item, by item that is not stored under its own name.
+        exact: items that are stored exactly whatever their own settings are, because another name of their memory is
+            to be exact, or because neither of two settings is stricter than the other.
     """
 
-    first: dict[ChunkKey, ChunkKey]
+    stored_as: dict[ChunkKey, ChunkKey]
     exact: frozenset[ChunkKey]
 
     @classmethod
-    def of(cls, items: Sequence[SaveItem], beside: Iterable[SaveItem] = ()) -> Ties:
-        """Find the ties among the items that this rank writes.
+    def of(cls, items: Sequence[SaveItem], beside: Iterable[SaveItem] = ()) -> TiedItems:
+        """Find the tied items among those that this rank writes.
 
         Args:
             items: items that this rank writes.
-            beside: others that lie here and that another rank writes; their settings count.
+            beside: items of this rank's memory that another rank writes; their settings count.
         """
-        alive: list[torch.Tensor] = []  # what is made for the asking must not give its memory to the next
+        alive: list[torch.Tensor] = []  # a temporary tensor that is freed could give its address to the next
         own = {item.key for item in items}
         same: dict[Hashable, list[tuple[SaveItem, Hashable]]] = {}
         ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
         for item in chain(items, (other for other in beside if other.key not in own)):
             try:
                 alive.append(tensor := _local(item.load()))
-            except Exception:  # it fails again where the other ranks learn of it
+            except Exception:  # it fails again where the other ranks are notified
                 continue
             if not item.key.elements or not tensor.numel() or tensor.layout is not torch.strided:
                 continue
-            # Moments keep records of their own: what is coded of them is not what is coded of other tensors.
+            # Moments are coded in coordinates of their own, so a moment is never tied to another kind of tensor.
             moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
             memory: Hashable = (_memory(tensor), item.key.offsets, item.key.shape, moment)
             if memory not in same:
@@ -60,25 +60,25 @@ class Ties:
         for shared in chain.from_iterable(map(_overlapping, ranges.values())):
             if not _alike([member for memory in shared for member in same[memory]]):
                 stands.update(dict.fromkeys(shared))
-        first: dict[ChunkKey, ChunkKey] = {}
+        stored_as: dict[ChunkKey, ChunkKey] = {}
         exact: set[ChunkKey] = set()
         for memory, group in same.items():
             keys = [item.key for item, _ in group]
             chosen = stands[memory]
             if chosen is None:
                 exact.update(keys)
-            elif chosen.key not in own:  # its settings are what counts, and only an item with them can have them
+            elif chosen.key not in own:  # its settings apply, which items with other settings cannot satisfy
                 exact.update(item.key for item, _ in group if item.config != chosen.config)
             mine = [key for key in keys if key in own]
             kept = chosen.key if chosen is not None and chosen.key in own else next(iter(mine), None)
-            first.update({key: kept for key in mine if kept is not None and key != kept})
-        return cls(first, frozenset(exact))
+            stored_as.update({key: kept for key in mine if kept is not None and key != kept})
+        return cls(stored_as, frozenset(exact))
 
-    def kept(self, items: Iterable[SaveItem]) -> list[SaveItem]:
+    def stored(self, items: Iterable[SaveItem]) -> list[SaveItem]:
         """Return the items that are stored under their own name, with the settings that apply."""
         return [
             replace(item, config=None, second_moment=None) if item.key in self.exact else item
-            for item in items if item.key not in self.first
+            for item in items if item.key not in self.stored_as
         ]
 
 
@@ -92,13 +92,13 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last; views with gaps may hold others in these."""
+    """Return the bytes from the first element to the end of the last; the gaps of a view may hold others."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
 def _unit(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
-    """Return the memory of the second moment that an item is measured by; None if it has none."""
+    """Return the memory of the second moment whose values scale an item; None if it has none."""
     if item.second_moment is None:
         return None
     try:
