@@ -39,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(stack.close)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the workers of `-n auto`: one more than cores, since some tests wait for processes that are gone."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_stale_locks():
     """PyTorch waits without end for the lock of an extension whose build was killed; remove those nobody has open."""
