@@ -1,13 +1,13 @@
-"""The passes over the data on a GPU, before a byte crosses to the host.
+"""Triton implementations of the kernels, for data on a GPU.
 
 Each operation has the name, the argument order and, bit for bit, the result that it has in ``dsq_ckpt.kernels``, on
-flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or float16.  Importing this needs Triton;
-``dsq_ckpt.kernels.dispatch`` does so when the first CUDA tensor comes along.
+flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or float16.  This package imports Triton;
+``dsq_ckpt.kernels.dispatch`` imports it for the first CUDA tensor.
 
 ==================  =======================================================================
 ``sketch``          histograms of keys, alone or with previous codes
 ``quantize``        codes, and in the same pass refinement symbols
-``protected``       protected values in order, gathered and put back
+``protected``       gathering of protected values in order, and the inverse
 ``dequantize``      codes, refinement symbols and protected values to values
 ``pack``            streams of 1 to 8 bits per symbol
 ``changed_codes``   only the codes that have changed, and the inverse
@@ -16,7 +16,7 @@ flat contiguous CUDA tensors instead of arrays; elements may also be bfloat16 or
 ==================  =======================================================================
 
 There are no kernels for uniform, exponent-bucket, k-means or other codebooks: each of them is a table from keys to
-codes, and ``quantize`` is one lookup per element whatever the table holds.
+codes, and ``quantize`` is one lookup per element for any table.
 
 Kernels can also be interpreted on CPU tensors (TRITON_INTERPRET=1 before Triton is imported): slow, for tests.
 """

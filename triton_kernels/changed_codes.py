@@ -1,4 +1,4 @@
-"""Elements whose code has changed since the previous checkpoint: fewer bytes to copy to the host if they are few."""
+"""Elements whose code differs from the previous checkpoint: if they are few, fewer bytes are copied to the host."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,19 +19,19 @@ def changed_codes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the elements whose code is not the previous one, in order.
 
-    A changed element takes five bytes, where a code takes one, or less when packed: from some number on changes do not
-    pay, and no capacity beyond that number is needed.
+    A changed element takes five bytes, and a code takes one, or less when packed: above some number of changes the
+    codes are smaller, so that no larger capacity is needed.
 
     Args:
         codes, parent: uint8[n].
-        capacity: entries of the results, so that nobody waits for the number m; None: wait for the device.
+        capacity: number of entries of the results, to avoid a wait for the number m; None: wait for the device.
 
     Returns:
         Positions, int32[m] (int64 for more than 2**31 elements), codes, uint8[m], and m, int64[] on the device.  With
         ``capacity``, positions and codes have that many entries: the first m are filled, or all if m is larger.
 
     Raises:
-        ValueError: a shape, dtype or device is another.
+        ValueError: a shape, dtype or device is wrong.
     """
     check_flat("codes", codes, torch.uint8)
     check_tensor("parent", parent, torch.uint8, (codes.numel(),), like=codes)

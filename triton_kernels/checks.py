@@ -1,7 +1,7 @@
-"""What the kernels demand of their arguments, and how they tell of codes that lie past a table.
+"""Checks of the kernels' arguments, and reports of codes past the end of a table.
 
-Shapes and dtypes are checked before a launch and cost nothing.  Codes are on the device: a kernel takes one that is
-past the end of a table for the last entry, so that it never reads or writes outside, and marks it in ``Faults``.
+Shapes and dtypes are checked before a launch, on the host.  Codes are on the device: a kernel replaces one that is past
+the end of a table by the last entry, so that it never reads or writes outside, and marks it in ``Faults``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dsq_ckpt.kernels.checks import scale_factor
 from .launch import INTERPRETED
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be quantized."""
+"""Dtypes that can be quantized."""
 
 
 class Faults:
-    """Arguments in which kernels met values past the end of a table, marked on the device until someone asks.
+    """Marks of arguments in which kernels met values past the end of a table, on the device until they are checked.
 
-    Operations take one as ``faults``.  Without it they look for themselves before they return, which waits for the
-    device; with it they do not, and what they wrote holds where ``check`` raises nothing.
+    It is an argument of operations, ``faults``.  Without it they check before they return, which waits for the device;
+    with it they do not, and their results are valid if ``check`` does not raise.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     NAMES = ("parent", "codes", "refinement", "symbols", "positions")
@@ -35,12 +35,12 @@ class Faults:
         self.marks = torch.zeros(len(self.NAMES), dtype=torch.int32, device=device)
 
     def of(self, name: str) -> torch.Tensor:
-        """Where a kernel marks the argument of this name: int32[1]."""
+        """Return the mark of the argument of this name, which kernels set: int32[1]."""
         at = self.NAMES.index(name)
         return self.marks[at : at + 1]
 
     def check(self) -> None:
-        """Wait for the current stream, and forget the marks.
+        """Wait for the current stream, and clear the marks.
 
         Raises:
             ValueError: an argument of an operation since the last ``check`` held a value past the end of a table.
@@ -54,7 +54,7 @@ class Faults:
 
 @contextmanager
 def faults_of(given: Faults | None, device: torch.device) -> Iterator[Faults]:
-    """Where an operation marks faults: what the caller gave, or its own that are checked when it is done."""
+    """Yield the marks of an operation: the caller's, or its own, which are checked at the end."""
     faults = given or Faults(device)
     yield faults
     if given is None:
@@ -68,7 +68,7 @@ def check_tensor(
     shape: tuple[int, ...] | None = None,
     like: torch.Tensor | None = None,
 ) -> None:
-    """Demand a contiguous tensor that kernels can reach, of a dtype and, if given, a shape and another's device.
+    """Require a contiguous tensor that kernels can access, of a dtype and, if given, a shape and another's device.
 
     Raises:
         ValueError: it is something else.
@@ -86,12 +86,12 @@ def check_tensor(
 
 
 def check_flat(name: str, tensor: torch.Tensor, dtype: torch.dtype | tuple[torch.dtype, ...]) -> None:
-    """As ``check_tensor``, of one dimension and any length."""
+    """Require as ``check_tensor`` does, with one dimension of any length."""
     check_tensor(name, tensor, dtype, (tensor.numel(),))
 
 
 def check_entries(name: str, entries: int) -> None:
-    """Demand a table that is not empty: a code past its end is taken for the last one.
+    """Require a table that is not empty: a code past its end is replaced by the last one.
 
     Raises:
         ValueError: it is empty.
@@ -104,7 +104,7 @@ def check_rows(
     name: str, table: torch.Tensor, dtype: torch.dtype, x: torch.Tensor, parent: torch.Tensor | None, context: int,
     size: int,
 ) -> None:
-    """Demand a table of rows of ``size`` bins, that has ``context``, and a previous code for every element.
+    """Require a table of rows of ``size`` bins, that has ``context``, and a previous code for every element.
 
     Raises:
         ValueError: another shape or dtype, or ``context`` names a row it lacks.  Codes are up to the kernel.
@@ -120,7 +120,7 @@ def check_rows(
 
 
 def fp32(inv_scale: float) -> float:
-    """``inv_scale`` in the precision it is applied in.
+    """Return ``inv_scale`` in the precision in which it is applied.
 
     Raises:
         ValueError: it is not a positive finite fp32 number.

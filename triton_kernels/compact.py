@@ -1,4 +1,4 @@
-"""Elements that satisfy a condition, in their order: what ``protected`` and ``changed_codes`` have in common.
+"""Selection of elements that satisfy a condition, in their order: shared by ``protected`` and ``changed_codes``.
 
 First every tile counts its own, then a running sum says where each tile's end, then each tile writes them there.
 Nothing depends on which program comes first.  Tiles without any, most of them, are not read again.
@@ -16,18 +16,18 @@ from .launch import launch, parts, tile_count, tiles_of
 
 
 def tally_like(codes: torch.Tensor) -> torch.Tensor:
-    """Room for one count per tile, int32, on the device of ``codes``."""
+    """Allocate one count per tile, int32, on the device of ``codes``."""
     return torch.empty(tile_count(codes.numel()), dtype=torch.int32, device=codes.device)
 
 
 def ends_of(tally: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each tile's elements end, int64[tiles], and how many there are in all, int64[]."""
+    """Return the end of each tile's selected elements, int64[tiles], and their number in all, int64[]."""
     ends = tally.cumsum(0, dtype=torch.int64)
     return ends, ends[-1] if len(ends) else tally.sum(dtype=torch.int64)
 
 
 def count_chosen(codes: torch.Tensor, parent: torch.Tensor | None, wanted: int) -> torch.Tensor:
-    """How many of each tile's ``codes``, uint8[n], are ``wanted``, or with ``parent`` unlike its: int32[tiles]."""
+    """Count each tile's ``codes``, uint8[n], that are ``wanted``, or with ``parent`` differ from it: int32[tiles]."""
     tally = tally_like(codes)
     for part in parts(codes.numel()):
         other = None if parent is None else parent[part.where]
@@ -37,7 +37,7 @@ def count_chosen(codes: torch.Tensor, parent: torch.Tensor | None, wanted: int) 
 
 @triton.jit
 def chosen_of(codes, parent, wanted, at, n):
-    """Which elements of a tile are chosen: with codes that are ``wanted``, or unlike those of ``parent``."""
+    """Return the mask of a tile's selected elements: codes that are ``wanted``, or differ from ``parent``."""
     inside = at < n
     code = tl.load(codes + at, mask=inside, other=0)
     if parent is None:
@@ -48,7 +48,7 @@ def chosen_of(codes, parent, wanted, at, n):
 
 @triton.jit
 def slots_of(chosen, held, ends, tile):
-    """Where the chosen elements of a tile go, ``held`` in number."""
+    """Return the output positions of the selected elements of a tile, ``held`` in number."""
     return tl.load(ends + tile) - held + tl.cumsum(chosen.to(tl.int32), 0) - 1
 
 

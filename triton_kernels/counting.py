@@ -1,12 +1,12 @@
-"""Counting into bins: every program counts on its own, and adds what it found to the counts of all.
+"""Counting into bins: every program counts on its own, and adds its counts to those of all programs.
 
-Counts of a program are a histogram in shared memory, started anew for each tile and added up in registers: one atomic
-in global memory per element would be many times slower, and worst where most elements are in a few bins.  At its end a
-program adds the bins that hold something to the counts in global memory: an atomic for each of these, whatever the
-number of elements, and nothing to clear or to sum, so that a small tensor costs little.  Bins that are too many for
-one histogram are split between two programs that read the same tiles at about the same time, one of them from the L2
-cache.  Only for tables too large even for that there are atomics for every element, into copies that fit that cache;
-and for all but small windows before Triton 3.8, which has no atomics in shared memory.
+A program counts each tile in a histogram in shared memory, which is cleared for each tile and summed in registers: one
+atomic in global memory per element would be many times slower, most so where most elements are in a few bins.  At its
+end a program adds its nonzero bins to the counts in global memory, with one atomic for each of these bins, whatever the
+number of elements.  No copies are cleared or summed, so that a small tensor costs little.  If there are too many
+bins for one histogram, they are split between two programs that read the same tiles at about the same time, one of them
+from the L2 cache.  Tables that are too large even for two histograms are counted with one atomic per element, into
+copies that fit that cache; so are all but small windows before Triton 3.8, which has no atomics in shared memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,7 +32,7 @@ _COPIED = 1 << 23  # bins in global memory, of all copies together: 32 MiB, whic
 
 
 class Plan(NamedTuple):
-    """Who counts what."""
+    """Assignment of histograms to programs."""
 
     bins: int
     """Of one histogram, a power of two; 0: there are none, only atomics."""
@@ -46,14 +46,14 @@ class Plan(NamedTuple):
 
 
 def plan_for(bins: int, device: torch.device) -> Plan:
-    """How to count into so many bins on a device."""
+    """Return the plan to count into a number of bins on a device."""
     limits = launch.limits_of(device)
     largest, most = (LARGEST, SPLITS) if _shared_atomics() else (_BALLOTS, 1)
     held = min(max(triton.next_power_of_2(bins), _LEAST), largest, 1 << (limits.shared // 4 - 1).bit_length() - 1)
     splits = triton.cdiv(bins, held)
     if splits > most:
         return Plan(0, 1, launch.TILE, 8 * limits.processors, max(1, _COPIED // bins))
-    # A histogram is cleared and read once per tile: that should be worth the while.
+    # A histogram is cleared and read once per tile, which must take less time than it saves.
     tile = launch.TILE if launch.INTERPRETED else max(launch.TILE, min(held, 1 << 14))
     resident = max(1, min(4, limits.shared // (4 * held)))
     programs = max(1, limits.processors * resident // splits)
@@ -61,14 +61,14 @@ def plan_for(bins: int, device: torch.device) -> Plan:
 
 
 def _shared_atomics() -> bool:
-    """Whether Triton makes histograms by atomics in shared memory, one per element: since 3.8."""
+    """Return whether Triton computes histograms by atomics in shared memory, one per element: since 3.8."""
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8)
 
 
 def count(
     kernel: Any, plan: Plan, n: int, arguments: Callable[[launch.Part], tuple[Any, ...]], counts: torch.Tensor
 ) -> None:
-    """Run a counting kernel on all parts of n elements and add what it counted.
+    """Run a counting kernel on all parts of n elements and add its counts.
 
     Args:
         kernel: its arguments are those of a part, its elements, copies of the counts, how many there are and the length
@@ -80,7 +80,7 @@ def count(
     bins = counts.numel()
     for part in launch.parts(n):
         programs = min(plan.programs, triton.cdiv(part.n, plan.tile))
-        copies = max(1, min(plan.copies, programs, part.n // bins))  # to clear and sum them must be worth the while
+        copies = max(1, min(plan.copies, programs, part.n // bins))  # clearing and summing them must pay off
         into = counts if copies == 1 else torch.zeros((copies, bins), dtype=torch.int32, device=counts.device)
         grid = programs, plan.splits
         launch.launch(kernel, grid, *arguments(part), part.n, into, copies, bins, tile=plan.tile, BINS=plan.bins)
@@ -90,7 +90,7 @@ def count(
 
 @triton.jit
 def empty(BINS: tl.constexpr):
-    """The histogram of nothing; a single bin if there are none."""
+    """Return an empty histogram; a single bin if there are none."""
     return tl.zeros([BINS if BINS else 1], tl.int32)
 
 

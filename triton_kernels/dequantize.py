@@ -1,4 +1,4 @@
-"""From codes, and where there are any refinement symbols, back to values.
+"""Dequantization of codes, and of refinement symbols if there are any, to values.
 
 A value follows from its code and symbol alone, so there is a table of all values, made by a few operations on at most
 64 K numbers: in fp64, rounded to fp32, scaled in fp32, then rounded to the dtype that is asked for.  The pass over the
@@ -27,7 +27,7 @@ def dequantize(
     codes: torch.Tensor, levels: torch.Tensor, scale: float, protected_code: int, protected: torch.Tensor,
     out: torch.Tensor, faults: Faults | None = None,
 ) -> torch.Tensor:
-    """``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
+    """Set ``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
 
     Args:
         codes: uint8[n].
@@ -55,7 +55,7 @@ def dequantize_refined(
     sign: torch.Tensor, levels: torch.Tensor, scale: float, protected_code: int, protected: torch.Tensor,
     log_domain: bool, out: torch.Tensor, faults: Faults | None = None,
 ) -> torch.Tensor:
-    """As ``dequantize``, with the element in the middle of its part of the cell.
+    """Dequantize as ``dequantize`` does, to the middle of the part of the cell that the symbol selects.
 
     ``dsq_ckpt.kernels.reference.dequantize_refined`` has the formula.
 
@@ -94,7 +94,7 @@ def _look_up(
     codes: torch.Tensor, refinement: torch.Tensor | None, bits: int, values: torch.Tensor, protected_code: int,
     protected: torch.Tensor, out: torch.Tensor, faults: Faults | None,
 ) -> torch.Tensor:
-    """``values[code << bits | symbol]``, and the protected ones."""
+    """Look up ``values[code << bits | symbol]``, and fill protected elements."""
     check_flat("codes", codes, torch.uint8)
     check_tensor("protected", protected, torch.float32, (protected.numel(),), like=codes)
     check_tensor("out", out, FLOATS, codes.shape, like=codes)

@@ -1,4 +1,4 @@
-"""How important an element is, and the three classes that follow; see ``dsq_ckpt.kernels.importance``."""
+"""Sensitivity of elements, and the three classes that follow from it; see ``dsq_ckpt.kernels.importance``."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -20,7 +20,7 @@ _PRUNE, _PROTECT = tl.constexpr(PRUNE), tl.constexpr(PROTECT)
 
 
 def importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    """``|weight * average|`` in fp32, in one pass.
+    """Compute ``|weight * average|`` in fp32, in one pass.
 
     Args:
         weight: float32[n], bfloat16[n] or float16[n].
@@ -41,7 +41,7 @@ def importance(weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
 
 
 def classes(importance: torch.Tensor, prune_below: float, protect_from: float) -> torch.Tensor:
-    """``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else, and for NaN, ``NORMAL``.
+    """Classify elements: ``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else ``NORMAL``.
 
     Args:
         importance: float32[n], not negative.
@@ -58,7 +58,7 @@ def classes(importance: torch.Tensor, prune_below: float, protect_from: float) -
     if math.isnan(prune_below) or math.isnan(protect_from):
         raise ValueError(f"thresholds {prune_below} and {protect_from} are not numbers")
     out = torch.empty(importance.numel(), dtype=torch.uint8, device=importance.device)
-    # Nothing is at or above NaN, not even infinity.
+    # No value compares as at or above NaN, not even infinity.
     upper = math.nan if protect_from == math.inf else float(fp32_at_or_above(protect_from))
     lower = float(fp32_at_or_above(prune_below))
     for part in parts(importance.numel()):

@@ -1,4 +1,4 @@
-"""Inside kernels: the fp32 bits of what was loaded, and the bin of a key window they belong to (``kernels.keys``).
+"""Device functions for fp32 bits of loaded elements, and their bins of a key window (``kernels.keys``).
 
 Only the sign of a NaN is preserved everywhere: a GPU returns its own NaN from every operation, so signs are taken from
 the element as it was loaded.
@@ -21,7 +21,7 @@ NON_FINITE = tl.constexpr(keys.NON_FINITE)
 
 @triton.jit
 def as_fp32(raw):
-    """fp32, bf16 or fp16 to fp32, exactly."""
+    """Convert fp32, bf16 or fp16 to fp32, exactly."""
     if raw.dtype == tl.bfloat16:
         return (raw.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -30,7 +30,7 @@ def as_fp32(raw):
 
 @triton.jit
 def is_negative(raw):
-    """Whether the sign bit is set, of NaN and zero too."""
+    """Return whether the sign bit is set, also for NaN and zero."""
     if raw.dtype == tl.float32:
         return raw.to(tl.int32, bitcast=True) < 0
     else:
@@ -39,20 +39,20 @@ def is_negative(raw):
 
 @triton.jit
 def fp32_bits(value):
-    """The pattern of fp32 numbers, int32."""
+    """Return the bits of fp32 numbers, int32."""
     return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scaled(raw, factor):
-    """The element times a positive fp32 factor: its fp32 value."""
-    # A factor is a Python number when interpreted; as a tensor it is fp32 in both worlds.
+    """Return the element times a positive fp32 factor, fp32."""
+    # A factor is a Python number when interpreted; as a tensor it is fp32, compiled or interpreted.
     return as_fp32(raw) * tl.full([1], factor, tl.float32)
 
 
 @triton.jit
 def bin_of(magnitude, negative, lo, hi):
-    """The bin of a window, int32, from magnitude bits and sign: ``KeyWindow.bin_of``."""
+    """Return the bin of a window, int32, from magnitude bits and sign: ``KeyWindow.bin_of``."""
     key = magnitude >> SHIFT
     inside = tl.minimum(tl.maximum(key - (lo - 1), 0), hi - lo + 1)
     special = (key >= NON_FINITE).to(tl.int32)
@@ -61,13 +61,13 @@ def bin_of(magnitude, negative, lo, hi):
 
 @triton.jit
 def bin_of_element(raw, factor, lo, hi):
-    """The bin of an element that was loaded, scaled."""
+    """Return the bin of a loaded element, scaled."""
     return bin_of(fp32_bits(scaled(raw, factor)) & MAGNITUDE, is_negative(raw), lo, hi)
 
 
 @triton.jit
 def bf16_bits(bits):
-    """fp32 bits to the nearest bf16 bits, int32: ties to even, but never up to infinity; NaN stays NaN."""
+    """Round fp32 bits to the nearest bf16 bits, int32: ties to even, but never up to infinity; NaN stays NaN."""
     high = (bits >> 16) & 0xFFFF
     rounded = ((bits + 0x7FFF + (high & 1)) >> 16) & 0xFFFF
     rounded = tl.where((rounded & 0x7FFF) == 0x7F80, rounded - 1, rounded)

@@ -1,4 +1,4 @@
-"""How tensors are cut into launches and tiles, and how many programs share the work.
+"""Division of tensors into launches and tiles, and numbers of programs.
 
 Offsets inside a kernel are 32 bits wide: longer tensors are worked on in pieces.  A piece is a multiple of 16
 elements, so that the compiler sees masks that are uniform over 16 elements and loads 16 bytes at once; what is left,
@@ -25,22 +25,22 @@ _PER_THREAD = 16  # elements of a tile per thread: 64 bytes of fp32, four loads
 
 
 class Part(NamedTuple):
-    """What one launch works on."""
+    """Elements of one launch."""
 
     where: slice
-    """Of the flat tensors."""
+    """Slice of the flat tensors."""
     first: int
-    """How many tiles the launches before it have."""
+    """Number of tiles of the launches before it."""
     tiles: int
 
     @property
     def n(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return int(self.where.stop - self.where.start)
 
 
 def parts(n: int, most: int | None = None) -> list[Part]:
-    """The launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
+    """Yield the launches for ``n`` elements in order, each of at most ``most`` (default: ``PIECE``) elements."""
     most = most or PIECE
     whole = n - n % ALIGNED
     slices = [slice(start, min(start + most, whole)) for start in range(0, whole, most)]
@@ -55,17 +55,17 @@ def parts(n: int, most: int | None = None) -> list[Part]:
 
 
 def tile_count(n: int) -> int:
-    """Tiles of all launches for ``n`` elements."""
+    """Return the number of tiles of all launches for ``n`` elements."""
     return sum(part.tiles for part in parts(n))
 
 
 def of(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
-    """What a launch sees of a flat tensor that has one entry per element, or of none."""
+    """Return a launch's slice of a flat tensor that has one entry per element; None for None."""
     return None if tensor is None else tensor[part.where]
 
 
 def tiles_of(tensor: torch.Tensor | None, part: Part) -> torch.Tensor | None:
-    """What a launch sees of a tensor that has one entry per tile, or of none."""
+    """Return a launch's slice of a tensor that has one entry per tile; None for None."""
     return None if tensor is None else tensor[part.first : part.first + part.tiles]
 
 
@@ -94,15 +94,15 @@ _one_at_a_time = threading.RLock()  # the interpreter patches Triton's modules w
 
 
 class DeviceLimits(NamedTuple):
-    """What a device has to offer to persistent programs."""
+    """Limits of a device for persistent programs."""
 
     processors: int
     shared: int
-    """Bytes of shared memory that one program may have."""
+    """Bytes of shared memory available to one program."""
 
 
 def limits_of(device: torch.device) -> DeviceLimits:
-    """Of a CUDA device, as its driver tells; the interpreter pretends to be a small one."""
+    """Return the limits of a CUDA device as reported by its driver; for the interpreter, those of a small device."""
     if device.type != "cuda":
         return DeviceLimits(2, 1 << 17)
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""Inside kernels: indices that come from data, made safe."""
+"""Device functions that bound indices that come from data."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -10,12 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def checked(index, limit, fault):
-    """``index``, not negative, below ``limit``; if any is not, ``fault`` is marked and the last entry taken instead."""
+    """Return ``index``, not negative, clamped below ``limit``; ``fault`` is marked if any was clamped."""
     mark_if(tl.max(index, 0) >= limit, fault)
     return tl.minimum(index, limit - 1)
 
 
 @triton.jit
 def mark_if(wrong, fault):
-    """Mark ``fault`` if this tile holds something wrong; a mark stays."""
+    """Mark ``fault`` if any element of this tile is wrong; a mark stays."""
     tl.store(fault, 1, mask=wrong)

@@ -1,4 +1,4 @@
-"""Codes or symbols as a stream of bits, and back: the bytes of ``dsq_ckpt.kernels.pack``.
+"""Packing of codes or symbols into a stream of bits, and unpacking: the bytes of ``dsq_ckpt.kernels.pack``.
 
 Each byte collects the symbols that it overlaps, each symbol the two bytes it may lie in: neighbours read the same
 bytes, which the cache serves, and all that is written is contiguous.
@@ -22,12 +22,12 @@ from .marks import mark_if
 
 
 def _parts(n: int) -> list[launch.Part]:
-    """Launches for n symbols: eight are a whole number of bytes, and numbers of bits fit 32 bits."""
+    """Return the launches for n symbols: eight are a whole number of bytes, and numbers of bits fit 32 bits."""
     return launch.parts(n, max(launch.PIECE >> 3, launch.ALIGNED))
 
 
 def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torch.Tensor:
-    """Symbols below ``2**bits`` as a stream of bits, the lowest bit of the first symbol first.
+    """Pack symbols below ``2**bits`` into a stream of bits, the lowest bit of the first symbol first.
 
     Args:
         symbols: uint8[n].
@@ -57,7 +57,7 @@ def pack(symbols: torch.Tensor, bits: int, faults: Faults | None = None) -> torc
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """The inverse of ``pack``: fills ``out``, uint8[n], from uint8[ceil(n * bits / 8)].
+    """Invert ``pack``: fill ``out``, uint8[n], from uint8[ceil(n * bits / 8)].
 
     Raises:
         ValueError: ``bits`` is out of range, or a shape, dtype or device is another.
@@ -80,7 +80,7 @@ def _pack(symbols, n, out, size, fault, BITS: tl.constexpr, OVERLAPS: tl.constex
         at = first + i
         symbol = tl.load(symbols + at, mask=(byte < size) & (at < n), other=0).to(tl.int32)
         seen |= symbol
-        # Seven bits to the left, so that a symbol that began in the byte before is not shifted by less than nothing.
+        # Seven bits to the left, so that the shift of a symbol that began in the byte before is not negative.
         value |= (symbol & ((1 << BITS) - 1)) << (at * BITS - byte * 8 + 7)
     mark_if(tl.max(seen, 0) >= 1 << BITS, fault)
     tl.store(out + byte, (value >> 7).to(tl.uint8), mask=byte < size)

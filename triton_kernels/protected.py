@@ -1,4 +1,4 @@
-"""Elements with the protected code: their values gathered in order, and put back."""
+"""Elements with the protected code: gathering of their values in order, and the inverse."""
 
 # mypy: disable-error-code="no-untyped-def"
 

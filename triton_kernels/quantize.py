@@ -1,4 +1,4 @@
-"""From elements to codes, and in the same pass their place in the cells of the codes."""
+"""Quantization of elements to codes, with refinement inside the cells of the codes in the same pass."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,7 +23,7 @@ def quantize(
     x: torch.Tensor, parent: torch.Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: torch.Tensor,
     codes: torch.Tensor, refinement: Refinement | None = None, protected_code: int = -1, faults: Faults | None = None,
 ) -> torch.Tensor | None:
-    """``codes[i] = table[parent code, bin]``.
+    """Set ``codes[i] = table[parent code, bin]``.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
@@ -70,7 +70,7 @@ def refine(
     x: torch.Tensor, codes: torch.Tensor, inv_scale: float, low: torch.Tensor, inv_width: torch.Tensor, bits: int,
     log_domain: bool, out: torch.Tensor, faults: Faults | None = None,
 ) -> None:
-    """The element's place inside its cell, in ``bits`` bits: ``dsq_ckpt.kernels.reference.refine`` has the formula.
+    """Quantize the position of each element inside its cell to ``bits`` bits; formula: ``kernels.reference.refine``.
 
     Args:
         x: float32[n], bfloat16[n] or float16[n].
@@ -110,7 +110,7 @@ def _check_cells(
 
 @triton.jit
 def place(value, code, low, inv_width, BITS: tl.constexpr, LOG: tl.constexpr):
-    """The symbol of a scaled element, uint8: ``clip(floor((u - low) * (inv_width * 2**BITS)), 0, 2**BITS - 1)``."""
+    """Return the symbol of a scaled element: ``clip(floor((u - low) * (inv_width * 2**BITS)), 0, 2**BITS - 1)``."""
     # In the bits domain in units of 2**-23.
     u = (fp32_bits(value) & MAGNITUDE).to(tl.float64) * 1.1920928955078125e-07 if LOG else value.to(tl.float64)
     t = (u - tl.load(low + code)) * (tl.load(inv_width + code) * (1 << BITS))

@@ -1,4 +1,4 @@
-"""The moving average of gradients, and the sketch of the sensitivities that follow from it."""
+"""Moving average of gradients, and the sketch of sensitivities computed from it."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,7 +21,7 @@ _HALF = FULL.n
 
 
 def blend(average: torch.Tensor, new: torch.Tensor, weight: float) -> None:
-    """``average = weight * new + (1 - weight) * average``, in place, rounded as ``gradients.offload.blend`` does.
+    """Set ``average = weight * new + (1 - weight) * average``, rounded as ``gradients.offload.blend`` does.
 
     That is torch's ``average.mul_(1 - weight).add_(new, alpha=weight)``: of the products, the second is not rounded
     before they are added (a fused multiply-add, on GPUs and on CPUs that have one).
@@ -73,7 +73,7 @@ def _check(average: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _weights(weight: float) -> tuple[float, float]:
-    """Of the new and of the old, in fp32."""
+    """Return the weights of the new and of the old values, in fp32."""
     return float(np.float32(weight)), float(np.float32(1.0 - weight))
 
 

@@ -1,4 +1,4 @@
-"""GlobalSketch: how many elements fall into each bin of a key window, alone or together with their previous code."""
+"""Sketches: counts of elements in each bin of a key window, alone or jointly with their previous code."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -3,8 +3,8 @@
 Zadeh, Edo, Awad and Moshovos, "GOBO: Quantizing Attention-Based NLP Models for Low Latency and Energy Efficient
 Inference", MICRO 2020: weights that are improbable under the layer's own normal distribution are stored as they are,
 all others share a few centroids.  Inshrinkerator (section 8.2, "KMeans"; appendix A.2; Table 12) compares with it:
-outlier threshold -4, at most 1000 iterations, and a soft termination of its own.  GOBO's full text was not at hand:
-equal populations, the stop by the L1 norm and the natural logarithm are recollection, not checked against it.
+outlier threshold -4, at most 1000 iterations, and a soft termination of its own.  GOBO's full text was not
+available: equal populations, the stop by the L1 norm and the natural logarithm were not checked against it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dsq_ckpt.core.arrays import F64, I64, Mask
 
 @register_codebook
 class Gobo(CodebookConfig):
-    """GOBO: outliers of a normal distribution kept in bf16, the others by k-means that watches the L1 norm."""
+    """GOBO: outliers of a normal distribution kept in bf16, other values clustered by k-means with the L1 norm."""
 
     fit: Literal["gobo"] = "gobo"
     bins: int = Field(16, ge=2, le=254, description="levels")
@@ -85,8 +85,8 @@ def l1_kmeans(
 
     The sorted elements are cut into ``bins`` groups of equal population, whose means are the first centroids.  Then
     every value goes to the nearest centroid (L1 and L2 agree on a line; ties go to the lower) and every centroid to
-    the mean of its values.  The L1 norm, the sum of distances, decides when to stop: means minimise squares, so it
-    may rise, and the centroids before the rise are the answer.  The soft termination that Inshrinkerator adds
+    the mean of its values.  Iterations stop by the L1 norm, the sum of distances: means minimize squares, so it
+    may rise, and the result is the centroids before the rise.  The soft termination that Inshrinkerator adds
     without saying how (appendix A.2) is ``tolerance``; 0 is GOBO without it.
 
     Args:
@@ -123,10 +123,10 @@ def l1_kmeans(
 
 
 def _equal_populations(values: F64, counts: I64, bins: int) -> F64:
-    """Means of ``bins`` groups of equal population: element ranks [j N / bins, (j + 1) N / bins), rounded down.
+    """Return the means of groups of equal population: element ranks [j N / bins, (j + 1) N / bins), rounded down.
 
     A histogram bin may be divided among groups, as its elements would be.  There must be at least ``bins`` elements.
-    Returns float64, strictly ascending; fewer than ``bins`` where groups have the same mean.
+    The result is float64, strictly ascending; fewer than ``bins`` where groups have the same mean.
     """
     before = np.concatenate([[0], np.cumsum(counts)])
     origin = values[np.searchsorted(before, before[-1] // 2, side="right") - 1]
@@ -142,9 +142,9 @@ def _equal_populations(values: F64, counts: I64, bins: int) -> F64:
 
 
 def _iterate(values: F64, counts: I64, levels: F64) -> tuple[float, F64]:
-    """L1 norm of nearest assignment to ``levels``, and the means of what was assigned to each.
+    """Return the L1 norm of nearest assignment to ``levels``, and the means of the values assigned to each.
 
-    A level that no value is nearest to stays where it is.
+    A level that is nearest to no value is unchanged.
     """
     own = nearest(values, levels)
     gaps = counts * (values - levels[own])

@@ -1,4 +1,4 @@
-"""K-means on the histogram: exact in one dimension, or as the papers have it."""
+"""K-means on the histogram: exact in one dimension, or Lloyd's iterations as in the papers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KMeans(CodebookConfig):
     prune: float = Field(0.0, ge=0, le=0.9, description="fraction of the smallest |x| stored as zero")
     protect: float = Field(0.005, ge=0, le=0.2, description="fraction of the largest |x| kept in bf16")
     metric: Literal["magnitude", "sensitivity"] = Field(
-        "magnitude", description="what pruning goes by; sensitivity where a Compressor averages gradients"
+        "magnitude", description="metric of pruning; sensitivity where a Compressor averages gradients"
     )
     sigma: float = Field(
         1.0, ge=0, le=1, description="sample weight sigma*frequency + (1-sigma)*|value|; the papers use 0.2"
@@ -41,7 +41,7 @@ class KMeans(CodebookConfig):
         return self
 
     def propose(self, histogram: Histogram) -> LevelFit:
-        """Cluster what is neither pruned nor protected."""
+        """Cluster the elements that are neither pruned nor protected."""
         log, n = self.logarithmic, histogram.window.n
         rest = histogram.counts if histogram.rest is None else histogram.rest
         by_sensitivity = histogram.rest is not None and self.metric == "sensitivity"
@@ -55,7 +55,7 @@ class KMeans(CodebookConfig):
         if not log:
             chosen &= histogram.values != 0
         levels = self._levels(points[chosen], rest[chosen])
-        # With pruning, the pruned fraction is what was asked for: zero is not a level beside it.
+        # With pruning, the pruned fraction is the configured one: zero is not a level beside it.
         zero_is_level = not self.prune if by_sensitivity else log or not pruned.any()
         return LevelFit(levels, forced, pruned, zero_is_level=zero_is_level)
 
@@ -71,7 +71,7 @@ class KMeans(CodebookConfig):
 
     @property
     def weighing(self) -> Weighing | None:
-        """As configured; nothing on the logarithmic axis."""
+        """As configured; None on the logarithmic axis."""
         return None if self.logarithmic else Weighing(self.prune, self.protect, self.metric == "sensitivity")
 
     def _thresholds(self, histogram: Histogram, prune: float) -> tuple[Mask, Mask]:

@@ -56,7 +56,7 @@ def uniform_levels(low: float, high: float, bins: int) -> F64:
         bins: levels wanted, >= 1; a single one lies in the middle.
 
     Returns:
-        float64[bins], strictly ascending.  Fewer where the range has no room for that many distinct numbers: one
+        float64[bins], strictly ascending.  Fewer where the range does not contain that many distinct numbers: one
         if ``low == high``.
 
     Raises:
@@ -74,10 +74,10 @@ def uniform_levels(low: float, high: float, bins: int) -> F64:
 def entropy_bins(values: npt.ArrayLike, counts: npt.ArrayLike, min_bins: int, max_bins: int) -> int:
     """Return the number of bins of a layer, from the entropy of its values quantized with ``max_bins``.
 
-    Only the abstracts of QD-Compressor's papers were at hand; they tie a layer's bit width to its entropy (that of
-    2023: weighted entropy) without a formula.  Ours: H bits per element need a code of ceil(H) bits, which has room
-    for 2**ceil(H) levels.  So a layer gets ``max_bins`` only if H is above log2(max_bins) - 1, and one whose range
-    is owned by a few outliers gets few.
+    Only the abstracts of QD-Compressor's papers were available; they relate a layer's bit width to its entropy (that of
+    2023: weighted entropy) without a formula.  Ours: H bits per element need a code of ceil(H) bits, which has
+    2**ceil(H) levels.  So a layer gets ``max_bins`` only if H is above log2(max_bins) - 1, and a layer whose range is
+    determined by a few outliers gets few.
 
     Args:
         values, counts: the layer's histogram, see ``as_histogram``.

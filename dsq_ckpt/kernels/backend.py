@@ -1,4 +1,4 @@
-"""What kernels do for callers with torch tensors, on any device."""
+"""Interface of kernels on torch tensors, for any device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Refinement(NamedTuple):
-    """What ``quantize`` needs to refine in the same pass, as ``refine`` takes it."""
+    """Arguments of ``refine`` for ``quantize``, which then refines in the same pass."""
 
     low: Tensor
     """float64, lower edge of each cell."""
@@ -21,16 +21,16 @@ class Refinement(NamedTuple):
 
 
 class Backend(Protocol):
-    """The kernels on flat contiguous tensors of one device, tables included.
+    """Kernels on flat contiguous tensors of one device, tables included.
 
     Names, arguments and results, bit for bit, are those of ``dsq_ckpt.kernels.reference``, with these differences:
 
-    * ``x``, ``weight`` and ``new`` may be float32, bfloat16 or float16, which are taken for the fp32 number they are;
-      values that are decoded go into any of them, the nearest number.
-    * Shapes, dtypes and numbers that are not as they should be raise ``ValueError`` at once.  Codes, symbols and
-      positions past the end of a table never lead outside it, but a GPU tells of them only when ``check`` is called.
-    * Selected elements come with their number m, int64[] on the device.  A caller that gives a ``capacity`` does not
-      wait for m: the results have ``capacity`` entries, of which the first m are filled, or all if m is larger.
+    * ``x``, ``weight`` and ``new`` may be float32, bfloat16 or float16, which are converted to fp32; decoded values are
+      rounded to the nearest number of the output's dtype.
+    * Wrong shapes, dtypes and numbers raise ``ValueError`` at once.  Codes, symbols and positions past the end of a
+      table never cause an access outside it, but a GPU reports them only when ``check`` is called.
+    * Selected elements are returned with their number m, int64[] on the device.  With a ``capacity`` the caller does
+      not wait for m: the results have ``capacity`` entries, of which the first m are filled, or all if m is larger.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Backend(Protocol):
     ) -> Tensor | None:
         """Set ``codes[i] = table[parent code, bin]``, and symbols in the same pass if they are asked for.
 
-        With ``protected_code`` its counts may come along, for ``gather_protected``.
+        With ``protected_code`` the result may be its counts, an argument of ``gather_protected``.
         """
 
     def gather_protected(
@@ -61,15 +61,15 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the fp32 bits, uint32[m], of the elements with ``protected_code``, in order, and m.
 
-        With ``bf16`` uint16[m]: the nearest bf16, never rounded up to infinity.  ``tally`` is what ``quantize``
-        returned for these very codes.
+        With ``bf16`` uint16[m]: the nearest bf16, never infinity.  ``tally`` is the result of ``quantize``
+        for the same codes.
         """
 
     def refine(
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
         out: Tensor,
     ) -> None:
-        """Compute the place of each element inside its cell, uint8[n]."""
+        """Quantize the position of each element inside its cell, uint8[n]."""
 
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
@@ -80,7 +80,7 @@ class Backend(Protocol):
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
         scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
     ) -> Tensor:
-        """Decode as ``dequantize``, to the middle of the part of the cell that the symbol names."""
+        """Decode as ``dequantize``, to the middle of the part of the cell that the symbol selects."""
 
     def pack(self, symbols: Tensor, bits: int) -> Tensor:
         """Return symbols below ``2**bits`` as a stream of bits, uint8[ceil(n * bits / 8)]."""

@@ -13,7 +13,7 @@ from dsq_ckpt.core.arrays import Array
 
 
 def scale_factor(inv_scale: float) -> np.float32:
-    """``inv_scale`` in fp32, the precision it is applied in.
+    """Return ``inv_scale`` in fp32, the precision in which it is applied.
 
     Raises:
         ValueError: it is not a positive finite fp32 number.
@@ -26,7 +26,7 @@ def scale_factor(inv_scale: float) -> np.float32:
 
 
 def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> None:
-    """Demand a C-contiguous array of this dtype and, if given, of this shape.
+    """Require a C-contiguous array of this dtype and, if given, of this shape.
 
     Raises:
         ValueError: it is something else.
@@ -38,7 +38,7 @@ def check_array(name: str, array: Array, dtype: npt.DTypeLike, shape: tuple[int,
 
 
 def check_below(name: str, symbols: Array, limit: int) -> None:
-    """Demand that every uint8 symbol is below ``limit``.
+    """Require that every uint8 symbol is below ``limit``.
 
     Raises:
         ValueError: one is not; for codes read from a file it means the file is damaged.
@@ -48,7 +48,7 @@ def check_below(name: str, symbols: Array, limit: int) -> None:
 
 
 def check_rows(table_name: str, table: Array, parent: Array | None, context: int, n: int, size: int) -> None:
-    """Demand a table of rows of ``size`` bins that has the row of every element.
+    """Require a table of rows of ``size`` bins that has the row of every element.
 
     Raises:
         ValueError: the table has another shape, or a parent code or ``context`` names a row it lacks.
@@ -64,7 +64,7 @@ def check_rows(table_name: str, table: Array, parent: Array | None, context: int
 
 
 def check_bits(bits: int) -> None:
-    """Demand a refinement width that a uint8 symbol holds.
+    """Require a refinement width that a uint8 symbol holds.
 
     Raises:
         ValueError: ``bits`` is not in 1..8.

@@ -1,17 +1,17 @@
-"""The kernels in Numba.  Names, signatures and results are those of ``reference``, which documents them.
+"""Numba implementations of the kernels.  Names, signatures and results are those of ``reference``.
 
-How they are made fast:
+Reasons for their speed:
 
-* Work goes through blocks of a few thousand elements.  A first loop computes the table index of every
+* * Data is processed in blocks of a few thousand elements.  A first loop computes the table index of every
   element of the block into a small buffer; it has no branch and no lookup, so LLVM turns it into vector code.
   A second, scalar loop does the lookups.
 * The scalar loops are bound by the number of memory operations, so they load two 32-bit indices at once.
-  Indices are unsigned, which spares Numba's test for negative (wrapping) ones.
+  Indices are unsigned, so that Numba does not test for negative (wrapping) ones.
 * Equal neighbours would make each histogram increment wait for the store of the one before it.  Alternating
   between two histograms breaks most of these chains.
 * No kernel starts threads and all release the GIL: the caller decides how many cores are used.
 
-The way back, from codes to values, is in ``cpu_decode``.
+Decoding, from codes to values, is in ``cpu_decode``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BLOCK = 4096
 KEYS = 1 << (32 - SHIFT)
 """Keys with the sign bit, whatever the window."""
 WAYS = 2
-"""Histograms of ``sketch`` that take turns."""
+"""Histograms between which ``sketch`` alternates."""
 PIECE = 1 << 31
 """Elements counted before the uint32 histograms are emptied; they would overflow at twice that."""
 
@@ -55,7 +55,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 @jit
 def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
-    """fp32 patterns of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
+    """Return the fp32 bits of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
     if inv_scale == np.float32(1.0):
         return x.view(np.uint32)
     for i in range(x.size):
@@ -65,7 +65,7 @@ def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
 
 @jit
 def _indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
-    """``parent * size + KeyWindow.bin_of`` of each fp32 pattern, into ``index`` (uint32); parent may be None.
+    """Write ``parent * size + KeyWindow.bin_of`` of each fp32 number to ``index`` (uint32); parent may be None.
 
     Every step is cast back to 32 bits: Numba's integer sums are 64 bits wide, half as many per vector.
     """
@@ -108,7 +108,7 @@ def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untype
 
 @jit
 def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
-    """Histogram of keys with sign, ``ways`` uint32[2, KEYS]; ``x`` is of even length and 8-byte aligned."""
+    """Count keys with sign in ``ways``, uint32[2, KEYS]; ``x`` has even length and is 8-byte aligned."""
     buffer = np.empty(BLOCK, np.float32)
     even, odd = ways[0], ways[1]
     one = np.uint32(1)
@@ -139,12 +139,12 @@ def _fold(ways: U32, window: KeyWindow, counts: I64) -> None:
 
 
 def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
-    """See ``reference.sketch``."""
+    """Implement ``reference.sketch``."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64, (window.size,))
     factor = scale_factor(inv_scale)
-    if x.size < 4 * KEYS:  # too small to pay for _fold
+    if x.size < 4 * KEYS:  # too few elements for _fold to pay off
         _count_bins(x, None, lo, hi, factor, counts)
         return
     first = x.ctypes.data // 4 % 2
@@ -160,7 +160,7 @@ def sketch(x: F32, lo: int, hi: int, inv_scale: float, counts: I64) -> None:
 def joint_sketch(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, counts: I64
 ) -> None:
-    """See ``reference.joint_sketch``."""
+    """Implement ``reference.joint_sketch``."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("counts", counts, np.int64)
@@ -173,7 +173,7 @@ def joint_sketch(
 
 @jit
 def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-untyped-def]
-    """``codes`` from ``table``, uint8[rows * size]."""
+    """Look up ``codes`` in ``table``, uint8[rows * size]."""
     buffer = np.empty(BLOCK, np.float32)
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
@@ -196,7 +196,7 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
 def quantize(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
-    """See ``reference.quantize``."""
+    """Implement ``reference.quantize``."""
     window = KeyWindow(lo, hi)
     check_array("x", x, np.float32, (x.size,))
     check_array("table", table, np.uint8)
@@ -207,7 +207,7 @@ def quantize(
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
-    """See ``reference.gather_protected``."""
+    """Implement ``reference.gather_protected``."""
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     bits: U32 = x.view(np.uint32)[positions_of(codes, protected_code)]
@@ -216,7 +216,7 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
 
 @jit
 def _place(u, low, steps, top):  # type: ignore[no-untyped-def]
-    """``clip(floor((u - low) * steps), 0, top)``; NaN gives 0."""
+    """Return ``clip(floor((u - low) * steps), 0, top)``; 0 for NaN."""
     t = (u - low) * steps
     t = t if t > 0.0 else 0.0
     return np.uint8(np.int32(t if t < top else top))
@@ -242,13 +242,13 @@ def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
-    """See ``reference.refine``."""
+    """Implement ``reference.refine``."""
     check_bits(bits)
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     check_array("out", out, np.uint8, (x.size,))
     check_below("codes", codes, min(low.size, inv_width.size))
-    # In units of one bit, so that the kernel need not scale: a power of two changes no digit.
+    # In units of one bit, so that the kernel does not scale: multiplication by a power of two is exact.
     unit = 2.0**23 if log_domain else 1.0
     lower = np.ascontiguousarray(low, np.float64) * unit
     steps = np.ascontiguousarray(inv_width, np.float64) * (2.0**bits / unit)

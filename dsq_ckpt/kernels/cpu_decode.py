@@ -1,4 +1,4 @@
-"""The kernels in Numba that lead from codes back to values; see ``cpu`` and ``reference``."""
+"""Numba implementations of the kernels that decode codes to values; see ``cpu`` and ``reference``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BLOCK = 4096
 
 @jit
 def count_code(codes, wanted):  # type: ignore[no-untyped-def]
-    """How many of ``codes`` are ``wanted``, both uint8."""
+    """Return the number of ``codes`` equal to ``wanted``, both uint8."""
     total = 0
     for start in range(0, codes.size, 128):
         block = codes[start : start + 128]
-        # Counted in eight bits, 64 to a vector; 128 cannot overflow them.
+        # Counters have eight bits, so that 64 fit a vector; 128 elements cannot overflow them.
         hits = np.uint8(0)
         for i in range(block.size):
             hits = np.uint8(hits + np.uint8(block[i] == wanted))
@@ -28,7 +28,7 @@ def count_code(codes, wanted):  # type: ignore[no-untyped-def]
 
 @jit
 def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
-    """Positions of ``wanted`` into ``positions``, which is long enough."""
+    """Write the positions of ``wanted`` to ``positions``, which must be long enough."""
     words = np.empty(BLOCK // 8, np.uint64)
     flags = words.view(np.uint8)
     found = 0
@@ -39,7 +39,7 @@ def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
             flags[i] = np.uint8(block[i] == wanted)
         for i in range(block.size, 8 * used):
             flags[i] = np.uint8(0)
-        # Protected elements are rare: most words are zero and pass eight codes at a time.
+        # Protected elements are rare: most words are zero, which skips eight codes at a time.
         for word in range(used):
             if words[word] != 0:
                 for i in range(8 * word, 8 * word + 8):
@@ -49,7 +49,7 @@ def _find(codes, wanted, positions):  # type: ignore[no-untyped-def]
 
 
 def positions_of(codes: U8, code: int) -> I64:
-    """Where ``codes`` are ``code``, ascending, int64[m]; none for a code outside 0..255."""
+    """Return the positions of ``code`` in ``codes``, ascending, int64[m]; none for a code outside 0..255."""
     if not 0 <= code < 256:
         return np.empty(0, np.int64)
     positions = np.empty(count_code(codes, np.uint8(code)), np.int64)
@@ -71,7 +71,7 @@ def _look_up(codes, values, out):  # type: ignore[no-untyped-def]
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
-    """See ``reference.dequantize``."""
+    """Implement ``reference.dequantize``."""
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
@@ -103,7 +103,7 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """See ``reference.dequantize_refined``: its formula, tabulated for every (code, symbol)."""
+    """Implement ``reference.dequantize_refined``, with a table of its formula for every (code, symbol)."""
     check_bits(bits)
     check_array("codes", codes, np.uint8)
     check_array("refinement", refinement, np.uint8, codes.shape)
@@ -138,7 +138,7 @@ def _to_bf16(bits, out):  # type: ignore[no-untyped-def]
 
 
 def to_bf16(bits: U32) -> U16:
-    """See ``reference.to_bf16``."""
+    """Implement ``reference.to_bf16``."""
     check_array("bits", bits, np.uint32)
     out = np.empty(bits.shape, np.uint16)
     _to_bf16(bits, out)
@@ -152,7 +152,7 @@ def _from_bf16(halves, out):  # type: ignore[no-untyped-def]
 
 
 def from_bf16(halves: U16) -> F32:
-    """See ``reference.from_bf16``."""
+    """Implement ``reference.from_bf16``."""
     check_array("halves", halves, np.uint16)
     out = np.empty(halves.shape, np.uint32)
     _from_bf16(halves, out)

@@ -32,7 +32,7 @@ def _unpack(packed, bits, out):  # type: ignore[no-untyped-def]
 
 
 def pack(symbols: U8, bits: int) -> U8:
-    """Symbols below ``2**bits`` as a stream of bits, uint8[ceil(n * bits / 8)]; see ``reference.pack``."""
+    """Implement ``reference.pack``: symbols below ``2**bits`` to uint8[ceil(n * bits / 8)]."""
     check_bits(bits)
     check_array("symbols", symbols, np.uint8)
     check_below("symbols", symbols, 1 << bits)
@@ -48,7 +48,7 @@ def pack(symbols: U8, bits: int) -> U8:
 
 
 def unpack(packed: U8, bits: int, out: U8) -> None:
-    """The inverse of ``pack``: fills ``out``, uint8[n], from uint8[ceil(n * bits / 8)]."""
+    """Implement ``reference.unpack``: fill ``out``, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_bits(bits)
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))

@@ -1,4 +1,4 @@
-"""The kernels on CPU tensors: NumPy's views of them, given to Numba or to the reference.
+"""Kernels on CPU tensors, passed as NumPy views to Numba or to the reference.
 
 bfloat16 and float16 become fp32 first, exactly.
 """
@@ -19,15 +19,15 @@ from dsq_ckpt.kernels.backend import Refinement
 from dsq_ckpt.kernels.keys import FULL
 
 _HALVES = (torch.bfloat16, torch.float16)
-"""What is taken for the fp32 number it is."""
+"""Dtypes that are converted to fp32."""
 
 
 class HostBackend:
-    """See ``backend.Backend``.
+    """Implementation of ``backend.Backend`` on CPU tensors.
 
     Args:
         name: "numba" or "reference".
-        operations: the module with the operations that there are two of.
+        operations: the module with the operations that have two implementations.
     """
 
     def __init__(self, name: str, operations: Any) -> None:
@@ -38,20 +38,20 @@ class HostBackend:
         """Do nothing: operations raise at once."""
 
     def sketch(self, x: Tensor, lo: int, hi: int, inv_scale: float, counts: Tensor) -> None:
-        """See ``reference.sketch``."""
+        """Implement ``reference.sketch``."""
         self._do.sketch(_floats(x), lo, hi, inv_scale, _array(counts))
 
     def joint_sketch(
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, counts: Tensor
     ) -> None:
-        """See ``reference.joint_sketch``."""
+        """Implement ``reference.joint_sketch``."""
         self._do.joint_sketch(_floats(x), _or_none(parent), context, lo, hi, inv_scale, _array(counts))
 
     def quantize(
         self, x: Tensor, parent: Tensor | None, context: int, lo: int, hi: int, inv_scale: float, table: Tensor,
         codes: Tensor, refinement: Refinement | None = None, protected_code: int = -1,
     ) -> None:
-        """See ``reference.quantize`` and ``reference.refine``.  Protected codes are not counted here."""
+        """Implement ``reference.quantize`` and ``reference.refine``.  Protected codes are not counted here."""
         values = _floats(x)
         self._do.quantize(values, _or_none(parent), context, lo, hi, inv_scale, _array(table), _array(codes))
         if refinement is not None:
@@ -64,7 +64,7 @@ class HostBackend:
         self, x: Tensor, codes: Tensor, protected_code: int, tally: Tensor | None = None, bf16: bool = False,
         capacity: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See ``reference.gather_protected``.  All elements are returned, whatever the capacity."""
+        """Implement ``reference.gather_protected``.  All elements are returned, whatever the capacity."""
         bits = self._do.gather_protected(_floats(x), _array(codes), protected_code)
         if bf16:
             halves = self._do.to_bf16(bits)
@@ -75,7 +75,7 @@ class HostBackend:
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
         out: Tensor,
     ) -> None:
-        """See ``reference.refine``."""
+        """Implement ``reference.refine``."""
         self._do.refine(
             _floats(x), _array(codes), inv_scale, _array(low), _array(inv_width), bits, log_domain, _array(out)
         )
@@ -83,7 +83,7 @@ class HostBackend:
     def dequantize(
         self, codes: Tensor, levels: Tensor, scale: float, protected_code: int, protected: Tensor, out: Tensor
     ) -> Tensor:
-        """See ``reference.dequantize``."""
+        """Implement ``reference.dequantize``."""
         values = _decoded(out)
         used = self._do.dequantize(
             _array(codes), _array(levels), scale, protected_code, _array(protected), _array(values)
@@ -94,7 +94,7 @@ class HostBackend:
         self, codes: Tensor, refinement: Tensor, bits: int, low: Tensor, width: Tensor, sign: Tensor, levels: Tensor,
         scale: float, protected_code: int, protected: Tensor, log_domain: bool, out: Tensor,
     ) -> Tensor:
-        """See ``reference.dequantize_refined``."""
+        """Implement ``reference.dequantize_refined``."""
         values = _decoded(out)
         used = self._do.dequantize_refined(
             _array(codes), _array(refinement), bits, _array(low), _array(width), _array(sign), _array(levels), scale,
@@ -103,22 +103,22 @@ class HostBackend:
         return _finished(values, out, used)
 
     def pack(self, symbols: Tensor, bits: int) -> Tensor:
-        """See ``reference.pack``."""
+        """Implement ``reference.pack``."""
         return torch.from_numpy(self._do.pack(_array(symbols), bits))
 
     def unpack(self, packed: Tensor, bits: int, out: Tensor) -> None:
-        """See ``reference.unpack``."""
+        """Implement ``reference.unpack``."""
         self._do.unpack(_array(packed), bits, _array(out))
 
     def changed_codes(
         self, codes: Tensor, parent: Tensor, capacity: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.changed_codes.changed_codes``.  All elements are returned, whatever the capacity."""
+        """Implement ``kernels.changed_codes.changed_codes``.  All elements are returned, whatever the capacity."""
         positions, changed = changes.changed_codes(_array(codes), _array(parent))
         return torch.from_numpy(positions), torch.from_numpy(changed), torch.tensor(len(changed))
 
     def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
-        """See ``kernels.changed_codes.apply_changes``."""
+        """Implement ``kernels.changed_codes.apply_changes``."""
         changes.apply_changes(_array(parent), _array(positions), _array(changed), _array(out))
 
     def blend(self, average: Tensor, new: Tensor, weight: float) -> None:
@@ -139,11 +139,11 @@ class HostBackend:
         self._do.sketch(kernels.importance(_floats(parameter), _array(average)), FULL.lo, FULL.hi, 1.0, _array(counts))
 
     def importance(self, weight: Tensor, average: Tensor) -> Tensor:
-        """See ``kernels.importance``."""
+        """Implement ``kernels.importance``."""
         return torch.from_numpy(kernels.importance(_floats(weight), _array(average)))
 
     def classes(self, importance: Tensor, prune_below: float, protect_from: float) -> Tensor:
-        """See ``kernels.classes``."""
+        """Implement ``kernels.classes``."""
         return torch.from_numpy(kernels.classes(_array(importance), prune_below, protect_from))
 
 
@@ -175,7 +175,7 @@ def _floats(tensor: Tensor) -> Array:
 
 
 def _decoded(out: Tensor) -> Tensor:
-    """Where fp32 values go: `out`, or for other floats a tensor that is rounded into it."""
+    """Return the tensor to decode fp32 values into: `out`, or for other dtypes one that is then rounded into `out`."""
     return torch.empty(out.shape, dtype=torch.float32) if out.dtype in _HALVES else out
 
 

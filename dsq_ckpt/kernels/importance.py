@@ -1,4 +1,4 @@
-"""How important an element is, and the three classes that follow: pruned, normal, protected.
+"""Sensitivity of elements, and the three classes that follow from it: pruned, normal, protected.
 
 Sensitivity is the first-order change of the loss when an element is set to zero, ``|weight * gradient|``
 (Inshrinkerator, section 4.1).  Its quantiles come from a full sketch, and a threshold is always the edge of a bin:
@@ -27,7 +27,7 @@ def _importance(weight, average, out):  # type: ignore[no-untyped-def]
 
 
 def importance(weight: F32, average: F32) -> F32:
-    """``|weight * average|`` in fp32, in one pass.
+    """Compute ``|weight * average|`` in fp32, in one pass.
 
     Args:
         weight: float32[n], C-contiguous.
@@ -48,11 +48,11 @@ def importance(weight: F32, average: F32) -> F32:
 
 
 def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]:
-    """Magnitudes below which to prune, and at or above which to protect.
+    """Return the magnitudes below which to prune, and at or above which to protect.
 
     At most these fractions are pruned and protected, and as much of them as whole bins allow: a bin with more elements
-    than are left of its fraction stays normal.  Infinities and NaN count as elements, and as protected: a sketch does
-    not tell them apart.  Signs do not matter, so this serves sketches of weights as well.
+    than are left of its fraction stays normal.  Infinities and NaN count as elements, and as protected: a sketch counts
+    them in one bin.  Signs do not matter, so the function also applies to sketches of weights.
 
     Args:
         counts: int64[FULL.size], a row of the full window (``kernels.sketch``).
@@ -87,7 +87,7 @@ def thresholds(counts: I64, protect: float, prune: float) -> tuple[float, float]
     hit = np.flatnonzero(finite[first:])
     protect_from = float(inner[first + hit[0]]) if hit.size else math.inf
     if not hit.size and 0 < beyond <= protect * total:
-        protect_from = float(inner[-1])  # nothing finite, but the infinite
+        protect_from = float(inner[-1])  # no finite element, but infinite ones
     return prune_below, protect_from
 
 
@@ -100,19 +100,22 @@ def _classes(values, prune_below, protect_from, out):  # type: ignore[no-untyped
 
 
 def fp32_at_or_above(threshold: float) -> np.float32:
-    """The smallest fp32 number (or infinity) at or above ``threshold``: fp32 values compare with both alike."""
+    """Return the smallest fp32 number (or infinity) at or above ``threshold``; fp32 values compare alike with both."""
     with np.errstate(over="ignore"):
         rounded = np.float32(threshold)
     return np.nextafter(rounded, np.float32(np.inf)) if float(rounded) < threshold else rounded
 
 
 def classes(importance: F32, prune_below: float, protect_from: float) -> U8:
-    """``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else, and for NaN, ``NORMAL``.
+    """Classify elements: ``PRUNE`` below the first threshold, ``PROTECT`` at or above the second, else ``NORMAL``.
+
+    NaN is ``NORMAL``.
 
     Args:
         importance: float32[n], C-contiguous, not negative.
         prune_below: 0 prunes nothing.
-        protect_from: infinity protects nothing, infinite elements included.  What both thresholds claim is protected.
+        protect_from: infinity protects nothing, infinite elements included.  Elements that
+            satisfy both conditions are protected.
 
     Returns:
         uint8[n].
@@ -124,7 +127,7 @@ def classes(importance: F32, prune_below: float, protect_from: float) -> U8:
     if math.isnan(prune_below) or math.isnan(protect_from):
         raise ValueError(f"thresholds {prune_below} and {protect_from} are not numbers")
     out = np.empty(importance.size, np.uint8)
-    # Nothing is at or above NaN, not even infinity.
+    # No value compares as at or above NaN, not even infinity.
     upper = np.float32(np.nan) if protect_from == math.inf else fp32_at_or_above(protect_from)
     _classes(importance, fp32_at_or_above(prune_below), upper, out)
     return out

@@ -1,4 +1,4 @@
-"""Numba's compiler for kernels: machine code is kept in files wherever a directory for them can be written."""
+"""Numba's compiler for kernels; machine code is cached in files if a directory for them is writable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS: list[Dispatcher] = []
 
 
 class _Index(IndexDataCacheFile):
-    """An index of kept machine code that counts as empty if it cannot be read.
+    """An index of cached machine code that counts as empty if it cannot be read.
 
     Numba unpickles the signatures in an index before it compares the source's time stamp. An index of an older version
     of this package may name classes that are gone, and then every call of the kernel would fail.
@@ -32,11 +32,11 @@ class _Index(IndexDataCacheFile):
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function when it is first called; a decorator. It holds no GIL.
+    """Decorate a function so that it is compiled when it is first called, and releases the GIL.
 
     Args:
         function: the kernel.
-        options: of Numba's `njit`.
+        options: options of Numba's `njit`.
     """
     if function is None:
         return lambda decorated: jit(decorated, **options)
@@ -61,18 +61,18 @@ def compilations() -> int:
 
 
 def cache_directories() -> list[Path]:
-    """Return where machine code is kept; empty where nowhere can be written."""
+    """Return the directories of cached machine code; empty if none is writable."""
     return sorted({Path(kernel.stats.cache_path) for kernel in KERNELS if kernel.stats.cache_path})
 
 
 def fork_waits() -> AbstractContextManager[Any]:
-    """Let forks in other threads wait until what is done in here is done; so do compilations in other threads."""
+    """Return a context that forks and compilations of other threads wait for."""
     lock: AbstractContextManager[Any] = global_compiler_lock
     return lock
 
 
-# A fork while another thread compiles would leave the child with locks that nobody gives back: of Numba, LLVM and the
-# modules that Numba imports as it compiles. So it waits until the kernel that is being compiled is done.
+# A fork while another thread compiles would leave the child with locks that no thread releases: of Numba, LLVM and the
+# modules that Numba imports as it compiles. So a fork waits until the kernel that is being compiled is done.
 os.register_at_fork(
     before=global_compiler_lock.acquire, after_in_parent=global_compiler_lock.release,
     after_in_child=global_compiler_lock.release,

@@ -1,8 +1,8 @@
-"""The key space: which histogram bin a float belongs to.
+"""Keys of floating-point numbers: the mapping of values to histogram bins.
 
-The top bits of an IEEE-754 number, exponent and the first mantissa bits, already are a logarithmic
-bucket: they grow by one whenever the magnitude passes the next of ``2**MANTISSA_BITS`` equal steps
-within an octave.  This is the linearly interpolated mapping of DDSketch (Masson, Rim and Lee, VLDB
+The top bits of an IEEE-754 number, exponent and the first mantissa bits, are a logarithmic bucket:
+they grow by one whenever the magnitude passes the next of ``2**MANTISSA_BITS`` equal steps within an
+octave.  This is the linearly interpolated mapping of DDSketch (Masson, Rim and Lee, VLDB
 2019, section 2, has the exact logarithm; the authors' libraries offer both), and it costs one shift
 instead of a logarithm.
 
@@ -131,13 +131,13 @@ class KeyWindow:
         """
         edge = key_edges(np.arange(self.lo, self.hi + 1))
         a, b = edge[:-1], edge[1:]
-        # a + b and 2ab would leave the range of nothing here: float64 holds 2**256.
+        # a + b and 2ab cannot overflow: float64 holds 2**256.
         centre = 2.0 * a * b / (a + b)
         one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
         return np.concatenate((one_sign, -one_sign))
 
     def edges(self) -> tuple[F64, F64]:
-        """Real interval of every bin: two float64[size] with ``low <= x <= high``, the smaller first.
+        """Return the real interval of every bin: two float64[size] with ``low <= x <= high``, the smaller first.
 
         The edge of larger magnitude is excluded: positive bins are ``[low, high)``, negative ones
         ``(low, high]``.  Over ends at ``2**128``; non-finite bins are the point at infinity.

@@ -1,9 +1,9 @@
-"""The kernels in NumPy, written to be read next to their formulas.
+"""NumPy implementations of the kernels, written to be read next to their formulas.
 
 All arrays are C-contiguous, and one-dimensional unless said otherwise; ``x`` is float32[n].  ``inv_scale``
 multiplies ``x`` in fp32 before its key is taken.  ``parent`` holds the previous codes, uint8[n]; where it is
-``None`` every element uses row ``context`` of the table.  Wrong dtypes, shapes and codes past the end of a table raise
-``ValueError``.
+``None`` every element uses row ``context`` of the table.  Wrong dtypes or shapes, and codes past the end of a table,
+raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def joint_sketch(
 def quantize(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:
-    """``codes[i] = table[parent code, bin]``, with table uint8[rows, size] and codes uint8[n]."""
+    """Set ``codes[i] = table[parent code, bin]``, with table uint8[rows, size] and codes uint8[n]."""
     window = KeyWindow(lo, hi)
     check_array("table", table, np.uint8)
     check_array("codes", codes, np.uint8, (x.size,))
@@ -53,7 +53,7 @@ def quantize(
 
 
 def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
-    """Raw fp32 bits of the elements whose code is ``protected_code`` (-1: none), in order: uint32[m]."""
+    """Return the fp32 bits of the elements whose code is ``protected_code`` (-1: none), in order: uint32[m]."""
     check_array("x", x, np.float32, (x.size,))
     check_array("codes", codes, np.uint8, (x.size,))
     bits: U32 = x.view(np.uint32)[codes.astype(np.int64) == protected_code]
@@ -63,7 +63,7 @@ def gather_protected(x: F32, codes: U8, protected_code: int) -> U32:
 def refine(
     x: F32, codes: U8, inv_scale: float, low: F64, inv_width: F64, bits: int, log_domain: bool, out: U8
 ) -> None:
-    """The element's place inside its cell, in ``bits`` bits.
+    """Quantize the position of each element inside its cell to ``bits`` bits.
 
     With ``u`` the scaled element, or in the bits domain its magnitude bits over ``2**23``, and ``c`` its
     code: ``out = clip(floor((u - low[c]) * inv_width[c] * 2**bits), 0, 2**bits - 1)``.  A cell with
@@ -97,7 +97,7 @@ def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) ->
 
 
 def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protected: F32, out: F32) -> int:
-    """``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
+    """Set ``out = levels[code] * scale`` in fp32; protected elements take the next of ``protected``, unscaled.
 
     Args:
         codes: uint8[n].
@@ -107,8 +107,8 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
         out: float32[n].
 
     Returns:
-        How many codes were ``protected_code``.  The caller compares it to ``m``: where it is larger, the
-        last elements found no value and hold ``levels[protected_code] * scale``.
+        The number of codes equal to ``protected_code``.  The caller compares it to ``m``: where it is larger, the last
+        elements had no value left and hold ``levels[protected_code] * scale``.
     """
     check_array("codes", codes, np.uint8)
     check_array("protected", protected, np.float32)
@@ -133,7 +133,7 @@ def dequantize_refined(
     log_domain: bool,
     out: F32,
 ) -> int:
-    """As ``dequantize``, with the element in the middle of its part of the cell.
+    """Dequantize as ``dequantize`` does, to the middle of the part of the cell that the symbol selects.
 
     With ``c`` the code and ``r`` the refinement symbol, ``u = low[c] + (r + 0.5) * (width[c] / 2**bits)`` in
     fp64.  Linear domain: the value is ``u`` rounded to fp32.  Bits domain: the fp32 whose bits are ``rint(u *
@@ -165,19 +165,19 @@ def dequantize_refined(
 
 
 def to_bf16(bits: U32) -> U16:
-    """fp32 bits, uint32[m], to bf16 bits, uint16[m]: nearest, ties to even; NaN stays (quiet) NaN."""
+    """Round fp32 bits, uint32[m], to bf16 bits, uint16[m]: nearest, ties to even; NaN stays (quiet) NaN."""
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
 
 
 def from_bf16(halves: U16) -> F32:
-    """bf16 bits, uint16[m], to float32[m], exactly."""
+    """Convert bf16 bits, uint16[m], to float32[m], exactly."""
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def pack(symbols: U8, bits: int) -> U8:
-    """Symbols below ``2**bits`` as a stream of bits, the lowest bit of the first symbol first.
+    """Pack symbols below ``2**bits`` into a stream of bits, the lowest bit of the first symbol first.
 
     Args:
         symbols: uint8[n].
@@ -194,7 +194,7 @@ def pack(symbols: U8, bits: int) -> U8:
 
 
 def unpack(packed: U8, bits: int, out: U8) -> None:
-    """The inverse of ``pack``: fills ``out``, uint8[n], from uint8[ceil(n * bits / 8)]."""
+    """Invert ``pack``: fill ``out``, uint8[n], from uint8[ceil(n * bits / 8)]."""
     check_bits(bits)
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))

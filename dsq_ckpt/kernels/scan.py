@@ -1,8 +1,8 @@
-"""Passes over all gradients that the training thread waits for, at the speed of memory.
+"""Passes over all gradients on the training thread, limited by memory bandwidth.
 
-On a CPU they are Numba's loops over the bits of elements, which read everything once, allocate nothing, and take all
-parameters in one call: torch's own operations make masks and products, and each call of one costs some microseconds per
-parameter. Elsewhere they are torch's.
+On a CPU they are Numba loops over the bits of elements, which read each element once, allocate nothing, and take all
+parameters in one call: operations of torch allocate masks and products, and each call takes some microseconds per
+parameter. On other devices they are operations of torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
-    """The bits of values, as integers of their size: NaN equals itself, and only +0 is 0."""
+    """View the bits of values as integers of the same size: NaN equals itself, and only +0 is 0."""
     return values.view(_INTEGERS.get(values.dtype.itemsize, values.dtype))
 
 
 def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one dtype are equal bit for bit."""
+    """Return whether tensors of one dtype are equal bit for bit."""
     return torch.equal(as_integers(one), as_integers(other))
 
 
@@ -35,19 +35,19 @@ def gather(
     gradients: Sequence[torch.Tensor], places: torch.Tensor, counts: Sequence[int], values: torch.Tensor,
     nonzero: torch.Tensor,
 ) -> None:
-    """Some elements of each gradient, and how many of all its elements are not +0.
+    """Gather some elements of each gradient, and count all its elements that are not +0.
 
     Args:
-        gradients: of one dtype and device.
+        gradients: tensors of one dtype and device.
         places: int64[sum of counts], row-major indices into each, one after the other.
-        counts: how many of them are for each gradient.
-        values: of the gradients' dtype, as many; filled with the elements.
-        nonzero: int64, one per gradient; filled. It is where places and values are.
+        counts: number of indices for each gradient.
+        values: output, the gathered elements, as many as `places`; of the gradients' dtype.
+        nonzero: output, int64, one per gradient; on the device of `places` and `values`.
 
     Raises:
-        IndexError: there is no such element.
+        IndexError: an index is out of range.
     """
-    flats = [gradient.reshape(-1).contiguous() for gradient in gradients]  # kept for as long as addresses are used
+    flats = [gradient.reshape(-1).contiguous() for gradient in gradients]  # referenced as long as addresses are used
     if not _on_cpu(*flats, values):
         for flat, own, picked, count in zip(
             flats, places.split(list(counts)), values.split(list(counts)), nonzero.split(1), strict=True
@@ -65,12 +65,12 @@ def gather(
 def factor_between(
     before: Sequence[torch.Tensor], scales: Iterable[float], after: Sequence[torch.Tensor]
 ) -> float | None:
-    """The number that tensors were multiplied by, bit for bit as fp32 rounds products; None: it is none of these.
+    """Return the scale that tensors were multiplied by, bit for bit as fp32 rounds products; None if there is none.
 
     Args:
-        before: contiguous, on the CPU.
-        scales: exact in fp32; 1 is for any dtype, others for fp32.
-        after: as many, wherever they are; those of another shape or dtype are no multiples.
+        before: contiguous tensors on the CPU.
+        scales: candidates, exact in fp32; 1 is tried for any dtype, others for fp32.
+        after: as many tensors, on any device; tensors of another shape or dtype are no multiples.
     """
     for one, other in zip(before, after, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -79,7 +79,7 @@ def factor_between(
     scales = [scale for scale in scales if single or scale == 1.0]
     if not scales:
         return None
-    here = [other.detach().cpu().contiguous() for other in after]  # kept for as long as addresses are used
+    here = [other.detach().cpu().contiguous() for other in after]  # referenced as long as addresses are used
     (befores, sizes), (afters, _) = _addresses(before), _addresses(here)
     lengths = np.array([one.nbytes for one in before], np.int64)
     for scale in scales:
@@ -91,13 +91,13 @@ def factor_between(
 
 
 class Samples:
-    """Bytes of tensors, in runs that are evenly spread over all of them, one at least in each.
+    """Samples of the bytes of tensors, in runs that are evenly spread over all of them, at least one in each.
 
-    A run is what a cache holds in one line: reading one byte of it takes as long as reading all.
+    A run is one cache line: reading one byte of it takes as long as reading all.
 
     Args:
-        tensors: those are sampled that are on the CPU and without holes in memory.
-        runs: about; fewer where there are fewer bytes.
+        tensors: tensors to sample; only those on the CPU and without gaps in memory are.
+        runs: approximate number of runs; fewer where there are fewer bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], runs: int) -> None:
@@ -109,14 +109,14 @@ class Samples:
         self._counts = -(-(self._sizes - self._starts) // self._every)
 
     def take(self) -> Array:
-        """The bytes, uint8. The tensors must be where they were, and as large."""
+        """Return the sampled bytes, uint8. The tensors must still have the same addresses and sizes."""
         taken = np.zeros(int(self._counts.sum()) * _RUN, np.uint8)
         _sample(self._addresses, self._sizes, self._starts, self._counts, self._every, taken)
         return taken
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether it takes no more memory than its elements do, in whatever order."""
+    """Return whether the elements of a tensor lie in memory without gaps, in any order."""
     if tensor.layout is not torch.strided:
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -128,7 +128,7 @@ def _on_cpu(*tensors: torch.Tensor) -> bool:
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[Array, Array]:
-    """Where contiguous tensors are, and how many elements they have; they must outlive the use of it."""
+    """Return the addresses and numbers of elements of contiguous tensors, which must outlive their use."""
     return (
         np.array([tensor.data_ptr() for tensor in tensors], np.int64),
         np.array([tensor.numel() for tensor in tensors], np.int64),
@@ -137,7 +137,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[Array, Array]:
 
 @intrinsic
 def _pointer(_context, address):  # type: ignore[no-untyped-def]
-    """An address as a pointer, which Numba's `carray` makes an array of."""
+    """Convert an address to a pointer, of which Numba's `carray` makes an array."""
     signature = types.voidptr(address)
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

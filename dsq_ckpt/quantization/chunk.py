@@ -64,7 +64,7 @@ class Chunk:
         return self.tensor.detach().contiguous().view(-1)
 
     def coded_flat(self) -> torch.Tensor:
-        """All that is coded, in one dimension, on the tensor's device; for chunks without `base_values`."""
+        """Return all numbers to code, flat, on the tensor's device; for chunks without `base_values`."""
         flat = self.flat()
         return flat if self.frame is None else self.frame.coded(flat, slice(0, len(flat)))
 
@@ -106,7 +106,7 @@ class CodeSource(Protocol):
         """Make `codes[where]` valid and return what lies beside them."""
 
     def staged(self, workers: Workers) -> CodeSource:
-        """The same, for an asynchronous save: training may change the tensor it was made from."""
+        """Return the same codes, independent of the tensor, which training may change during an asynchronous save."""
 
 
 class QuantizingChunk:
@@ -165,7 +165,7 @@ class QuantizingChunk:
         return BlockData(protected, packed)
 
     def staged(self, workers: Workers) -> CodeSource:
-        """All blocks, quantized."""
+        """Quantize all blocks."""
         return CodedChunk.of(self, workers)
 
 
@@ -198,7 +198,7 @@ class CodedChunk:
         return self.data[where.start]
 
     def staged(self, workers: Workers) -> CodeSource:
-        """This."""
+        """Return the object itself."""
         return self
 
 
@@ -226,7 +226,7 @@ def all_finite(chunk: Chunk) -> bool:
 
 
 def brings_nearer(chunk: Chunk) -> bool:
-    """Whether the differences of a chunk are finite, and of no more than twice the root mean square of its values.
+    """Return whether a chunk's differences are finite, with at most twice the root mean square of its values.
 
     The error of a difference is a fraction of the difference. Against a parent that is far off, as one saved in a spike
     of the loss may be, it would exceed the values themselves.
@@ -241,9 +241,9 @@ def brings_nearer(chunk: Chunk) -> bool:
 
 
 def coded_values(flat: torch.Tensor, base_values: F32 | None, where: slice, frame: Frame | None) -> F32:
-    """What is coded of a block of a flat tensor, in float32: its values, or their difference to those of `base_values`.
+    """Return the numbers to code for a block of a flat tensor, in float32: its values, or differences to `base_values`.
 
-    Differences of infinities, and those past the largest number, are not finite.
+    Differences of infinities, and differences past the range of float32, are not finite.
     """
     values = block_values(flat[where] if frame is None else frame.coded(flat[where], where))
     if base_values is None:
@@ -287,7 +287,7 @@ class Dequantizer:
         self._sign = padded(np.where(levels < 0, -1.0, 1.0))
 
     def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: F32) -> None:
-        """Values of a block.
+        """Dequantize a block.
 
         Args:
             codes: uint8[n].
@@ -335,7 +335,7 @@ class Dequantizer:
         return out.nan_to_num_() if self._beyond else out
 
     def tables(self, device: torch.device) -> list[torch.Tensor]:
-        """What kernels look up, on a device: levels, and lower edges, widths and signs of cells."""
+        """Return the kernels' tables on a device: levels, and lower edges, widths and signs of cells."""
         return [torch.from_numpy(part).to(device) for part in (self._levels, self._low, self._width, self._sign)]
 
 
@@ -347,7 +347,7 @@ def protected_bf16(bits: Bits) -> U16:
 
 
 def add(values: F32, residual: F32, out: F32) -> None:
-    """The sum of fp32 numbers as every reader computes it: what is past the largest number becomes that."""
+    """Add fp32 numbers as every reader does: sums past the largest finite number become that number."""
     with np.errstate(over="ignore"):
         np.add(values, residual, out=out)
     np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)

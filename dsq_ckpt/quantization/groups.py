@@ -170,12 +170,12 @@ def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str
 
 
 def is_inner(fqn: str) -> bool:
-    """Whether a name is that of an inner tensor of a subclass, as `subclasses.by_parts` names it: it is exact."""
+    """Return whether a name is that of an inner tensor of a subclass (see `subclasses.by_parts`), which is exact."""
     return any(part.startswith("<") and part.endswith(">") for part in fqn.split("."))
 
 
 def _kind(fqn: str) -> tuple[str, str]:
-    """(kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
+    """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
     parent, _, leaf = fqn.rpartition(".")
     if is_inner(fqn):
         return EXACT, fqn

@@ -116,7 +116,7 @@ def units_on(device: torch.device) -> torch.Tensor:
 def from_units(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by the units of their second moments, in place; both float32, flat.
 
-    What is past the largest number becomes that.
+    Products past the largest finite number become that number.
     """
     _multiply(values, squares.view(np.uint32), UNITS)
 

@@ -57,7 +57,7 @@ def _sparse(chunk: Chunk, workers: Workers) -> Sparse:
 
 
 def _by_place(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-    """Chunks that are worked on in device memory, and those that are not."""
+    """Split chunks into those that are processed in device memory and all others."""
     near = [chunk for chunk in chunks if device.serves(chunk)]
     return near, [chunk for chunk in chunks if not device.serves(chunk)]
 
@@ -95,7 +95,7 @@ def _joint_share(share: Sequence[Chunk], window: KeyWindow, like: Counts, worker
 
 
 def importance_of(chunk: Chunk, where: slice) -> F32:
-    """Sensitivity of a block of a chunk with gradients: of its values, or of what a residual adds to the parent's."""
+    """Return the sensitivity of a block of a chunk with gradients: of its values, or of differences to the parent's."""
     assert chunk.gradient is not None
     values = coded_values(chunk.flat(), chunk.base_values, where, chunk.frame)
     return kernels.importance(values, block_values(chunk.gradient.reshape(-1)[where]))
@@ -160,7 +160,7 @@ def _shifted(bins: Counts, exponent: int) -> Counts:
 
 
 def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
-    """Chunks dealt to threads so that each has about the same number of elements; large chunks are split."""
+    """Partition chunks over threads so that each has about the same number of elements; large chunks are split."""
     pieces: list[Chunk] = []
     total = sum(chunk.key.elements for chunk in chunks)
     limit = max(workers.block_elements, -(-total // workers.threads))

@@ -48,7 +48,7 @@ def _blocks(x: Any) -> Iterator[Any]:
 
 
 def _fp32_blocks(x: Any) -> Iterator[F32]:
-    """The elements of a NumPy array or torch tensor as flat fp32 blocks; their order is not kept."""
+    """Yield the elements of a NumPy array or torch tensor as flat fp32 blocks, in any order."""
     # A tensor can only exist where torch was imported, so this never imports it.
     torch = sys.modules.get("torch")
     is_tensor = torch is not None and isinstance(x, torch.Tensor)
@@ -167,7 +167,7 @@ class Sketch:
 
 
 def _at_rank(counts: I64, values: F64, q: float) -> float:
-    """The value of the first bin whose cumulative count exceeds ``q * (n - 1)`` (DDSketch, Algorithm 2)."""
+    """Return the value of the first bin whose cumulative count exceeds ``q * (n - 1)`` (DDSketch, Algorithm 2)."""
     if not 0.0 <= q <= 1.0:
         raise ValueError(f"quantile {q} is not in [0, 1]")
     cumulative = np.cumsum(counts)

@@ -45,7 +45,7 @@ class SuperStep:
 
     @classmethod
     def checked(cls, codes: Codes, steps: Any, own: F32, where: str) -> SuperStep:
-        """From what a file says.
+        """Build a super-step from the content of a file.
 
         Raises:
             CorruptCheckpoint: the parts do not fit each other.
@@ -81,7 +81,7 @@ class SuperStep:
             pass
 
     def at(self, places: I64) -> F32:
-        """What each step adds to some elements: float32[m, len(places)]."""
+        """Return what each step adds to some elements: float32[m, len(places)]."""
         codes = self.codes[places]
         found: F32 = np.pad(self.steps, ((0, 0), (0, 1)))[:, codes]
         single = codes == self.last
@@ -89,7 +89,7 @@ class SuperStep:
         return found
 
     def then(self, later: SuperStep) -> SuperStep | None:
-        """Both as one, or None where that has too many combinations, or too many numbers of single elements."""
+        """Join two super-steps; None if that has too many combinations, or too many numbers of single elements."""
         single = (self.codes == self.last) | (later.codes == later.last)
         places = np.flatnonzero(single)
         if len(places) * (len(self.steps) + len(later.steps)) > _MOST_OWN * len(self.codes):

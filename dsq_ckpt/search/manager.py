@@ -81,7 +81,7 @@ class ConfigManager:
         self._told = False  # that a restore breaks its bound
 
     def resume(self, config: dict[str, Any], quality: dict[str, Any] | None) -> None:
-        """Continue where the search of a loaded checkpoint stood.
+        """Resume the search of a loaded checkpoint.
 
         Args:
             config: of its manifest.

@@ -151,9 +151,9 @@ class TrialModel:
         return metric
 
     def _marks(self) -> dict[str, Hashable]:
-        """By name of each parameter: where it lies, how often its gradient was changed, and a checksum of its values.
+        """Return the address, the version of the gradient and a checksum of the values of each parameter, by name.
 
-        Of a parameter that ZeRO 3 partitions, which comes and goes, only the partition counts.
+        For a parameter that ZeRO 3 partitions, and gathers and releases, only the partition counts.
         """
         parameters = {unwrapped(name): p for name, p in self._model.named_parameters()}
         values = {name: (lambda p=p: _parts(p)[-1]) for name, p in parameters.items()}
@@ -169,7 +169,7 @@ class TrialModel:
         return marks
 
     def _undo(self) -> None:
-        """What an evaluation does to buffers, flags and random state is not there for the next."""
+        """Undo the changes of an evaluation to buffers, flags and random state."""
         with torch.no_grad():
             for module, name, buffer, original in self._buffers:
                 if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
@@ -201,9 +201,7 @@ class TrialModel:
         self._reshard()
 
     def _reshard(self) -> None:
-        """Nothing made of the weights before may be used now: neither casts that autocast keeps, nor the gathered
-        parameters that FSDP2 keeps of its root after a forward pass.
-        """
+        """Drop copies of the weights before: casts that autocast caches, and gathered parameters of FSDP2's root."""
         torch.clear_autocast_cache()
         if self._refresh is not None:
             self._refresh()
@@ -253,7 +251,7 @@ def _partitioned(parameter: nn.Parameter) -> bool:
 
 
 def _parts(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """A parameter's memory, which may be another one after a refresh, and its partition under ZeRO 3."""
+    """Return a parameter's memory, which may change with a refresh, and its partition under ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
     return [parameter.data] if partition is None else [parameter.data, partition.data]
 

@@ -1,1 +1,1 @@
-"""Algorithms of codebooks that other packages use too, or that are compiled."""
+"""Algorithms of codebooks that several modules use, or that are compiled."""

@@ -24,7 +24,7 @@ from dsq_ckpt.kernels.jit import jit
 
 @jit(error_model="numpy")
 def _cost(w, wx, wxx, i, j):  # type: ignore[no-untyped-def]
-    """Weighted sum of squared distances of points i..j to their mean, from prefix sums."""
+    """Return the weighted sum of squared distances of points i..j to their mean, from prefix sums."""
     weight = w[j + 1] - w[i]
     if weight <= 0.0:  # weights below the last digit of the sum before them
         return 0.0
@@ -35,7 +35,7 @@ def _cost(w, wx, wxx, i, j):  # type: ignore[no-untyped-def]
 
 @jit(error_model="numpy")
 def _fill_row(w, wx, wxx, k, before, row, starts):  # type: ignore[no-untyped-def]
-    """Row k (0-based: k + 1 clusters) of the dynamic programme, and where its last clusters start."""
+    """Fill row k (0-based: k + 1 clusters) of the dynamic program, and the starts of its last clusters."""
     n = row.size
     # Halving a range that starts with n entries leaves at most two pending ranges per level.
     stack = np.empty((128, 4), np.int64)
@@ -61,7 +61,7 @@ def _fill_row(w, wx, wxx, k, before, row, starts):  # type: ignore[no-untyped-de
 
 @jit(error_model="numpy")
 def _solve(points, weights, k_max):  # type: ignore[no-untyped-def]
-    """Start of the last cluster for every (clusters - 1, last point), int32[k_max, n]."""
+    """Return the start of the last cluster for every (clusters - 1, last point), int32[k_max, n]."""
     n = points.size
     w, wx, wxx = np.zeros(n + 1), np.zeros(n + 1), np.zeros(n + 1)
     for i in range(n):
@@ -92,7 +92,7 @@ class KMeansPath:
     _starts: I32
 
     def starts(self, k: int) -> I64:
-        """Index into ``points`` of the first point of each of the k clusters, int64[k].
+        """Return the index into ``points`` of the first point of each of the k clusters, int64[k].
 
         Raises:
             ValueError: ``k`` is not in 1..k_max.
@@ -107,21 +107,21 @@ class KMeansPath:
         return starts
 
     def levels(self, k: int) -> F64:
-        """Weighted means of the k clusters, float64[k], ascending; raises as ``starts``."""
+        """Return the weighted means of the k clusters, float64[k], ascending; raises as ``starts``."""
         starts = self.starts(k)
-        # Means are taken from each cluster's first point, so that they keep their digits far from zero.
+        # Offsets from each cluster's first point keep their precision far from zero.
         origin = self.points[starts]
         offsets = self.points - np.repeat(origin, np.diff(np.append(starts, self.points.size)))
         weight = np.add.reduceat(self.weights, starts)
         return origin + np.add.reduceat(self.weights * offsets, starts) / weight
 
     def boundaries(self, k: int) -> F64:
-        """Where the nearest level changes: midpoints of the levels, float64[k - 1]; raises as ``starts``."""
+        """Return the midpoints of neighbouring levels, float64[k - 1]; raises as ``starts``."""
         levels = self.levels(k)
         return 0.5 * (levels[:-1] + levels[1:])
 
     def cost(self, k: int) -> float:
-        """Weighted sum of squared distances to the level of each point's cluster; raises as ``starts``."""
+        """Return the weighted sum of squared distances to the level of each point's cluster; raises as ``starts``."""
         starts = self.starts(k)
         own = np.repeat(self.levels(k), np.diff(np.append(starts, self.points.size)))
         return float(np.sum(self.weights * (self.points - own) ** 2))
@@ -153,8 +153,8 @@ def exact_kmeans(points: npt.ArrayLike, weights: npt.ArrayLike, k_max: int) -> K
     p, w = p[w > 0], w[w > 0]
     if p.size == 0:
         raise ValueError("no point has weight: there is nothing to cluster")
-    # Differences of prefix sums lose digits when the points lie far from zero, and products of weights and
-    # squares may leave the range of fp64: centre, and bring both to unit size.
+    # Differences of prefix sums lose precision when the points lie far from zero, and products of weights and
+    # squares may overflow fp64: center the points, and normalize points and weights.
     centred = p - np.average(p, weights=w / w.max())
     unit = np.abs(centred).max()
     k = min(k_max, p.size)

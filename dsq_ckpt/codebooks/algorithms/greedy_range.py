@@ -1,4 +1,4 @@
-"""Uniform quantization of a range that gives up its ends where that pays: Check-N-Run, for comparison.
+"""Adaptive range of uniform quantization by greedy search: Check-N-Run, for comparison.
 
 Check-N-Run (Eisenman et al., NSDI 2022; "adaptive asymmetric quantization") takes the greedy search of Guan et al.,
 "Post-Training 4-bit Quantization on Embedding Tables", 2019, which PyTorch has as ``choose_qparams_optimized``.
@@ -20,9 +20,9 @@ from dsq_ckpt.kernels.jit import jit
 
 @jit
 def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int) -> float:
-    """Weighted squared error of the nearest of ``bins`` levels from ``low`` to ``high``; what lies outside clips.
+    """Return the weighted squared error of ``bins`` levels from ``low`` to ``high``; values outside are clipped.
 
-    Summed bin by bin, not read from prefix sums: their differences would lose the digits that decide near ties.
+    It is summed bin by bin: differences of prefix sums would lose the digits that decide near ties.
     """
     step = (high - low) / (bins - 1)
     total = 0.0
@@ -35,7 +35,7 @@ def _squared_error(values: Any, weights: Any, low: float, high: float, bins: int
 
 @jit
 def _greedy(values: Any, weights: Any, bins: int, stride: float, moves: int) -> Any:
-    """The search of ``adaptive_range``: ``moves`` strides, each from the end where it costs less."""
+    """Search as ``adaptive_range`` does: ``moves`` strides, each at the end where the error grows less."""
     first, last = values[0], values[-1]
     best_low, best_high = first, last
     best = _squared_error(values, weights, first, last, bins)
@@ -56,12 +56,12 @@ def _greedy(values: Any, weights: Any, bins: int, stride: float, moves: int) -> 
 def adaptive_range(
     values: npt.ArrayLike, counts: npt.ArrayLike, bins: int, step_bins: int, search_range: float
 ) -> tuple[float, float]:
-    """The range to quantize uniformly with ``bins`` levels (``uniform_levels``), by greedy search.
+    """Find the range to quantize uniformly with ``bins`` levels (``uniform_levels``), by greedy search.
 
-    From the full range on, one end at a time moves inwards by a stride of 1 / ``step_bins`` of the full range: the
-    end whose move leaves the smaller squared error, the upper one on a tie.  This goes on until ``search_range`` of
-    the range, rounded up to whole strides, has been given up.  Of all ranges on the way the one with the smallest
-    error wins, on a tie the wider, so the error is never above that of the full range.
+    Starting from the full range, one end at a time moves inwards by a stride of 1 / ``step_bins`` of the full range:
+    the end whose move leaves the smaller squared error, the upper one on a tie.  The search ends when the range is
+    smaller by ``search_range``, rounded up to whole strides.  The result is the visited range of smallest error, on a
+    tie the wider, so the error is never above that of the full range.
 
     PyTorch's code keeps a range only if both of its successors are worse, and so never the last; the search
     itself is the same.  It also rounds the lower end and the step to fp16, which is its format and not the method.
@@ -70,7 +70,7 @@ def adaptive_range(
         values, counts: the layer's histogram, see ``as_histogram``.
         bins: levels, >= 2, both ends of the range among them.
         step_bins: strides in the full range, >= 1.
-        search_range: share of the full range that may be given up, in [0, 1); one stride is always left.
+        search_range: fraction of the full range that may be cut off, in [0, 1); one stride is always left.
 
     Returns:
         The lower and the upper end, ``low <= high``; equal for a histogram of one bin.

@@ -1,7 +1,7 @@
-"""The papers' k-means: weighted k-means++ seeding and Lloyd's iterations on a histogram.
+"""K-means of the papers: weighted k-means++ seeding and Lloyd's iterations on a histogram.
 
-Inshrinkerator, section 4.4, Algorithms 2 and 3.  It finds a local optimum that depends on the seed;
-``exact_kmeans`` finds the global one.  This is here for comparison with the papers.
+Inshrinkerator, section 4.4, Algorithms 2 and 3.  The algorithm finds a local optimum that depends on the seed;
+``exact_kmeans`` finds the global one.  It is used for comparison with the papers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dsq_ckpt.core.arrays import F64
 
 
 def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float = 0.2) -> F64:
-    """Weight of each bucket: ``sigma * frequency + (1 - sigma) * |value|``, both normalized (Algorithm 2).
+    """Return the weight of each bucket: ``sigma * frequency + (1 - sigma) * |value|``, both normalized (Algorithm 2).
 
     The paper does not define its ``Normalize``.  Here it divides by the maximum: both terms then have the
     range [0, 1] whatever the number of elements and the scale of the tensor, and more buckets do not change
@@ -22,7 +22,7 @@ def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float
     Args:
         frequency: elements per bucket, [n], >= 0.
         values: representative of each bucket, [n], finite where the frequency is positive.
-        sigma: share of the frequency, in [0, 1].
+        sigma: weight of the frequency, in [0, 1].
 
     Returns:
         float64[n].
@@ -38,13 +38,13 @@ def sample_weights(frequency: npt.ArrayLike, values: npt.ArrayLike, sigma: float
     used = f > 0
     weights = np.zeros_like(f)
     if used.any():
-        largest = magnitude[used].max() or 1.0  # all zero: the magnitude has nothing to say
+        largest = magnitude[used].max() or 1.0  # all values are zero
         weights[used] = sigma * f[used] / f.max() + (1.0 - sigma) * magnitude[used] / largest
     return weights
 
 
 def seed_levels(points: F64, weights: F64, k: int, rng: np.random.Generator) -> F64:
-    """Weighted k-means++ seeding (Algorithm 3): k of the points, ascending.
+    """Choose k of the points by weighted k-means++ seeding (Algorithm 3); ascending.
 
     Its ``min_distance`` is taken as the squared distance, as in the k-means++ it extends (Arthur and
     Vassilvitskii, SODA 2007), so that the expected cost keeps that bound.
@@ -71,13 +71,13 @@ def lloyd_kmeans(
     max_iterations: int = 100,
     tolerance: float = 1e-6,
 ) -> F64:
-    """Lloyd's iterations from one weighted k-means++ seeding.
+    """Cluster points by Lloyd's iterations from one weighted k-means++ seeding.
 
     Args:
         points: float64[n], finite, ascending.
         weights: float64[n], >= 0; points of weight 0 are left out.
         k: clusters wanted, >= 1.
-        seed: of the seeding; the same seed gives the same levels.
+        seed: seed of the random choice; the same seed gives the same levels.
         max_iterations: upper limit of iterations.
         tolerance: stop when no level moves by more than this part of the range of the points.
 

@@ -41,7 +41,7 @@ class PartitionTurn:
     elements: int = 0
 
     def of(self, elements: int) -> slice:
-        """Which elements of a chunk of so many; the parts of a chunk cover it and are of nearly equal size."""
+        """Return the slice of a chunk of so many elements; the parts cover the chunk and have nearly equal sizes."""
         return slice(elements * self.number // self.parts, elements * (self.number + 1) // self.parts)
 
 

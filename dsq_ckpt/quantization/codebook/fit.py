@@ -233,7 +233,7 @@ def _refined_error(
 
 
 def _ascending(levels: F64, log: bool) -> tuple[F64, Codes]:
-    """Levels with zero among them in ascending order, and the code of each; zero has no place on a log axis."""
+    """Return the levels in ascending order with zero among them, except on a log axis, and the code of each."""
     if log:
         return levels, np.arange(1, len(levels) + 1, dtype=np.uint8)
     positions = np.concatenate([[0.0], levels])

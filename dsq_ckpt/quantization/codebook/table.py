@@ -11,7 +11,7 @@ from dsq_ckpt.kernels.jit import jit
 
 
 def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
-    """How often each code follows each previous code: int64[rows, symbols], from joint counts int64[rows, bins]."""
+    """Count how often each code follows each previous code: int64[rows, symbols]; joint counts are int64[rows, bins]."""
     counts = np.zeros((joint.shape[0], symbols), np.int64)
     rows, bins = np.nonzero(joint)
     np.add.at(counts, (rows, table[rows, bins]), joint[rows, bins])
@@ -19,13 +19,13 @@ def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
 
 
 def code_bits(counts: Counts) -> F64:
-    """-log2 of each code's share of its row; codes not seen in a row cost as much as half an occurrence."""
+    """Return -log2 of each code's frequency in its row; codes absent from a row count as half an occurrence."""
     smoothed = np.maximum(counts, 0.5)
     return np.log2(smoothed.sum(1, keepdims=True)) - np.log2(smoothed)
 
 
 def entropy_bits(counts: Counts) -> float:
-    """Bits that an ideal coder with one static table per row spends on `counts`."""
+    """Return the bits that an ideal coder with one static table per row needs for `counts`."""
     totals = counts.sum(1, keepdims=True)
     seen = counts > 0
     shares = counts / np.maximum(totals, 1)

@@ -1,4 +1,4 @@
-"""Codes of a chunk, made where it lies and brought to the host in the background."""
+"""Codes of a chunk, quantized on its device and copied to the host in the background."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
 
-_PIECE = 1 << 25  # codes packed together, so that the room for packed ones is bounded
+_PIECE = 1 << 25  # codes packed together, to bound the memory of packed ones
 _CHANGED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
 _PROTECTED = 4  # bytes of a protected value
-_SPARE = 1 << 20  # protected values of a chunk for which there is room before their number is known
+_SPARE = 1 << 20  # protected values of a chunk for which memory is allocated before their number is known
 
 
 class _Arrived(NamedTuple):
@@ -132,7 +132,7 @@ class DeviceChunk:
         try:
             codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
-            # There is room for both before their numbers are known, so that nobody waits for the device here.
+            # Both are allocated before their numbers are known, so that the host does not wait for the device here.
             protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
             # Here and not in the background, so that the previous codes can go at once.
             changed = backend.changed_codes(codes, known, changes) if known is not None and changes else None
@@ -204,7 +204,10 @@ class DeviceChunk:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: without what is on the device. What failed fails where other ranks learn of it."""
+        """Return the state for another process, without device memory.
+
+        A failure of the transfer is raised later, where the other ranks are notified.
+        """
         arrival: _Arrived | Exception
         try:
             arrival, _ = self._arrived()

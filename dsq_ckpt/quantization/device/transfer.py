@@ -127,7 +127,7 @@ _transfers: dict[torch.device, Transfer] = {}
 
 
 def transfer_from(device: torch.device) -> Transfer:
-    """The way from a device, made on first use: pinned memory is slow to come by."""
+    """Return the transfer from a device, created on first use: allocation of pinned memory is slow."""
     if device not in _transfers:
         _transfers[device] = Transfer(device)
     return _transfers[device]
