@@ -11,7 +11,7 @@ from dsq_ckpt.kernels.jit import jit
 
 
 def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
-    """Count how often each code follows each previous code: int64[rows, symbols]; joint counts are int64[rows, bins]."""
+    """Count how often each code follows each previous code: int64[rows, symbols]; joint: int64[rows, bins]."""
     counts = np.zeros((joint.shape[0], symbols), np.int64)
     rows, bins = np.nonzero(joint)
     np.add.at(counts, (rows, table[rows, bins]), joint[rows, bins])
