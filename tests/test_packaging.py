@@ -64,12 +64,12 @@ def test_links_lead_to_the_repository_once_it_has_an_address(unpacked):
     )
 
 
-def test_the_documentation_shows_the_contract_between_rooms():
-    """What `make lint` checks, layer by layer; `__main__` is not a room."""
+def test_the_documentation_shows_the_contract_between_subpackages():
+    """What `make lint` checks, layer by layer; `__main__` is not a subpackage."""
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     layers = [layer.split(" | ") for layer in contract["layers"]][1:]
     text = (ROOT / "docs" / "design.md").read_text()
-    table = text[text.index("| room of `dsq_ckpt/` |") :].split("\n\n")[0].splitlines()[2:]
+    table = text[text.index("| part of `dsq_ckpt/` |") :].split("\n\n")[0].splitlines()[2:]
     assert [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table] == layers
 
 
