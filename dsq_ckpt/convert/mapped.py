@@ -5,7 +5,6 @@ Nothing but plain data is unpickled. Files of torch before 1.6 cannot be mapped,
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed
 
 State = dict[str, Any]
@@ -70,7 +70,7 @@ def shards_of(index: Path) -> list[tuple[Path, list[str] | None]]:
         CorruptCheckpoint: it is no index, or names files elsewhere.
     """
     try:
-        where = json.loads(index.read_text())["weight_map"]
+        where = strict_json(index.read_text())["weight_map"]
         files: dict[str, list[str]] = {}
         for fqn, name in where.items():
             files.setdefault(name, []).append(fqn)

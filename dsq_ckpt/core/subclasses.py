@@ -202,7 +202,12 @@ def _compare(name: str, tensor: torch.Tensor, loaded: Any) -> None:
     own = f"<{type(tensor).__name__}>"
     if not isinstance(loaded, dict) or own not in loaded:
         return
-    stored = json.loads(loaded[own][_SETTINGS])
+    try:
+        stored = dict(json.loads(loaded[own][_SETTINGS]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise LoadFailed(
+            f"'{name.lstrip('.')}': the stored settings of its class {own[1:-1]} do not parse: {error!r}"
+        ) from error
     for key, value in _plain(tensor.__tensor_flatten__()[1]).items():  # type: ignore[attr-defined]
         if stored.get(key, value) != value:
             raise LoadFailed(

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.core.regular import read_regular, unreadable
+from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, UnsupportedFormat
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
 from dsq_ckpt.storage.checkpoint import dtype_of
-from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo, strict_json
+from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo
 
 LOG = "log"
 """Name of the directory of segments in a run directory."""

@@ -21,6 +21,7 @@ import xxhash
 import zstandard
 
 from dsq_ckpt.core.regular import RegularFile, open_regular, unreadable
+from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
 from dsq_ckpt.storage.atomic_io import AtomicFile, naming
 
@@ -233,18 +234,6 @@ def unpack_json(data: bytes, where: str) -> Any:
         return strict_json(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
     except (zstandard.ZstdError, ValueError) as error:
         raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
-
-
-def strict_json(text: str | bytes) -> Any:
-    """Parse JSON; NaN and Infinity, which Python would let pass, and what is nested too deep are a ValueError."""
-
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
 
 
 def file_checksum(path: Path) -> tuple[int, str]:

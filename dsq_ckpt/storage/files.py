@@ -153,7 +153,10 @@ class CheckpointFiles:
     def requires(self, file: str) -> frozenset[str]:
         """Return all files that decoding a file needs, itself included."""
         with self.naming(file):
-            return frozenset([file, *self.reader(file).contents["requires"]])
+            names = self.reader(file).contents["requires"]
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise CorruptCheckpoint(f"it requires {str(names)[:200]}; expected a list of file names")
+            return frozenset([file, *names])
 
     @names_file
     def chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:

@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.regular import read_regular
+from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed
 from dsq_ckpt.storage.atomic_io import flush, naming, sync_directory
 from dsq_ckpt.storage.container import FileInfo, file_checksum
@@ -54,7 +55,7 @@ def journaled(directory: Path, save_id: str = "*") -> set[str]:
     for path in directory.glob(f".{save_id}-*{JOURNAL}"):
         # The save was killed before it published, or a file is gone.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError, AttributeError, DSQError):
-            for name, recorded in json.loads(read_regular(path, _MOST)).items():
+            for name, recorded in strict_json(read_regular(path, _MOST)).items():
                 if "/" not in name and [*file_checksum(directory / name)] == recorded:
                     found.add(name)
     return found

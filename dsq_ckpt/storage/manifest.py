@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.core.regular import read_regular, unreadable
+from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
 from dsq_ckpt.storage.atomic_io import AtomicFile, is_hidden, sync_directory
-from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo, strict_json
+from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
 
 MANIFEST = "manifest.json"
 _NO_CHECKSUM = "0" * 16

@@ -128,10 +128,10 @@ class Kills(Campaign):
                 os.close(pipe)
             if hung:
                 return f"hung: in life {life} a rank waits for one that is gone"
-            problem = answer(lambda: check(kind, run, list(heard)))
+            problem = answer(lambda: check(kind, run, list(heard)), told_in(run))
             if problem is not None:
                 return f"after kill {life}: {problem}"
-        return answer(lambda: finishes(kind, run)) if kind != "DeepSpeed" else None
+        return answer(lambda: finishes(kind, run), told_in(run)) if kind != "DeepSpeed" else None
 
 
 def listen(pipes: dict[int, bytes], heard: list[Said], seconds: float, wanted: float = math.inf) -> None:
@@ -150,15 +150,18 @@ def listen(pipes: dict[int, bytes], heard: list[Said], seconds: float, wanted: f
                 heard.append(Said(event, int(step), digest))
 
 
-def answer(work: Callable[[], Any]) -> Any:
-    """What a fork of this process found out."""
+def answer(work: Callable[[], Any], log: Path | None = None) -> Any:
+    """Return what a fork of this process found out, or that it failed, with the last lines of its log."""
     reader, writer = os.pipe()
     child = forked(lambda: os.write(writer, json.dumps(work()).encode()))
     os.close(writer)
     with open(reader, "rb") as pipe:
         text = pipe.read()
     status = os.waitpid(child, 0)[1]
-    return json.loads(text) if text else f"the check failed with status {status}"
+    if text:
+        return json.loads(text)
+    last = log.read_text().strip().splitlines()[-12:] if log is not None and log.exists() else []
+    return " | ".join([f"the check failed with status {status}", *last])
 
 
 def joined(store: Path, rank: int, ranks: int) -> None:
@@ -247,6 +250,8 @@ def finishes(kind: str, run: Path) -> str | None:
     gc.collect(run, 0)
     for path in run.iterdir():
         names = {file.name for file in path.iterdir()}
+        if not names:
+            continue  # killed before its first file; an empty directory may be anybody's, so `gc` leaves it
         if not (path / "manifest.json").exists():
             return f"gc left {path.name}: {sorted(names)}"
         promised = {file.name for file in dsq_ckpt.storage.manifest.Manifest.read(path).files} | {"manifest.json"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 import warnings
@@ -16,6 +17,7 @@ from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.links import link_files
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
 from tests.helpers.states import KEEP_ONE
+from tests.storage.format.rewriting import edit_contents
 
 NOTHING_DROPPED = {"refinement": {"keep_last": 9}}
 
@@ -159,3 +161,12 @@ def test_files_that_a_data_file_requires_lie_beside_it(run, tmp_path, name):
     with pytest.raises(CorruptCheckpoint, match="not a plain file name"):
         link_files(run / "a", run / "target", frozenset([name]), fsync=False)
     assert list((run / "target").iterdir()) == []
+
+
+@pytest.mark.parametrize("names", [[2], ["a", 2], "a.dsq", {"a.dsq": 1}, None])
+def test_what_a_data_file_requires_are_names(tmp_path, names):
+    dsq_ckpt.save(weights(), tmp_path / "a", config=KEEP_ONE)
+    edit_contents(tmp_path / "a", lambda tree: tree.update(requires=names))
+    with pytest.raises(CorruptCheckpoint, match=rf"'{re.escape(str(tmp_path / 'a'))}.*expected a list of file names"):
+        dsq_ckpt.save(weights(), tmp_path / "b", config=KEEP_ONE, parent=tmp_path / "a")
+    assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "a")

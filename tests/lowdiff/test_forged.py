@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import struct
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -101,6 +102,14 @@ def test_a_snapshot_names_itself(tmp_path, change):
     with pytest.raises(DSQError, match=re.escape(f"'{path}")):
         loop.recover(tmp_path)
     assert differences(loop.state(), before) == []
+
+
+def test_a_snapshot_that_is_nested_too_deep_names_itself(tmp_path, monkeypatch):
+    deep = SimpleNamespace(dumps=lambda *_, **__: '{"version":' + "[" * 100_000 + "]" * 100_000 + "}")
+    monkeypatch.setattr(snapshots, "json", deep)
+    recorded(SCHEDULED, tmp_path, 2, compressor="none", snapshot_every=2, keep=1)
+    with pytest.raises(DSQError, match=rf"'{re.escape(str(tmp_path))}/step-.*nested too deep"):
+        Loop(SCHEDULED, seed=5).recover(tmp_path)
 
 
 def test_the_last_segment_of_a_closed_log(tmp_path):

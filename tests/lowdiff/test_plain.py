@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
-from dsq_ckpt.storage.container import strict_json
 from tests.lowdiff.loops import differences
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
