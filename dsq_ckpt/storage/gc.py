@@ -5,7 +5,8 @@ and all files of ours in a directory without manifest that holds no others, whic
 A file is ours only if its whole name has the form that a save gives, or if a journal of the save lists its checksum: a
 tag's `*_states.pt` may be DeepSpeed's own. A tag that was being replaced is restored first (see `foreign_files`). Since
 a save that is under way looks the same, a directory is left alone until its youngest such file is older than
-`min_age_seconds`.
+`min_age_seconds`. An empty directory, which a save leaves that was killed before its first file, is not deleted:
+anybody may have made it.
 
 Copies and exports are made below a hidden name beside their target, `.NAME.dsq-xxxxxxxx.tmp`; a directory of such a
 name is garbage with all that is in it, once no file in it is younger. So is the backup of a directory that an export
