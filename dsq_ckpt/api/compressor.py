@@ -52,11 +52,6 @@ from dsq_ckpt.storage.paths import existing_path
 class Compressor:
     """Saves a model and its optimizer, compressed; searches the configuration of each checkpoint.
 
-        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_on_a_few_batches())
-        ...
-        if step % 500 == 0:
-            compressor.save(f"run/step-{step:06d}")
-
     Works in a single process and under DDP and FSDP2; make it after wrapping. With `evaluate`, each save finds the
     smallest configuration whose degradation keeps to `config.search`; without it the configuration is taken as it is.
     Where the configuration weighs gradients that the optimizer does not keep, they are averaged in the batches before
@@ -78,6 +73,21 @@ class Compressor:
 
     Raises:
         ConfigError: the configuration is wrong, or the optimizer's parameters are not the model's.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> batch = torch.randn(32, 64)
+        >>> def loss():
+        ...     return (model(batch) - batch).square().mean()
+        >>> compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss().item())
+        >>> for step in range(1, 11):
+        ...     optimizer.zero_grad()
+        ...     loss().backward()
+        ...     optimizer.step()
+        >>> result = compressor.save("run/step-000010", extra={"step": 10})
+        >>> compressor.load(dsq_ckpt.latest("run"), extra={"step": 0})
+        {'step': 10}
     """
 
     def __init__(

@@ -105,6 +105,13 @@ def compress(
         SaveFailed: `path` is no directory.
         DSQError: what else failed, `evaluate`, `check` and another rank included; all ranks raise, and nothing was
             committed.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> torch.save(model.state_dict(), "model.pt")
+        >>> sizes = dsq_ckpt.compress("model.pt", "compressed/model")
+        >>> sizes["bytes_written"] < sizes["bytes_logical"]
+        True
     """
     comm = communicator or SingleProcess()
 

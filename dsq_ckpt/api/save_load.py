@@ -92,6 +92,12 @@ def save(
     Raises:
         ConfigError: an argument is not what it must be.
         DSQError: what else failed, naming the rank, on every rank; earlier checkpoints are untouched.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> result = dsq_ckpt.save({"model": model.state_dict(), "step": 500}, "run/step-000500")
+        >>> result.keyframe, result.bytes_written < result.bytes_logical
+        (True, True)
     """
     return save_with(
         _begun(
@@ -192,6 +198,12 @@ def async_save(
         ConfigError: an argument is not what it must be.
         DSQError: what else failed before the call returns, such as a checkpoint at `path` that is not to be
             overwritten.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> future = dsq_ckpt.async_save({"model": model.state_dict()}, "run/step-000500")
+        >>> future.result().depth  # waits for the commit; 0: a keyframe
+        0
     """
     return save_async_with(
         _begun(
@@ -284,6 +296,18 @@ def load(
         CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
         DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict, or more than
             plain data.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> result = dsq_ckpt.save({"model": model.state_dict(), "step": 500}, "run/step-000500")
+        >>> state = {"model": model.state_dict(), "step": 0}
+        >>> dsq_ckpt.load(state, "run/step-000500")  # into the tensors of the model
+        >>> state["step"]
+        500
+        >>> everything = {}
+        >>> dsq_ckpt.load(everything, "run/step-000500")
+        >>> list(everything["model"])
+        ['weight', 'bias']
     """
     if isinstance(state_dict, nn.Module):
         own = _state_of(state_dict, _LOAD)

@@ -248,7 +248,15 @@ class StorageConfig(_Strict):
 
 
 class DSQConfig(_Strict):
-    """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`."""
+    """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`.
+
+    Example:
+        >>> config = dsq_ckpt.DSQConfig(delta={"max_chain": 8})  # other keys have their defaults
+        >>> config.with_values(**{"refinement.keep_last": 5}).refinement.keep_last
+        5
+        >>> dsq_ckpt.DSQConfig.preset("exact").quantize.weights.method
+        'exact'
+    """
 
     system: str = Field("dsq", description="whose defaults and search space: ours, or one it is compared with")
     quantize: QuantizeConfig = QuantizeConfig()

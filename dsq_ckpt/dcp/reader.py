@@ -58,6 +58,14 @@ class DSQStorageReader(StorageReader):
     Raises:
         LossyTensor: an `exact` name was stored lossy, or a dtype differs without `allow_cast`.
         CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: from the methods DCP calls.
+
+    Example:
+        >>> from torch.distributed import checkpoint as dcp
+        >>> result = dsq_ckpt.save({"w": torch.ones(256, 256)}, "run/step-000500")
+        >>> state = {"w": torch.zeros(256, 256)}
+        >>> dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader("run/step-000500"))
+        >>> torch.allclose(state["w"], torch.ones(256, 256), rtol=0.01)
+        True
     """
 
     def __init__(

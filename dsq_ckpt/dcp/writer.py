@@ -66,6 +66,11 @@ class DSQStorageWriter(StorageWriter):
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
+
+    Example:
+        >>> from torch.distributed import checkpoint as dcp
+        >>> writer = dsq_ckpt.DSQStorageWriter("run/step-000500")
+        >>> metadata = dcp.save({"w": torch.randn(256, 256)}, storage_writer=writer)
     """
 
     def __init__(

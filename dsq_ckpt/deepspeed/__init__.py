@@ -64,6 +64,20 @@ def initialize(
     Raises:
         ConfigError: the block has unknown keys or wrong values, all of which are named, or `evaluate` or `check` is no
             function.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> config = {
+        ...     "train_micro_batch_size_per_gpu": 4, "dsq_checkpoint": {"enabled": True},
+        ...     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        ... }
+        >>> engine, *_ = dsq_ckpt.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        >>> loss = engine(torch.randn(4, 64)).square().mean()
+        >>> loss = engine.backward(loss)
+        >>> engine.step()
+        >>> saved = engine.save_checkpoint("run")
+        >>> dsq_ckpt.latest("run")
+        'run/global_step1'
     """
     expect_folds(evaluate, check)
     deepspeed = _deepspeed()

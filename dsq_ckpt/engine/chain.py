@@ -319,6 +319,13 @@ def latest(run: str | os.PathLike[str]) -> str | None:
         ConfigError: `run` is no path.
         CheckpointNotFound: `run` is a file, a checkpoint or a dangling link.
         DSQError: a manifest cannot be read, and its checkpoint may be the newest.
+
+    Example:
+        >>> dsq_ckpt.latest("run") is None  # before the first checkpoint
+        True
+        >>> result = dsq_ckpt.save({"w": torch.randn(256, 256)}, "run/step-000500")
+        >>> dsq_ckpt.latest("run")
+        'run/step-000500'
     """
     expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path: latest(run)")
     problems: list[tuple[Path, DSQError]] = []

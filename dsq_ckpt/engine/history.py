@@ -106,10 +106,15 @@ class SaveHistory:
     Pass one to `DSQStorageWriter`, `DSQStorageReader`, `save`, `load` or `Compressor` to train two runs in one process
     that are to know nothing of each other, even in the same directory; otherwise all share one history.
 
-        history = dsq_ckpt.SaveHistory()
-        dsq_ckpt.save(state, "run/step-000500", history=history)
-
     It is pickled as a reference: in another process it is the history that was passed there before, or a new one.
+
+    Example:
+        >>> history = dsq_ckpt.SaveHistory()
+        >>> state = {"w": torch.randn(256, 256)}
+        >>> first = dsq_ckpt.save(state, "run/step-000500", history=history)
+        >>> second = dsq_ckpt.save(state, "run/step-001000", history=history)
+        >>> second.depth  # coded against the first
+        1
     """
 
     def __init__(self) -> None:

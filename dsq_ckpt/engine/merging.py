@@ -66,6 +66,15 @@ def merge(source: StrPath, target: StrPath) -> Merged:
     Raises:
         CheckpointExists: `target` holds a complete checkpoint.
         SaveFailed: there is nothing to merge, or `target` is a directory with other files.
+
+    Example:
+        >>> state = {"w": torch.randn(256, 256)}
+        >>> for step in range(4):
+        ...     state["w"] += 0.01 * torch.randn(256, 256)
+        ...     result = dsq_ckpt.save(state, f"run/{step}", config={"system": "lc"})
+        >>> merged = dsq_ckpt.merge("run/3", "run/merged")
+        >>> merged.links_before, merged.links
+        (3, 1)
     """
     goal = local_path(target)
     refuse_checkpoint(goal, overwrite=False)

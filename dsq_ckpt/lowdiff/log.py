@@ -56,6 +56,18 @@ class GradientLog(Recorder):
     Raises:
         CheckpointExists: the run has a log, and `resume` is None.
         ConfigError: an argument is out of range, or the model or the optimizer cannot be logged.
+
+    Example:
+        >>> model = torch.nn.Linear(16, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with dsq_ckpt.lowdiff.GradientLog("run", model, optimizer, compressor="topk:0.1") as log:
+        ...     for batch in torch.randn(3, 8, 16):
+        ...         optimizer.zero_grad()
+        ...         model(batch).square().mean().backward()
+        ...         optimizer.step()
+        ...         log.step()
+        >>> dsq_ckpt.lowdiff.recover("run", model, optimizer).step  # in a new process after a failure
+        3
     """
 
     def __init__(

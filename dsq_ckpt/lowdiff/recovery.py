@@ -131,6 +131,13 @@ def recover(
         LoadFailed: model, optimizer or ranks differ from the log, the run is a file, or another process still writes
             into it after `timeout`. Nothing has changed.
         CorruptCheckpoint: no snapshot can be read, or the log changed while it was read. Nothing has changed.
+
+    Example:
+        >>> model = torch.nn.Linear(16, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> dsq_ckpt.lowdiff.GradientLog("run", model, optimizer).close()  # a log of no steps
+        >>> dsq_ckpt.lowdiff.recover("run", model, optimizer).step
+        0
     """
     comm = communicator(process_group)
     train_state = run_on_all_ranks(comm, lambda: TrainState(model, optimizer, state), LoadFailed)

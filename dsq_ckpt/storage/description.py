@@ -16,6 +16,12 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         bytes_logical (uncompressed), bytes_written (by its save), bytes_kept (now, without linked ancestors), keyframe,
         depth, seconds, refinement, and by_kind: {kind: {bytes_logical, bytes_base, bytes_refinement}}.
+
+    Example:
+        >>> result = dsq_ckpt.save({"w": torch.randn(256, 256)}, "run/step-000500")
+        >>> sizes = dsq_ckpt.describe("run/step-000500")
+        >>> sizes["bytes_logical"], sizes["keyframe"], list(sizes["by_kind"])
+        (262144, True, ['weights'])
     """
     directory = existing_path(path)
     manifest = Manifest.read(directory)

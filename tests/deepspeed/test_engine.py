@@ -41,6 +41,10 @@ def test_experts_and_pipelines_are_exact(tmp_path):
     assert ranks("others", 2, tmp_path).count("same losses to the last bit") == 3
 
 
+def test_example_of_the_docstring(tmp_path):
+    assert "[ok]" in ranks("docstring", 1, tmp_path)
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def converted(request, tmp_path_factory):
     """A run with two tags, and the weights of an engine that loaded the second."""
