@@ -61,7 +61,7 @@ class Clock:
         self._cuda = where.type == "cuda"
 
     def time(self, work: Callable[[], object]) -> float:
-        """From when the device is idle to when all that `work` queued is done."""
+        """Measure the time from an idle device until all operations that `work` queued are done."""
         if not self._cuda:
             started = time.perf_counter()
             work()
@@ -194,7 +194,7 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: dict[str, d
 
 
 def measure_small(where: torch.device, chunks: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
-    """What kernels take for each of many small chunks."""
+    """Measure the time of kernels for each of many small chunks."""
     clock, backend, n = Clock(where), _backend(where), math.prod(SMALL)
     generator = torch.Generator(where).manual_seed(2)
     before = torch.randn(chunks, n, generator=generator, device=where) * 0.02
@@ -234,12 +234,12 @@ def measure_small(where: torch.device, chunks: int, repeats: int, rows: dict[str
 
 
 def whole_layers(parameters: int) -> list[tuple[int, ...]]:
-    """Shapes of a few large tensors."""
+    """Return shapes of a few large tensors."""
     return [(parameters // 512, 64)] * 8
 
 
 def transformer(parameters: int, width: int) -> list[tuple[int, ...]]:
-    """Shapes of a transformer's layers, norms and biases included, with at most so many parameters, one at least."""
+    """Return shapes of a transformer's layers, including norms and biases, with at most so many parameters."""
     layer = [
         (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,),
         (width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,),
@@ -251,7 +251,7 @@ def measure_saves(
     where: torch.device, shapes: list[tuple[int, ...]], bits: int, saves: int, rows: dict[str, dict[str, float]],
     name: str = "",
 ) -> None:
-    """Stall of the training thread, and device memory, of asynchronous saves in the steady state."""
+    """Measure the stall of the training thread, and device memory, of asynchronous saves in the steady state."""
     clock, cuda = Clock(where), where.type == "cuda"
     suffix = (f", {bits} refinement bits" if bits else "") + (f", {name}" if name else "")
     generator = torch.Generator(where).manual_seed(1)

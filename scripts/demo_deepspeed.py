@@ -50,17 +50,17 @@ def dsq(*arguments: str) -> tuple[int, str]:
 
 
 def losses_of(*runs: list[Event]) -> dict[int, float]:
-    """Training loss by step; of a step that was done again, the later one."""
+    """Return the training loss by step; for a repeated step, the later one."""
     return {event["step"]: event["loss"] for events in runs for event in of(events, "step")}
 
 
 def difference(first: dict[int, float], second: dict[int, float]) -> float:
-    """Mean difference of the losses of the same steps."""
+    """Return the mean difference of the losses of the same steps."""
     return statistics.fmean(abs(first[step] - second[step]) for step in first.keys() & second.keys())
 
 
 def converted_loss(run: Path, directory: Path) -> float:
-    """The validation loss of what `zero_to_fp32.py` makes of the newest tag."""
+    """Return the validation loss of the weights that `zero_to_fp32.py` extracts from the newest tag."""
     target = directory / "fp32"
     command = [sys.executable, str(run / "zero_to_fp32.py"), str(run), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -72,12 +72,12 @@ def converted_loss(run: Path, directory: Path) -> float:
 
 
 def median(events: Sequence[Event], field: str) -> float:
-    """The median of a field."""
+    """Return the median of a field."""
     return statistics.median(event[field] for event in events)
 
 
 def size_figures(saves: list[Event], run: Path, parameters: int) -> dict[str, Any]:
-    """Bytes per parameter of the first tag and of the others, as they were when newest and as they are later."""
+    """Return bytes per parameter of the first tag and of the others, while they are the newest and later."""
 
     def per_parameter(chosen: list[Event]) -> dict[str, float]:
         reports = [save["report"] for save in chosen]
@@ -102,7 +102,7 @@ def size_figures(saves: list[Event], run: Path, parameters: int) -> dict[str, An
 
 
 def time_figures(events: list[Event]) -> dict[str, Any]:
-    """Medians of saves and loads, and of DeepSpeed's own in the same run; the first ones compile and are left out."""
+    """Return medians of saves and loads, and of DeepSpeed's own in the same run, without the first, which compile."""
     saves, loads = of(events, "save")[1:], of(events, "load")
     tags = sorted({load["tag"] for load in loads})
     figures: dict[str, Any] = {"deltas": len(saves)}

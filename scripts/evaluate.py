@@ -41,7 +41,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def _systems(usual: Sequence[str]) -> Any:
-    """The option that names systems, the same for all commands."""
+    """Return the option that names systems, the same for all commands."""
     return typer.Option(",".join(usual), "--systems", help=f"Separated by commas, of {', '.join(SYSTEMS)}.")
 
 
@@ -77,7 +77,7 @@ def offline(
     dsq_epsilon: list[float] = typer.Option([0.04, 0.03, 0.02, 0.01], help="Further bounds for dsq."),
     json_path: Path = JSON,
 ) -> None:
-    """Compress recorded runs with every system at the configuration it searches for: ratio, harm and cost."""
+    """Compress recorded runs with every system at the configuration it searches for: ratio, degradation and cost."""
     chosen = _known(systems.split(","), comparison.all_systems())
     recordings = _recordings(workload, seed, directory)
     torch.set_num_threads(1)
@@ -253,14 +253,14 @@ def report(
 
 
 def _known(given: list[str], known: Collection[str]) -> list[str]:
-    """What was given, if all of it is known."""
+    """Return the given names, if all of them are known."""
     if unknown := [name for name in given if name not in known]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}")
     return given
 
 
 def _rows_in(path: Path | None, measured: str, settings: dict[str, Any]) -> online_runs.Results:
-    """The rows of earlier calls of the same command."""
+    """Return the rows of earlier calls of the same command."""
     try:
         return online_runs.Results(path, measured, settings)
     except ValueError as error:
@@ -268,7 +268,7 @@ def _rows_in(path: Path | None, measured: str, settings: dict[str, Any]) -> onli
 
 
 def _recordings(workload: str, seeds: list[int], directories: list[Path]) -> list[Path]:
-    """Directories of complete recordings, of the workload that was named."""
+    """Return the directories of complete recordings of a workload."""
     found = directories or [default_directory(workload, seed) for seed in seeds]
     for directory in found:
         try:

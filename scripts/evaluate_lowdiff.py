@@ -169,7 +169,7 @@ def contention(
     seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD, steps: int = STEPS, cores: str | None = CORES,
     directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """What share of its time the checkpointing process takes from training on another CPU."""
+    """Fraction of its time by which the checkpointing process slows down training on another CPU."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = contentions.contention(bench, logged)
@@ -182,7 +182,7 @@ def constants(
     workload: str = WORKLOAD, batch: int | None = BATCH, seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD,
     steps: int = STEPS, cores: str | None = CORES, directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """What checkpoints and recoveries of each system take: the constants of the simulations."""
+    """Costs of checkpoints and recoveries of each system: the constants of the simulations."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = measured_constants.constants(bench, _known(systems), repeats)
@@ -245,7 +245,7 @@ def report(
 def _bench(
     setting: Setting, rounds: int, lead: int, steps: int, cores: str | None, directory: Path | None
 ) -> Iterator[training.Bench]:
-    """What measures, in a directory that is gone afterwards."""
+    """Yield the benchmark, in a temporary directory."""
     torch.set_num_threads(1)
     given = Cores(*(int(core) for core in cores.split(","))) if cores else Cores.available()
     if directory is not None:
@@ -301,7 +301,7 @@ def _print_targets(measured: str, rows: Sequence[results.Row]) -> None:
 
 
 def _known(given: str) -> list[str]:
-    """The systems that were named, if all of them are known."""
+    """Return the given systems, if all of them are known."""
     names = given.split(",")
     if unknown := [name for name in names if name not in NAMES]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(NAMES)}")

@@ -43,7 +43,7 @@ LOG8 = {"fit": "kmeans", "bins": 8, "protect": 0.0, "domain": "log"}
 
 
 def lattice(step: float, price: float = 0.05) -> dict[str, Any]:
-    """A lattice of this step (in root mean squares) and rate-distortion weight."""
+    """Return the configuration of a lattice of this step (in root mean squares) and rate-distortion weight."""
     return {"fit": "lattice", "step": step, "rate_distortion": price}
 
 
@@ -63,7 +63,7 @@ OFFLINE: dict[str, dict[str, Any]] = {
 }
 
 def bits(weights: int, first: int, second: int) -> dict[str, Any]:
-    """Refinement bits of weights, exp_avg and exp_avg_sq."""
+    """Return refinement bits of weights, exp_avg and exp_avg_sq."""
     return {"quantize.weights.refinement_bits": weights, "quantize.exp_avg.refinement_bits": first,
             "quantize.exp_avg_sq.refinement_bits": second}
 
@@ -92,7 +92,7 @@ class Run:
         self.held_out = list(self.text.validation_batches(8, 0, 1, 16))
 
     def train(self, first: int, last: int) -> None:
-        """Steps `first` to `last`, exclusive: linear warm-up, cosine to a tenth."""
+        """Train steps `first` to `last`, exclusive: linear warm-up, cosine to a tenth."""
         for step in range(first, last):
             progress = step / self.steps
             rate = 2e-3 * min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * progress))
@@ -130,7 +130,7 @@ def record(run: Path, steps: int = 2400, every: int = 200, seed: int = 0) -> Non
 
 @app.command()
 def offline(run: Path, json_path: Path = typer.Option(..., "--json"), seed: int = 0, only: str = "") -> None:
-    """Compress the recorded chain with every configuration; the base layers' size and harm."""
+    """Compress the recorded chain with every configuration; the base layers' size and degradation."""
     files = sorted(run.glob("step-*.pt"))
     training = Run(1, seed)
     exact = []

@@ -94,7 +94,7 @@ class Training:
         return int(self.engine.global_steps)
 
     def log(self, event: str, **fields: object) -> None:
-        """Say it on rank 0, and append it to the log."""
+        """Print an event on rank 0, and append it to the log."""
         if self.rank:
             return
         seconds = time.perf_counter() - self.started
@@ -202,7 +202,7 @@ class Training:
         self.log("load", tag=f"global_step{step}", **seconds)
 
     def timed_both(self, job: Callable[[], object], own: Callable[[], object]) -> dict[str, float]:
-        """Seconds of a job, and of DeepSpeed's own if it is to be compared: the same engine, writing its own files."""
+        """Measure the seconds of a job, and of DeepSpeed's own with the same engine if it is to be compared."""
         ours = self.engine.checkpoint_engine
 
         def as_deepspeed_does() -> None:

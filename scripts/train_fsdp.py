@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak at the last step."""
+    """Return the learning rate: linear warm-up, then a cosine down to a tenth of the peak at the last step."""
     if step < WARMUP_STEPS:
         return LEARNING_RATE * (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)

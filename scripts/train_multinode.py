@@ -65,12 +65,12 @@ class Run:
                 file.write(json.dumps(record | fields) + "\n")
 
     def state(self) -> dict[str, Any]:
-        """The state dict of model, optimizer and progress; batches are a function of the step."""
+        """Return the state dict of model, optimizer and progress; batches are a function of the step."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": {"step": torch.tensor(self.step)}}
 
     def resume(self) -> None:
-        """Go on from the newest complete checkpoint, if there is one."""
+        """Continue from the newest complete checkpoint, if there is one."""
         # One rank looks for all of them: directories are not equally fresh on all clients of a network file system,
         # and ranks that disagreed would wait for each other in different collectives.
         found = [dsq_ckpt.latest(self.arguments.out) if self.rank == 0 else None]

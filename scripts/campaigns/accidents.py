@@ -158,12 +158,12 @@ class Accidents(Campaign):
                 shutil.rmtree(self.work)
 
     def drawn(self, number: int) -> tuple[random.Random, str, str, Callable[[Path, random.Random], None]]:
-        """What a trial does."""
+        """Draw the subject and the alteration of a trial."""
         rng = self.rng(number)
         return rng, rng.choice(SUBJECTS), rng.choices(WAYS, WEIGHTS)[0], rng.choice(ALTERATIONS)
 
     def kind(self, number: int) -> str:
-        """The alteration."""
+        """Return the alteration."""
         return self.drawn(number)[3].__name__.replace("_", " ")
 
     def trial(self, number: int) -> Found:

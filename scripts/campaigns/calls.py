@@ -18,7 +18,7 @@ _LOADED = "CAMPAIGN_CALLS"
 
 
 def loaded() -> bool:
-    """Whether this process runs under the shim."""
+    """Return whether this process runs under the shim."""
     return _LOADED in os.environ
 
 
@@ -56,7 +56,7 @@ def failing(
 
 
 def counted(kind: str) -> int:
-    """Calls of a kind since `failing` began, to be asked for inside of it."""
+    """Return the number of calls of a kind since `failing` began, for use inside of it."""
     count = ctypes.CDLL(None).calls_count
     count.restype = ctypes.c_long
     return int(count(KINDS.index(kind)))
@@ -92,7 +92,7 @@ def recording(directory: Path, log: Path) -> Iterator[None]:
 
 
 def recorded(log: Path) -> list[Operation]:
-    """What was recorded, in order."""
+    """Return the recorded calls, in order."""
     data, place, found = log.read_bytes(), 0, []
     while place < len(data):
         inode, offset, size, one, two, what = _HEAD.unpack_from(data, place)

@@ -38,7 +38,7 @@ class Crowds(Campaign):
     seconds = 600.0
 
     def kind(self, number: int) -> str:
-        """What writers do."""
+        """Return what writers do."""
         return KINDS[number % len(KINDS)]
 
     def trial(self, number: int) -> Found:
@@ -119,14 +119,14 @@ def reads(run: Path, end: Path, refinement: Any) -> Iterator[Found]:
 
 
 def verifies(run: Path, end: Path) -> Iterator[Found]:
-    """`dsq verify` and `dsq log` without end: no traceback."""
+    """Run `dsq verify` and `dsq log` repeatedly; neither may end with a traceback."""
     while not end.exists():
         status = subjects.command("verify", str(run))[0] or subjects.command("log", str(run))[0]
         yield Found("detected" if status else "unchanged")
 
 
 def collects(run: Path, end: Path) -> Iterator[Found]:
-    """Garbage collection, which leaves what is younger than a save takes."""
+    """Collect garbage repeatedly, except files younger than the duration of a save."""
     while not end.exists():
         with suppress(FileNotFoundError):
             gc.collect(run, 60)

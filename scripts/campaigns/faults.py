@@ -66,11 +66,11 @@ class Faults(Campaign):
                 self.calls[what] = {kind: counted(kind) for kind in KINDS}
 
     def kind(self, number: int) -> str:
-        """The operation."""
+        """Return the operation."""
         return (*WRITING, *READING)[number % 10]
 
     def trial(self, number: int) -> Found:
-        """One call of one operation fails."""
+        """Run one operation in which one call fails."""
         rng, what = self.rng(number), self.kind(number)
         self._fresh(what)
         space, kind, error, nth, again = -1, "write", errno.ENOSPC, 1 << 30, False
@@ -125,7 +125,7 @@ class Faults(Campaign):
         return path
 
     def _judged(self, what: str, value: object, failure: dsq_ckpt.DSQError | None) -> str | None:
-        """What is wrong now; None: nothing."""
+        """Return the problem that is found; None if there is none."""
         run = self.work / "run"
         if what == "latest":
             return None if failure is not None or value == str(run / "step-2") else f"latest is {value}"
@@ -169,7 +169,7 @@ class Faults(Campaign):
         return None
 
     def _earlier(self, path: Path, step: int) -> str | None:
-        """An earlier checkpoint has the values it had, or, once its refinement is dropped, those of its base."""
+        """Check that an earlier checkpoint has its values, or those of its base layer if its refinement is dropped."""
         try:
             state = subjects.read_all(path)
         except dsq_ckpt.DSQError as error:

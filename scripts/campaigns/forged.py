@@ -35,7 +35,7 @@ class Forged(Accidents):
     few = 60
 
     def kind(self, number: int) -> str:
-        """What is forged."""
+        """Return what is forged."""
         return self._forgery(number)[3].__name__.replace("_", " ")
 
     def _forgery(self, number: int) -> tuple[random.Random, str, str, Callable[[Path, random.Random], str]]:
@@ -83,13 +83,13 @@ class Forged(Accidents):
         return values[0]
 
     def other(self, path: Path, state: State) -> Found:
-        """Other values than were saved are those that the files state."""
+        """Check that values that differ from those saved are those that the files contain."""
         problem = stated(path, state)
         return Found("wrong", problem) if problem else Found("accepted")
 
 
 def stated(path: Path, state: State) -> str | None:
-    """What in a state is not as the files at `path` state; None: all is."""
+    """Return the first difference between a state and the files at `path`; None if there is none."""
     try:
         reader = independent.Reader(path)
         for fqn, keys in reader.index["planner"].items():
@@ -116,7 +116,7 @@ def stated(path: Path, state: State) -> str | None:
 
 
 def _equal(value: torch.Tensor, fqn: str, reader: independent.Reader) -> bool:
-    """Whether a tensor is what the reader finds, but for the bits of NaNs; what has no elements has nothing to find."""
+    """Return whether a tensor equals the reader's, except for the bits of NaNs; tensors without elements are equal."""
     if not value.numel():
         return True
     other = torch.frombuffer(bytearray(reader.tensor(fqn)), dtype=value.dtype).view(value.shape)

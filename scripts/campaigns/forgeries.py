@@ -22,7 +22,7 @@ from campaigns.forging import Container
 
 @functools.cache
 def zeros() -> bytes:
-    """A frame of 900 MiB."""
+    """Return a frame of 900 MiB."""
     size = 900 << 20
     made = zstandard.ZstdCompressor().compressobj(size=size)
     return b"".join([made.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + made.flush()
@@ -36,12 +36,12 @@ class _Runs:
 
 
 def data_file(path: Path, rng: random.Random, suffix: str = ".dsq") -> Path:
-    """One of the base (or refinement) files."""
+    """Return one of the base (or refinement) files."""
     return rng.choice(sorted(file for file in path.iterdir() if file.suffix == suffix))
 
 
 def manifest(path: Path, rng: random.Random) -> str:
-    """Fields of the manifest."""
+    """Alter fields of the manifest."""
     tree = forging.manifest(path)
     what = forging.alter(tree, rng)
     forging.write_manifest(path, tree)
@@ -49,7 +49,7 @@ def manifest(path: Path, rng: random.Random) -> str:
 
 
 def index(path: Path, rng: random.Random) -> str:
-    """Fields of the index."""
+    """Alter fields of the index."""
     name, tree = forging.index(path)
     what = forging.alter(tree, rng)
     forging.replace(path, name, forging.zstd(forging.dumps(tree)))
@@ -57,7 +57,7 @@ def index(path: Path, rng: random.Random) -> str:
 
 
 def contents(path: Path, rng: random.Random) -> str:
-    """Fields of a base file's contents."""
+    """Alter fields of a base file's contents."""
     file, container = _opened(path, rng, ".dsq")
     what = forging.alter(container.contents, rng)
     forging.replace(path, file.name, container.data())
@@ -65,7 +65,7 @@ def contents(path: Path, rng: random.Random) -> str:
 
 
 def refinement(path: Path, rng: random.Random) -> str:
-    """Fields of a refinement file's contents."""
+    """Alter fields of a refinement file's contents."""
     if not list(path.glob("*.refinement")):
         return contents(path, rng)
     file, container = _opened(path, rng, ".refinement")
@@ -75,7 +75,7 @@ def refinement(path: Path, rng: random.Random) -> str:
 
 
 def blocks(path: Path, rng: random.Random) -> str:
-    """Bytes of a block: codes, models, packs, symbols."""
+    """Alter bytes of a block: codes, models, packs, symbols."""
     suffixes = {file.suffix for file in path.iterdir()} & {".dsq", ".refinement"}
     file, container = _opened(path, rng, rng.choice(sorted(suffixes)))
     place = rng.choice([place for place in forging.places(container.contents) if place[1]])
@@ -99,7 +99,7 @@ def blocks(path: Path, rng: random.Random) -> str:
 
 
 def names(path: Path, rng: random.Random) -> str:
-    """Names of files, of ancestors, of the run's other checkpoints, of tensors."""
+    """Alter names of files, of ancestors, of the run's other checkpoints, of tensors."""
     tree = forging.manifest(path)
     name = rng.choice(forging.NAMES)
     key = rng.choice(["previous_name", "parent_name", "files", "tensor", "group", "save_id"])
@@ -131,7 +131,7 @@ def names(path: Path, rng: random.Random) -> str:
 
 
 def other_save(path: Path, rng: random.Random) -> str:
-    """A file of another save of the same size, in the place of one; the manifest is as it was."""
+    """Replace a file by one of another save of the same size; the manifest is unchanged."""
     target = data_file(path, rng)
     others = sorted((path.parent.parent / f"{path.parent.name}-other").glob(f"*/*{target.suffix}"))
     others += sorted(path.glob(f"*{target.suffix}"))
@@ -148,7 +148,7 @@ def other_save(path: Path, rng: random.Random) -> str:
 
 
 def bomb(path: Path, rng: random.Random) -> str:
-    """Little data that stands for much: frames of zeros, deep JSON, numbers of many digits."""
+    """Insert small data that expands to much: frames of zeros, deep JSON, numbers of many digits."""
     what = rng.choice(["index", "contents", "block", "manifest", "deep index", "deep contents", "digits"])
     deep = forging.zstd(b"[" * 1_000_000)
     if what in ("index", "deep index"):
@@ -170,7 +170,7 @@ def bomb(path: Path, rng: random.Random) -> str:
 
 
 def chunks(path: Path, rng: random.Random) -> str:
-    """Tensors of which pieces are missing, doubled, moved or of another shape, and records that agree with that."""
+    """Remove, duplicate, move or reshape chunks of tensors, with records that agree."""
     name, tree = forging.index(path)
     fqn = rng.choice(sorted(tree["tensors"]))
     tensor = tree["tensors"][fqn]
@@ -212,7 +212,7 @@ def chunks(path: Path, rng: random.Random) -> str:
 
 
 def objects(path: Path, rng: random.Random) -> str:
-    """Pickles that do something, in the place of objects."""
+    """Replace an object by a pickle that executes code, or by one that is malformed."""
     _, tree = forging.index(path)
     fqn = rng.choice(sorted(tree["objects"]))
     number, place = tree["objects"][fqn]
@@ -228,7 +228,7 @@ def objects(path: Path, rng: random.Random) -> str:
 
 
 def shuffled(path: Path, rng: random.Random) -> str:
-    """Sizes of packs, and lengths within shuffled blocks."""
+    """Alter sizes of packs, and lengths within shuffled blocks."""
     file, container = _opened(path, rng, ".dsq")
     if not container.contents["packs"]:
         return contents(path, rng)
@@ -283,7 +283,7 @@ def units(path: Path, rng: random.Random) -> str:
 
 
 def layered(path: Path, rng: random.Random) -> str:
-    """Blocks of refinement that are coded given the codes, and the tables that they are coded with."""
+    """Alter blocks of refinement that are coded given the codes, and their tables."""
     if not list(path.glob("*.refinement")):
         return blocks(path, rng)
     file, container = _opened(path, rng, ".refinement")

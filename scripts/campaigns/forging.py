@@ -23,13 +23,13 @@ class Deep:
 
 
 def dumps(tree: Any) -> bytes:
-    """JSON, with `Deep` values and keys that are there twice (`Twice`) written out."""
+    """Return JSON, with `Deep` values and duplicate keys (`Twice`) written out."""
     text = json.dumps(tree, default=lambda value: f"\0{type(value).__name__}\0")
     return text.replace('"\\u0000Deep\\u0000"', "[" * _DEPTH + "]" * _DEPTH).encode()
 
 
 def checksum(data: bytes) -> str:
-    """Of a file or block."""
+    """Return the checksum of a file or block."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -67,7 +67,7 @@ def seal(entry: Tree, data: bytes) -> None:
 
 
 def index(directory: Path) -> tuple[str, Tree]:
-    """Name and content of the index."""
+    """Return the name and content of the index."""
     (name,) = (entry["name"] for entry in manifest(directory)["files"] if entry["role"] == "index")
     tree: Tree = json.loads(zstandard.ZstdDecompressor().decompress((directory / name).read_bytes()))
     return name, tree
@@ -82,7 +82,7 @@ class Container:
         self.contents: Tree = json.loads(zstandard.ZstdDecompressor().decompress(data[start : start + size]))
 
     def data(self, padding: bytes = b"", frame: bytes | None = None) -> bytes:
-        """The file, with right checksums."""
+        """Return the file, with right checksums."""
         head = bytes(self.head) + padding
         packed = zstd(dumps(self.contents)) if frame is None else frame
         return head + packed + _TRAILER.pack(
@@ -90,19 +90,19 @@ class Container:
         )
 
     def append(self, data: bytes) -> list[Any]:
-        """Place of a new block."""
+        """Return the place of a new block."""
         place = [len(self.head), len(data), checksum(data)]
         self.head += data
         return place
 
 
 def zstd(data: bytes) -> bytes:
-    """One frame."""
+    """Return one frame."""
     return zstandard.ZstdCompressor().compress(data)
 
 
 def places(tree: Any) -> Iterator[list[Any]]:
-    """Every [offset, size, checksum] in contents."""
+    """Yield every [offset, size, checksum] in contents."""
     if isinstance(tree, list) and len(tree) == 3 and isinstance(tree[2], str) and len(tree[2]) == 16:
         yield tree
     elif isinstance(tree, (list, dict)):
@@ -111,7 +111,7 @@ def places(tree: Any) -> Iterator[list[Any]]:
 
 
 def nodes(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) below a tree."""
+    """Yield every (container, key) below a tree."""
     found = []
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         found.append((tree, key))
@@ -135,7 +135,7 @@ OTHERS: tuple[Any, ...] = (
 
 
 def value(rng: random.Random, tree: Any) -> Any:
-    """Something that may stand in the place of something."""
+    """Return a replacement of a value."""
     kind = rng.randrange(5)
     if kind == 0:
         return rng.choice(NAMES)
@@ -151,7 +151,7 @@ def value(rng: random.Random, tree: Any) -> Any:
 
 
 def alter(tree: Any, rng: random.Random) -> str:
-    """One or two changes anywhere in a tree; returns what they are."""
+    """Make one or two changes anywhere in a tree; return their descriptions."""
     return "; ".join(_alter(tree, rng) for _ in range(rng.choice([1, 1, 1, 2])))
 
 

@@ -79,7 +79,7 @@ class Campaign(ABC):
         self.seed, self.directory, self.short = seed, directory, short
 
     def rng(self, number: int) -> random.Random:
-        """Random numbers of one trial, the same for the same seed."""
+        """Return the random generator of one trial, the same for the same seed."""
         return random.Random(f"{self.name} {self.seed} {number}")
 
     def load(self) -> None:
@@ -95,7 +95,7 @@ class Campaign(ABC):
 
     @abstractmethod
     def kind(self, number: int) -> str:
-        """The row of the table that a trial belongs to."""
+        """Return the row of the table that a trial belongs to."""
 
     @abstractmethod
     def trial(self, number: int) -> Found:
@@ -127,7 +127,7 @@ class Tally:
         return not any(self.total[outcome] for outcome in BAD)
 
     def table(self, title: str) -> str:
-        """Lines for people."""
+        """Return readable lines."""
         width = max(map(len, [*self.rows, title, "all"]))
         lines = [f"{title:{width}}  {'tried':>9}" + "".join(f"{outcome:>11}" for outcome in OUTCOMES)]
         for kind, counts in [*sorted(self.rows.items()), ("all", self.total)]:
@@ -136,7 +136,7 @@ class Tally:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, and the first failures of each sort."""
+        """Return all figures, and the first failures of each kind."""
         def figures(counts: Counter[str]) -> dict[str, int]:
             return {"tried": counts.total(), **{outcome: counts[outcome] for outcome in OUTCOMES}}
 
@@ -159,7 +159,7 @@ class _Lane:
         self.since = time.monotonic()
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What was said since; None at the end."""
+        """Return the text that was written since the last call; None at the end."""
         data = os.read(self.reader, 1 << 16)
         if not data:
             return None
@@ -168,7 +168,7 @@ class _Lane:
         return [json.loads(line) for line in lines]
 
     def end(self) -> int:
-        """Kill what is left of it; its status as of `waitpid`."""
+        """Kill all processes of the group that are left; return the status of `waitpid`."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         os.close(self.reader)
@@ -176,7 +176,7 @@ class _Lane:
 
 
 def forked(work: Callable[[], Any]) -> int:
-    """A fork in a process group of its own that does something and exits with 0, or with 1 after a traceback."""
+    """Fork a child with its own process group, which calls a function and exits with 0, or with 1 after a traceback."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -220,7 +220,7 @@ def _work(campaign: Campaign, numbers: Sequence[int], writer: int) -> None:
 
 
 def told(error: BaseException) -> str:
-    """An error in one line, with the innermost lines of its traceback."""
+    """Return an error in one line, with the innermost lines of its traceback."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__}: {error} [{where}]"

@@ -71,7 +71,7 @@ class Kills(Campaign):
         Nursery()
 
     def kind(self, number: int) -> str:
-        """Who is killed in what."""
+        """Return the kind of job that a trial kills."""
         return KINDS[number % len(KINDS)]
 
     def trial(self, number: int) -> Found:
@@ -89,7 +89,7 @@ class Kills(Campaign):
         return Found("unchanged")
 
     def _table(self, spec: str, ranks: int) -> Any:
-        """States of an uninterrupted run with a log."""
+        """Return the states of an uninterrupted run with a log."""
         key = f"{spec}-{ranks}"
         if key not in self.tables:
             store = self.directory / f"store-{key}-{os.getpid()}"
@@ -177,7 +177,7 @@ def quiet(run: Path) -> None:
 
 
 def told_in(run: Path) -> Path:
-    """The file that processes of a run speak to."""
+    """Return the file that processes of a run write messages to."""
     return run.with_name(f"{run.name}.log")
 
 
@@ -208,7 +208,7 @@ def trains(kind: str, run: Path, store: Path, rank: int, ranks: int, writer: int
 
 
 def checks(kind: str, run: Path, heard: list[Said]) -> str | None:
-    """What is wrong with what is left; None: nothing."""
+    """Return the problem with the remaining files; None if there is none."""
     torch.set_num_threads(1)
     reported = {said.step for said in heard if said.event == "saved"}
     begun = {said.step for said in heard}
@@ -238,7 +238,7 @@ def checks(kind: str, run: Path, heard: list[Said]) -> str | None:
 
 
 def finishes(kind: str, run: Path) -> str | None:
-    """Go on, save once more, and clean up."""
+    """Continue, save once more, and clean up."""
     torch.set_num_threads(1)
     newest = dsq_ckpt.latest(run) if run.exists() else None
     state = state_at(0)
@@ -261,7 +261,7 @@ def finishes(kind: str, run: Path) -> str | None:
 
 
 def import_deepspeed() -> Any:
-    """Engines as the tests of DeepSpeed make them."""
+    """Import the module with which the tests of DeepSpeed create engines."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "deepspeed" / "workers"))
     import common  # type: ignore[import-not-found]
@@ -273,7 +273,7 @@ def import_deepspeed() -> Any:
 
 
 def deepspeed_workers() -> Any:
-    """The same in a process that is to have an engine."""
+    """Import the same module in a process that is to have an engine."""
     subprocess.Popen = _POPEN  # type: ignore[misc]
     os.environ["LOCAL_RANK"] = "0"
     return import_deepspeed()
@@ -299,7 +299,7 @@ def engine_trains(kind: str, run: Path, store: Path, rank: int, ranks: int, writ
 
 
 def engine_checks(kind: str, run: Path, heard: list[Said]) -> str | None:
-    """What is wrong with the tag that an engine loads."""
+    """Return the problem of the tag that an engine loads."""
     torch.set_num_threads(1)
     common = deepspeed_workers()
     reported = {said.step for said in heard if said.event == "saved"}
@@ -322,7 +322,7 @@ def engine_checks(kind: str, run: Path, heard: list[Said]) -> str | None:
 
 
 def digest_of(engine: Any) -> str:
-    """Of masters and moments of an engine."""
+    """Return the checksum of masters and moments of an engine."""
     optimizer = engine.optimizer
     values = [flat.detach().clone() for flat in optimizer.single_partition_of_fp32_groups]
     states = [engine.basic_optimizer.state_dict()["state"]]

@@ -42,7 +42,7 @@ def _case(spec: str) -> Case:
 
 
 def segment(run: Path, rng: random.Random) -> str:
-    """Fields of a segment's contents."""
+    """Alter fields of a segment's contents."""
     path = _segment(run, rng)
     container = Container(path.read_bytes())
     what = forging.alter(container.contents, rng)
@@ -51,7 +51,7 @@ def segment(run: Path, rng: random.Random) -> str:
 
 
 def block(run: Path, rng: random.Random) -> str:
-    """Bytes of a segment's block."""
+    """Alter bytes of a segment's block."""
     path = _segment(run, rng)
     container = Container(path.read_bytes())
     place = rng.choice([place for place in forging.places(container.contents) if place[1]])
@@ -66,7 +66,7 @@ def block(run: Path, rng: random.Random) -> str:
 
 
 def renamed(run: Path, rng: random.Random) -> str:
-    """A segment under the name of another step, rank or session, or one step twice."""
+    """Rename a segment to another step, rank or session, or duplicate a step."""
     path = _segment(run, rng)
     session, first, last, rank = path.stem.split("-")
     by = rng.choice([-2, -1, 1, 2])
@@ -84,7 +84,7 @@ def renamed(run: Path, rng: random.Random) -> str:
 
 
 def snapshot(run: Path, rng: random.Random) -> str:
-    """What a snapshot says of the log, as JSON in a tensor."""
+    """Alter a snapshot's description of the log, JSON in a tensor."""
     path = sorted(run.glob("step-*"))[-1]
     name, index = forging.index(path)
     tensor = index["tensors"]["lowdiff.meta"]
@@ -107,7 +107,7 @@ def snapshot(run: Path, rng: random.Random) -> str:
 
 
 def unshuffled(head: bytes | bytearray, place: list[Any], item: int, size: int) -> bytes:
-    """A pack of single bytes, which are not shuffled."""
+    """Return a pack of single bytes, which are not shuffled."""
     assert item == 1
     data = zstandard.ZstdDecompressor().decompress(bytes(head[place[0] : place[0] + place[1]]))
     assert len(data) == size
@@ -157,7 +157,7 @@ class Logs(Campaign):
         return rng, rng.choice(sorted(_CASES)), rng.random() < 0.5
 
     def kind(self, number: int) -> str:
-        """Whether checksums are right."""
+        """Return whether checksums are right."""
         return "forged" if self._drawn(number)[2] else "damaged"
 
     def trial(self, number: int) -> Found:

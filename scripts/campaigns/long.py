@@ -30,7 +30,7 @@ class Long(Campaign):
     seconds = 3000.0
 
     def kind(self, number: int) -> str:
-        """What there is much of."""
+        """Return what there is much of."""
         return KINDS[number % len(KINDS)]
 
     def trial(self, number: int) -> Found:
@@ -108,7 +108,7 @@ class Long(Campaign):
 
 
 def _resident() -> int:
-    """Bytes of memory in use now."""
+    """Return bytes of memory in use now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -50,7 +50,7 @@ class Disk:
                 self.flushed[inode] = path.read_bytes()
 
     def after(self, operations: Sequence[Operation], rng: random.Random) -> dict[str, bytes | None]:
-        """Paths and contents that may be there after a power cut that follows these calls; None: a directory."""
+        """Return possible paths and contents after a power cut that follows these calls; None for a directory."""
         names, now = dict(self.names), dict(self.names)
         flushed, written = dict(self.flushed), dict(self.flushed)
         directories = dict(self.directories)
@@ -116,7 +116,7 @@ def _apply(names: dict[str, int], change: Iterable[tuple[str, int | None]]) -> N
 
 
 def _survives(flushed: bytes | None, written: bytes, rng: random.Random) -> bytes:
-    """Content of a file: what was flushed, what was written, or something in between."""
+    """Return a file's content after the power cut: as flushed, as written, or in between."""
     if flushed == written:
         return written
     sure = flushed or b""
@@ -190,7 +190,7 @@ class Power(Campaign):
         self.work = self.directory / f"lane-{os.getpid()}"
 
     def kind(self, number: int) -> str:
-        """The save that is cut."""
+        """Return the save that is cut."""
         return SCENES[number % len(SCENES)]
 
     def trial(self, number: int) -> Found:
@@ -215,7 +215,7 @@ class Power(Campaign):
                 target.write_bytes(data)
 
     def _problem(self, scene: Scene, cut: int) -> tuple[str | None, bool]:
-        """What is wrong, and whether some checkpoint is not there."""
+        """Return the problem, and whether a checkpoint is missing."""
         run = self.work / "deep" / "run"
         found: dict[str, State | None] = {}
         for name, right in scene.right.items():

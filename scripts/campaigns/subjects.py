@@ -33,7 +33,7 @@ _PERTURB = -6  # of mallopt: memory that is allocated is filled with a byte
 
 
 def state_at(step: int, seed: int = 0) -> State:
-    """Every kind of value, in few elements; a function of the step."""
+    """Return a state with every kind of value, in few elements; a function of the step."""
     start, drift = (torch.Generator().manual_seed(seed * 1000 + n) for n in (1, 2))
 
     def moving(*shape: int, scale: float = 0.02) -> torch.Tensor:
@@ -89,7 +89,7 @@ def poisoned(byte: int) -> None:
 
 
 def read_like(path: Path, poison: int = 85) -> State:
-    """The tensors, loaded into tensors of the right shapes."""
+    """Return the tensors, loaded into tensors of the right shapes."""
     poisoned(poison)
     state = blank({name: part for name, part in state_at(3).items() if name != "meta"})
     dsq_ckpt.load(state, path, no_dist=True)
@@ -97,7 +97,7 @@ def read_like(path: Path, poison: int = 85) -> State:
 
 
 def read_all(path: Path, poison: int = 85, refinement: bool | Literal["auto"] = "auto") -> State:
-    """All of it, loaded into an empty dict."""
+    """Load all values into an empty dict."""
     poisoned(poison)
     state: State = {}
     dsq_ckpt.load(state, path, no_dist=True, refinement=refinement)
@@ -105,17 +105,17 @@ def read_all(path: Path, poison: int = 85, refinement: bool | Literal["auto"] = 
 
 
 def read_base(path: Path) -> State:
-    """All of it, without refinement."""
+    """Load all values without refinement."""
     return read_all(path, refinement=False)
 
 
 def config_of(name: str) -> State:
-    """The configuration that a subject is saved with."""
+    """Return the configuration that a subject is saved with."""
     return _CONFIGS[name]
 
 
 def far(state: State, truth: State, refined: bool = True) -> str | None:
-    """The name of a value that is not near to what was saved, or not equal where it must be; None: all are right."""
+    """Return the name of a value that is not close to the saved one, or not equal where required; None: all are right."""
     near = 0.2 if refined else 0.9
     found, wanted = flat(state), flat(truth)
     if found.keys() != wanted.keys():
@@ -134,12 +134,12 @@ def far(state: State, truth: State, refined: bool = True) -> str | None:
 
 
 def same(one: State, other: State) -> bool:
-    """Whether two states are the same, bit for bit."""
+    """Return whether two states are the same, bit for bit."""
     return differences(one, other) == []
 
 
 def refuses(work: Callable[[], Any], path: Path) -> Found | None:
-    """None if something worked, else that it was refused; an error that names no file, tensor or object is not clear.
+    """Return None on success, else "detected", or "wrong" for an error that names no file, tensor or object.
 
     Raises:
         Exception: it failed otherwise.
@@ -155,7 +155,7 @@ def refuses(work: Callable[[], Any], path: Path) -> Found | None:
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """Status and output of `dsq`.
+    """Return status and output of `dsq`.
 
     Raises:
         Exception: it ended in a traceback.
@@ -194,7 +194,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _writes(arguments: tuple[Any, ...]) -> bool:
-    """Whether the arguments of the event `open` ask for more than reading."""
+    """Return whether the arguments of the event `open` ask for more than reading."""
     mode, flags = arguments[1:3]
     return (isinstance(mode, str) and set(mode) & set("wax+") != set()) or (isinstance(flags, int) and flags & 3 != 0)
 

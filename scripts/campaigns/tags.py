@@ -64,7 +64,7 @@ class Tags(Campaign):
         return rng, rng.choice([alter for alter in ALTERATIONS if alter != other_file])
 
     def kind(self, number: int) -> str:
-        """The alteration."""
+        """Return the alteration."""
         return self._drawn(number)[1].__name__.replace("_", " ")
 
     def trial(self, number: int) -> Found:

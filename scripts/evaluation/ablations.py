@@ -78,7 +78,7 @@ CODERS: dict[str, dict[str, Any]] = {
 
 
 def coders(directory: Path, epsilon: float, report: Report) -> list[Row]:
-    """Inshrinkerator's codes, as it searched for them, by each coder."""
+    """Encode Inshrinkerator's codes, of the configuration that its search chose, by each coder."""
     found: dict[int, DSQConfig] | None = None
     rows = []
     for name, values in CODERS.items():
@@ -105,12 +105,12 @@ class Variant(NamedTuple):
 
 
 def without(*names: str) -> Callable[[Space], Space]:
-    """A space without these axes; their keys keep what the configuration says."""
+    """Return a space without these axes; their keys keep the values of the configuration."""
     return lambda space: replace(space, axes=tuple(axis for axis in space.axes if axis.name not in names))
 
 
 def only(*names: str) -> Callable[[Space], Space]:
-    """A space with these variants alone."""
+    """Return a space with these variants alone."""
     return lambda space: replace(space, variants=tuple(one for one in space.variants if one.name in names))
 
 
@@ -141,7 +141,7 @@ VARIANTS = (
 
 
 def components(directory: Path, epsilon: float, report: Report) -> list[Row]:
-    """Every variant, searched for its own configuration."""
+    """Search the configuration of every variant."""
     rows = []
     for variant in VARIANTS:
         report(f"components: {variant.name}")
@@ -173,7 +173,7 @@ _BINS = range(4, MOST_BINS + 1)
 
 
 def _candidates() -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """By system: what is fixed, and the configurations to choose from, most aggressive first."""
+    """Return, by system, the fixed values and the configurations to choose from, most aggressive first."""
     with_embedding = [{WEIGHTS + "bins": bins, EMBEDDING + "bins": bins} for bins in _BINS]
     steps = SYSTEMS[OURS].space.axes[0].values  # type: ignore[union-attr]
     return {
@@ -241,7 +241,7 @@ class Bisection:
 
 
 def _size(analysis: Analysis) -> tuple[int, float]:
-    """Codes in use but that of protected elements, of the group that uses most, and bits per weight."""
+    """Return the largest number of codes that a group uses, without that of protected elements, and bits per weight."""
     fitted = [one for group, one in analysis.fitted.items() if group.startswith("weights/")]
     levels = max(int(np.count_nonzero(one.counts.sum(0)[: one.codebook.protected])) for one in fitted)
     protected = sum(16 * int(one.counts[:, one.codebook.protected].sum()) for one in fitted)
@@ -250,7 +250,7 @@ def _size(analysis: Analysis) -> tuple[int, float]:
 
 
 def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
-    """Levels that keep each bound in one checkpoint by itself: means over checkpoints spread over the run."""
+    """Measure the levels that keep each bound in a single checkpoint: means over checkpoints spread over the run."""
     info = load_recording(directory).info
     every = [row["step"] for row in info["checkpoints"] if row["step"]]
     steps = {every[round(place)] for place in np.linspace(0, len(every) - 1, min(count, len(every)))}

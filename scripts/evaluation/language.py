@@ -54,19 +54,19 @@ class LanguageWorkload(Workload):
         self._held_out = list(self.text.validation_batches(HELD_OUT_BATCHES, 0, 1, HELD_OUT_ROWS))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Rows of the training text, and the bytes that follow."""
+        """Return rows of the training text, and the bytes that follow."""
         return self.text.batch(self.first + step, 0, 1, self.plan.batch_size)
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of files that are not trained on."""
+        """Return rows of files that are not used for training."""
         return iter(self._held_out)
 
     def data_checksum(self) -> int:
-        """Checksum of the text, which is that of the running Python."""
+        """Return the checksum of the text, which is the standard library of the running Python."""
         return zlib.crc32(self.text.validation.tobytes(), zlib.crc32(self.text.train.tobytes()))
 
     def settings(self) -> dict[str, Any]:
-        """Those of every workload, and whose standard library it is."""
+        """Return the settings of every workload, and the version of the standard library."""
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         return super().settings() | {"text": f"standard library of Python {version}"}
 
@@ -126,7 +126,7 @@ def finetune(name: str, seed: int) -> Workload:
 
 @cache
 def _llama_weights(seed: int) -> dict[str, Tensor]:
-    """Weights of `llama` after its whole run."""
+    """Return the weights of `llama` at the end of its run."""
     run = llama("llama", seed)
     run.train(0, run.steps)
     return copy.deepcopy(run.model.state_dict())

@@ -175,7 +175,7 @@ class Bfloat16(nn.Module):
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Rotary position embedding of `(batch, heads, time, size)`, halves paired as in Llama."""
+    """Apply the rotary position embedding to `(batch, heads, time, size)`, halves paired as in Llama."""
     time, size = x.shape[-2:]
     rates = 10_000 ** (-torch.arange(0, size, 2, device=x.device) / size)
     angles = torch.arange(time, device=x.device)[:, None] * rates

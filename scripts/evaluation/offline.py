@@ -50,7 +50,7 @@ VERSUS = (
 
 
 def system_config(system: str, epsilon: float) -> dsq_ckpt.DSQConfig:
-    """A system under the papers' bound, on one thread: figures are per core.
+    """Return the configuration of a system with the papers' bound, on one thread: figures are per core.
 
     Raises:
         ConfigError: it cannot be configured so.
@@ -93,7 +93,7 @@ def compare(
 
 
 def summary(made: Replay) -> Row:
-    """The figures of a replay, for a table and for JSON."""
+    """Return the figures of a replay, for a table and for JSON."""
     points, harm, refined = made.measured, made.degradations(), made.refined_degradations()
     elements = sum(point.codes.elements for point in made.checkpoints)
     bits = {
@@ -134,7 +134,7 @@ def _point(made: Replay, point: Replayed) -> Row:
 
 
 def versus(rows: Sequence[Row]) -> list[Row]:
-    """Per recording: our ratio over that of each lossy system, at the largest bound at which ours does no more harm.
+    """Return, per recording, our ratio over that of each lossy system, at the largest bound with no more degradation.
 
     No more harm: neither the mean nor the final degradation is greater than that of the other system.
     """
@@ -168,7 +168,7 @@ def _against(own: Sequence[Row], other: Row) -> Row:
 
 
 def print_comparison(rows: Sequence[Row], against: Sequence[Row]) -> None:
-    """Tables per recording, and in words what they say about ours."""
+    """Print tables per recording, and a summary for our system."""
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
         show(f"{run}: size and harm", SIZES, mine, SIZES_LEGEND)
@@ -205,5 +205,5 @@ def _known(value: float) -> float | None:
 
 
 def all_systems() -> list[str]:
-    """Ours first."""
+    """Return all systems, ours first."""
     return sorted(SYSTEMS, key=lambda name: name != OURS)

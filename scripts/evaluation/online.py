@@ -174,7 +174,7 @@ def train_with_failures(
 
 
 def _fail_and_restore(workload: Workload, compressor: dsq_ckpt.Compressor, path: Path) -> Row:
-    """Lose everything in memory and restore a checkpoint; the loss before and after."""
+    """Lose all state in memory and restore a checkpoint; return the loss before and after."""
     before, damaged = workload.evaluate(), _damaged(workload)
     _destroy(workload)
     compressor.load(path)
@@ -185,7 +185,7 @@ def _fail_and_restore(workload: Workload, compressor: dsq_ckpt.Compressor, path:
 
 
 def _tensors(workload: Workload) -> Iterator[Tensor]:
-    """All tensors that training changes."""
+    """Yield all tensors that training changes."""
     yield from workload.model.parameters()
     yield from workload.model.buffers()
     for state in workload.optimizer.state.values():
@@ -207,7 +207,7 @@ def _damaged(workload: Workload) -> int:
 
 
 def _searched(quality: Row | None) -> Row:
-    """What one save's search did; nothing was searched, and so no bound missed, without `quality`."""
+    """Return figures of one save's search; without `quality` there was no search, and no bound was missed."""
     quality = quality or {}
     keys = ("chosen", "degradation", "refinement_bits", "restore_loses", "restore_may_lose")
     return {
@@ -217,7 +217,7 @@ def _searched(quality: Row | None) -> Row:
 
 
 def _sizes(run: Path) -> tuple[Row, list[Row]]:
-    """Ratios over a run as it lies on disk, and those of every checkpoint.
+    """Return the ratios of a run on disk, and of every checkpoint.
 
     Weights are those that the manifests count as such: codes and protected values, without the tables, index and
     manifest that the full state is charged with. Weights that were stored exactly, because nothing kept to the bound,
@@ -252,7 +252,7 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
 
 
 def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str, dsq_ckpt.DSQConfig]]:
-    """Bounds to try in their order, and configurations; ours as it is, those of the papers with the papers' bound."""
+    """Yield bounds to try, in order, and configurations: ours unchanged, published systems with the papers' bound."""
     if system == "dsq":
         config = dsq_ckpt.DSQConfig()
         yield f"{config.search.bound} {config.search.epsilon:g}", config
@@ -305,7 +305,7 @@ def run_system(
 
 
 def targets(row: Row) -> list[tuple[str, bool]]:
-    """What our own system is to reach, and whether it did."""
+    """Return the targets of our own system, and whether it reached them."""
     limits = [
         ("weights, kept", "ratio_weights_kept", 50), ("everything, written", "ratio_written", 15),
         ("best base layer of a delta, weights", "best_delta", 100),

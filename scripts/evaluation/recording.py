@@ -152,7 +152,7 @@ def _is_complete(directory: Path, settings: dict[str, Any]) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums over several threads are not the same bits everywhere."""
+    """Run on one thread, since sums over several threads differ in bits between machines."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

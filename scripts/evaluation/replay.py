@@ -113,7 +113,7 @@ class Replayed:
         return int((self.quality or {}).get("evaluations", 0))
 
     def ratio(self, kinds: Collection[str] = ("weights",)) -> float:
-        """How many times smaller the base layer of these tensors is."""
+        """Return the compression ratio of the base layer of these tensors."""
         return _ratio([self.kinds[kind] for kind in kinds if kind in self.kinds])
 
 
@@ -128,7 +128,7 @@ class Replay:
     warnings: list[str] = field(default_factory=list)
 
     def ratio(self, kinds: Collection[str] = ("weights",), deltas_only: bool = False) -> float:
-        """How many times smaller the base layers of these tensors are over the run; NaN if it has none of them."""
+        """Return the compression ratio of the base layers of these tensors over the run; NaN if it has none of them."""
         chosen = [point for point in self.checkpoints if not (deltas_only and point.keyframe)]
         return _ratio([point.kinds[kind] for point in chosen for kind in kinds if kind in point.kinds])
 
@@ -144,11 +144,11 @@ class Replay:
         return [point for point in self.checkpoints if point.step > 0]
 
     def degradations(self) -> list[float]:
-        """Relative rise of the loss with weights from base layers, after step 0."""
+        """Return the relative increases of the loss with weights from base layers, after step 0."""
         return [degradation(point.base_loss, point.loss, self.config.search) for point in self.measured]
 
     def refined_degradations(self) -> list[float]:
-        """Relative rise of the loss with weights from everything that is kept, after step 0."""
+        """Return the relative increases of the loss with weights from all layers that are kept, after step 0."""
         return [degradation(point.refined_loss, point.loss, self.config.search) for point in self.measured]
 
 
@@ -201,7 +201,7 @@ def save_recorded(
     run: Workload, checkpoint: RecordedCheckpoint, path: Path, config: dsq_ckpt.DSQConfig, chooser: ConfigPolicy,
     fractions: Fractions,
 ) -> Replayed:
-    """Bring a run to where a checkpoint was taken, save it, and say what that took.
+    """Restore the run at a recorded checkpoint, save it, and return what the save cost.
 
     Args:
         run: the workload; its state is replaced.
@@ -232,7 +232,7 @@ def save_recorded(
 
 
 def stored(path: Path, types: Mapping[str, str]) -> tuple[dict[str, Bytes], CodeBits]:
-    """What a checkpoint, saved by one rank, takes by kind of tensor, from the tables of contents of its files.
+    """Return the bytes of a checkpoint, saved by one rank, by kind of tensor, from the contents of its files.
 
     The manifest's own sums by kind do not do: tensors that one configuration quantizes are exact in another.
 
@@ -270,7 +270,7 @@ def stored(path: Path, types: Mapping[str, str]) -> tuple[dict[str, Bytes], Code
 
 
 def _record_bytes(record: Mapping[str, Any], packs: list[Any], refined: Mapping[str, Any] | None) -> Bytes:
-    """Bytes of one record; of a block that small tensors share, its share."""
+    """Return the bytes of one record; of a block that small tensors share, its part."""
     if record["type"] == "coded":
         elements = math.prod(record["shape"])
         blocks = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]

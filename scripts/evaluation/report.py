@@ -34,12 +34,12 @@ class Column(NamedTuple):
 
 
 def ratio(value: float) -> str:
-    """Three digits: 56.8x."""
+    """Format a ratio with three digits: 56.8x."""
     return f"{value:.0f}x" if value >= 99.95 else f"{value:.1f}x" if value >= 9.995 else f"{value:.2f}x"
 
 
 def percent(value: float) -> str:
-    """A share as 1.23 %."""
+    """Format a fraction as 1.23 %."""
     return f"{100 * value:.2f} %"
 
 
@@ -49,7 +49,7 @@ def digits(places: int) -> Callable[[Any], str]:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Rows as a table; a value that a row does not have, or that is None, is a dash."""
+    """Format rows as a table; a value that is missing or None is a dash."""
     made = output.table(*(column.head for column in columns))
     for row in rows:
         values = [row.get(column.key) for column in columns]
@@ -68,7 +68,7 @@ def show(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]
 
 
 def document(measured: str, settings: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    """What a command measured, and everything that is needed to measure it again."""
+    """Return the results of a command, with all that is needed to repeat it."""
     made = {
         "measured": measured, "command": command_line(), "settings": dict(settings), "rows": list(rows), **more,
         "machine": machine(), "torch": torch.__version__, "python": platform.python_version(),
@@ -79,13 +79,13 @@ def document(measured: str, settings: Mapping[str, Any], rows: Sequence[Row], **
 
 
 def command_line() -> str:
-    """How this program was called; of files that lie elsewhere only the names, which mean something to others."""
+    """Return the command line of this program; of files outside the repository only the names."""
     arguments = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:]]
     return " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *arguments])
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores, the system and the threads of torch."""
+    """Return the processor, its cores, the system and the threads of torch."""
     return {
         "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(),
         "torch_threads": torch.get_num_threads(),
@@ -188,7 +188,7 @@ def _ablations(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _resume(rows: Sequence[Row]) -> list[Panel]:
-    """The losses of one restart; then, for each workload, how far behind the exact run restarted ones are."""
+    """Plot the losses of one restart; then, for each workload, the steps by which restarted runs are behind."""
     restarts = [row for part in rows for row in part["rows"]]
     workloads = list(dict.fromkeys(row["workload"] for row in restarts))
     return [partial(_restart, rows=restarts), *(

@@ -164,7 +164,7 @@ def loss_curve(plan: Experiment) -> list[float]:
 def run_method(
     plan: Experiment, method: Method, curve: Sequence[float], results: Results, report: Report = lambda line: None
 ) -> Row:
-    """Fail and rework with one method, unless that has been done; returns its row.
+    """Measure failures and rework with one method, unless it was measured already; return its row.
 
     Args:
         plan: The run and its failures.
@@ -250,7 +250,7 @@ def _rework(plan: Experiment, run: Path, failures: Sequence[int], curve: Sequenc
 
 
 def _summary(trials: Sequence[Row], plan: Experiment) -> Row:
-    """Mean and 95 % confidence interval; a trial that hit the limit counts as the limit, and is counted."""
+    """Return mean and 95 % confidence interval; trials that reach the limit have its value, and are counted."""
     counts = [plan.limit if trial["iterations"] is None else trial["iterations"] for trial in trials]
     half = None
     if len(counts) > 1:
@@ -268,7 +268,7 @@ def _summary(trials: Sequence[Row], plan: Experiment) -> Row:
 def _train_sized(
     plan: Experiment, method: Method, target: float, directory: Path, failures: Sequence[int]
 ) -> tuple[Path, Row]:
-    """`_train` with the setting that makes checkpoints as large as those of another method, as nearly as can be.
+    """Train with the setting whose checkpoints have the size closest to those of another method.
 
     Short runs come near it, whole runs then make up for sizes that change along the run.
 
@@ -295,7 +295,7 @@ def _train_sized(
 
 
 def _next_fraction(tried: Sequence[tuple[float, float]], target: float) -> float:
-    """The fraction to try next, after fractions and bytes; on a line, since the codes of what is left out cost too."""
+    """Return the next fraction to try, by linear interpolation, since elements that are left out have codes too."""
     fraction, size = tried[-1]
     found = fraction * target / size
     others = [(other, bytes_) for other, bytes_ in tried if other != fraction and bytes_ != size]

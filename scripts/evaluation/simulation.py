@@ -56,7 +56,7 @@ class Failures:
         return self.mtbf / self.ranks
 
     def trace(self, count: int) -> list[Failure]:
-        """The first so many failures."""
+        """Return the first failures, so many."""
         drawn = np.random.default_rng(self.seed)
         gaps = drawn.exponential(1.0, count) * self.job_mtbf
         kinds, luck = drawn.random(count) < self.software, drawn.random(count)
@@ -176,16 +176,16 @@ class _Run:
         self._cycle = system.disk.every * self._step + system.disk.stall
 
     def done(self, time: float) -> float:
-        """Steps, the one under way as a fraction."""
+        """Return the steps done, including a fraction of the current one."""
         return sum(self._parts(time))
 
     def checkpoint(self, time: float) -> float | None:
-        """Steps at the newest new checkpoint that is complete; None: there is none."""
+        """Return the steps at the newest complete new checkpoint; None if there is none."""
         complete = time - self._disk.lag - self._before
         return None if complete < 0 else self._first + complete // self._cycle * self._disk.every
 
     def on_disk(self, time: float) -> float:
-        """Steps that the log or a checkpoint brings back, at least 0."""
+        """Return the steps that the log or a checkpoint restores, at least 0."""
         reached = self.checkpoint(time) or 0.0
         if self._disk.batch and time > self._disk.batch_lag:
             whole, beyond = self._parts(time - self._disk.batch_lag)
@@ -193,7 +193,7 @@ class _Run:
         return reached
 
     def _parts(self, time: float) -> tuple[float, float]:
-        """Steps until the newest checkpoint was begun, and after it; a checkpoint ends a batch of the log."""
+        """Return the steps until the newest checkpoint began, and after it; a checkpoint ends a batch of the log."""
         if time < self._before:
             return 0.0, time / self._step
         cycles, rest = divmod(time - self._before, self._cycle)
@@ -239,12 +239,12 @@ def simulate(system: System, failures: Failures, count: int = 2000) -> Outcome:
 
 
 def torch_save(iteration: float, every: int, save: float, load: float) -> System:
-    """`torch.save`: training stands still for ``save`` seconds every so many steps."""
+    """Simulate `torch.save`: training stops for ``save`` seconds every so many steps."""
     return System("torch.save", iteration, Disk(every, load, stall=save, lag=save))
 
 
 def checkfreq(iteration: float, stall: float, persist: float, load: float, bound: float = 0.035) -> System:
-    """CheckFreq: training stands still for a copy, which is written meanwhile.
+    """Simulate CheckFreq: training stops for a copy, which is written in the background.
 
     As often as one is written before the next, and stalls stay within ``bound``, a share of training time.
     """
@@ -255,7 +255,7 @@ def checkfreq(iteration: float, stall: float, persist: float, load: float, bound
 def gemini(
     iteration: float, memory: Memory, overhead: float, disk_every: int, save: float, load: float
 ) -> System:
-    """Gemini: copies in the memory of the own host and of a peer; a rare checkpoint for when both are lost.
+    """Simulate Gemini: copies in the memory of this host and of a peer; a rare checkpoint for the loss of both.
 
     Args:
         iteration: seconds of a step.
@@ -269,7 +269,7 @@ def gemini(
 
 
 def naive(iteration: float, every: int, save: float, load: float, difference: float, merge: float) -> System:
-    """Naive differential checkpoints: each step waits ``difference`` seconds until its own is computed and written.
+    """Simulate naive differential checkpoints: each step waits ``difference`` seconds for its own checkpoint.
 
     Restored from a full checkpoint, written every so many steps in ``save`` seconds, and ``merge`` seconds per step.
     """
@@ -278,7 +278,7 @@ def naive(iteration: float, every: int, save: float, load: float, difference: fl
 
 
 def lowdiff(costs: Costs, every: int, batch: int, overhead: float = 0.0) -> System:
-    """LowDiff as it is built here, under the assumptions of `Model`.
+    """Simulate LowDiff as implemented here, under the assumptions of `Model`.
 
     Args:
         costs: all but ``mtbf``, ``ranks`` and ``merge`` of them count.
@@ -294,7 +294,7 @@ def lowdiff(costs: Costs, every: int, batch: int, overhead: float = 0.0) -> Syst
 
 
 def lowdiff_of_the_equations(costs: Costs, every: int, batch: int) -> System:
-    """LowDiff under the assumptions of equation 8: synchronous snapshots, batches free and merged as one gradient."""
+    """Simulate LowDiff as in equation 8: synchronous snapshots, batches without cost and merged as one gradient."""
     disk = Disk(
         every, costs.load, stall=costs.write, lag=costs.write, batch=batch, replay=costs.merging / batch,
     )
@@ -302,7 +302,7 @@ def lowdiff_of_the_equations(costs: Costs, every: int, batch: int) -> System:
 
 
 def lowdiff_plus(iteration: float, overhead: float, memory: Memory, persist: float, load: float) -> System:
-    """LowDiff+: a replica beside training, persisted as often as the disk keeps up, without stopping training.
+    """Simulate LowDiff+: a replica in another process, saved as often as the disk allows, without stopping training.
 
     Args:
         iteration: seconds of a step.
@@ -316,7 +316,7 @@ def lowdiff_plus(iteration: float, overhead: float, memory: Memory, persist: flo
 
 
 def modes(system: System) -> tuple[System, System]:
-    """A system as the paper shows LowDiff+: (S) if all failures were of software, (P) if none were."""
+    """Simulate a system as the paper shows LowDiff+: (S) if all failures were of software, (P) if none were."""
     if system.memory is None:
         raise ConfigError(f"{system.name} has nothing in memory")
     always = replace(system.memory, software=1.0, hardware=1.0)
@@ -329,7 +329,7 @@ def modes(system: System) -> tuple[System, System]:
 def compare(
     systems: Callable[[Failures], Iterable[System]], cases: Iterable[Failures], count: int = 2000
 ) -> list[Row]:
-    """Every system under every kind of failures, as in Exp. 3 (by MTBF), 9 and 10 (by ranks).
+    """Simulate every system under every kind of failures, as in Exp. 3 (by MTBF), 9 and 10 (by ranks).
 
     Args:
         systems: makes what is compared, given the failures, which settings may depend on.
@@ -355,7 +355,7 @@ def compare(
 def table(
     costs: Costs, fs: Sequence[int], bs: Sequence[int], count: int = 2000, seed: int = 0
 ) -> list[Row]:
-    """LowDiff's Table I, by equation and by simulation: wasted time, 1 at the best of the cells shown.
+    """Compute LowDiff's Table I, by equation and by simulation: wasted time, 1 at the best of the cells shown.
 
     Args:
         costs: what the job costs.

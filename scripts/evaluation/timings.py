@@ -34,36 +34,36 @@ class Way(NamedTuple):
 
 
 def sketched_quantiles(x: F32) -> F64:
-    """Thresholds from the sketch, which is made here."""
+    """Return thresholds from a sketch, including the time to build it."""
     sketch = Sketch.of(x)
     return np.array([sketch.magnitude_quantile(q) for q in QUANTILES])
 
 
 def numpy_quantiles(x: F32) -> F64:
-    """Thresholds by selection, in NumPy."""
+    """Return thresholds by selection, in NumPy."""
     return np.asarray(np.quantile(np.abs(x), QUANTILES, method="lower"), np.float64)
 
 
 def torch_quantiles(x: F32) -> F64:
-    """Thresholds by sorting, in torch: its `quantile` refuses so many elements."""
+    """Return thresholds by sorting, in torch: its `quantile` refuses so many elements."""
     ordered = torch.from_numpy(x).abs().sort().values
     return np.array([float(ordered[int(q * (len(x) - 1))]) for q in QUANTILES])
 
 
 def sketched_exact(x: F32) -> F64:
-    """Optimal levels of the sketch, which is made here."""
+    """Return the optimal levels of a sketch, including the time to build it."""
     points, counts = _occupied(Sketch.of(x))
     return exact_kmeans(points, counts, LEVELS).levels(LEVELS)
 
 
 def sketched_lloyd(x: F32) -> F64:
-    """Levels by k-means++ and Lloyd's iterations on the sketch, which is made here."""
+    """Return levels by k-means++ and Lloyd's iterations on a sketch, including the time to build it."""
     points, counts = _occupied(Sketch.of(x))
     return lloyd_kmeans(points, counts, LEVELS)
 
 
 def naive_lloyd(x: F32, seed: int = 0, max_iterations: int = 100, tolerance: float = 1e-6) -> F64:
-    """The same on every value: seeding, iterations and the rule to stop are those of `lloyd_kmeans`."""
+    """Return levels by k-means on every value; seeding, iterations and stopping rule are those of `lloyd_kmeans`."""
     values = x.astype(np.float64)
     levels = seed_levels(values, np.ones_like(values), LEVELS, np.random.default_rng(seed))
     enough = tolerance * float(values.max() - values.min())
@@ -92,7 +92,7 @@ CLUSTERING = (
 
 
 def timings(report: Report, elements: int = ELEMENTS, repeats: int = 3) -> list[Row]:
-    """Median seconds of each way on normal values, and how good its outcome is."""
+    """Measure the median seconds of each method on normal values, and the quality of its result."""
     x = np.random.default_rng(0).standard_normal(elements, np.float32)
     exact = numpy_quantiles(x)
     thresholds = _timed(THRESHOLDS, x, repeats, report)
@@ -105,7 +105,7 @@ def timings(report: Report, elements: int = ELEMENTS, repeats: int = 3) -> list[
 
 
 def _timed(ways: Sequence[Way], x: F32, repeats: int, report: Report) -> list[tuple[Row, tuple[Way, F64]]]:
-    """Rows with times, and what each way found; in turns, so that a slow moment of the machine hits all of them."""
+    """Return rows with times, and the result of each method; methods alternate, so that a slow moment affects all."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     found: dict[str, F64] = {}
     for way in ways:
@@ -127,7 +127,7 @@ def _timed(ways: Sequence[Way], x: F32, repeats: int, report: Report) -> list[tu
 
 
 def _occupied(sketch: Sketch) -> tuple[F64, F64]:
-    """Values of the bins that hold something finite, ascending, and how much; zeros of both signs are one."""
+    """Return the values of nonempty finite bins, ascending, and their counts; zeros of both signs are one."""
     values = sketch.window.values()
     used = np.isfinite(values) & (sketch.counts > 0)
     points, place = np.unique(values[used] + 0.0, return_inverse=True)

@@ -152,7 +152,7 @@ class VisionWorkload(Workload):
         super().__init__(name, plan, seed, model, made)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Images drawn from the training split, flipped and shifted if the workload augments."""
+        """Return images drawn from the training split, flipped and shifted if the workload augments."""
         generator = np.random.default_rng((self.seed, step))
         chosen = generator.integers(0, len(self.images.labels), size=self.plan.batch_size)
         images = self.images.images[chosen]
@@ -161,13 +161,13 @@ class VisionWorkload(Workload):
         return _normalised(images), torch.from_numpy(self.images.labels[chosen].astype(np.int64))
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The first images of the test split, unchanged."""
+        """Yield the first images of the test split, unchanged."""
         for first in range(0, len(self.test.labels), HELD_OUT_ROWS):
             rows = slice(first, first + HELD_OUT_ROWS)
             yield _normalised(self.test.images[rows]), torch.from_numpy(self.test.labels[rows].astype(np.int64))
 
     def data_checksum(self) -> int:
-        """Checksum of all images and labels used."""
+        """Return the checksum of all images and labels used."""
         checksum = 0
         for array in (*self.images, *self.test):
             checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
@@ -180,7 +180,7 @@ def _normalised(images: np.ndarray) -> Tensor:
 
 
 def _flip_and_shift(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Mirror half of the images and move each by up to `SHIFT` pixels; what comes in at a border is background."""
+    """Mirror half of the images and shift each by up to `SHIFT` pixels; pixels beyond a border are background."""
     count = len(images)
     flipped = np.where(generator.random(count)[:, None, None] < 0.5, images[:, :, ::-1], images)
     padded = np.pad(flipped, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT)))

@@ -124,7 +124,7 @@ class Workload(ABC):
         return {"model": model, "optimizer": optimizer}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state()`, which stays as it is."""
+        """Continue from a `state()`, which is not changed."""
         # Optimizer.load_state_dict keeps the tensors it is given, and training would change the caller's.
         optimizer = copy.deepcopy(state["optimizer"])
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
@@ -156,13 +156,13 @@ class Workload(ABC):
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy of class logits in the last dimension, whatever dimensions come before it."""
+    """Return the cross-entropy of class logits in the last dimension, after any other dimensions."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch for initial weights, and leave its generator as it was."""
+    """Seed torch for initial weights, and restore its generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -35,7 +35,7 @@ class System(Protocol):
         """
 
     def after_step(self, step: int) -> None:
-        """The optimizer has made step `step`."""
+        """Process step `step`, after the optimizer's update."""
 
     def wait(self) -> None:
         """Return when nothing is under way: what `after_step` was told of is as safe as it will ever be."""
@@ -44,7 +44,7 @@ class System(Protocol):
         """Wait, and end all threads and processes."""
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Bring back the newest state there is; returns its step, 0 where there is none and nothing was touched."""
+        """Restore the newest state; return its step, 0 if there is none and nothing was changed."""
 
 
 class Without:
@@ -66,7 +66,7 @@ class Without:
         """Nothing."""
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Nothing is there."""
+        """Return 0: there is no state."""
         return 0
 
 
@@ -95,12 +95,12 @@ class OnDisk:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in DDP, or what was given."""
+    """Return the model inside DDP, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors that a step changes, in the same order every time: weights, buffers, the optimizer's state.
+    """Return all tensors that a step changes, always in the same order: weights, buffers, the optimizer's state.
 
     They are the ones in use, not copies. The rest of a run's state, learning rates and batches, is a function of the
     step in this harness.
@@ -135,7 +135,7 @@ class Layout:
             self.size += -(-tensor.nbytes // 64) * 64
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Tensors like the given ones in a uint8 tensor of `size` elements."""
+        """Return views like the given tensors in a uint8 tensor of `size` elements."""
         return [
             memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for offset, tensor in zip(self._offsets, self._tensors, strict=True)
@@ -163,6 +163,6 @@ def read_state(path: Path, tensors: Sequence[Tensor]) -> int:
 
 
 def keep_to(core: int | None) -> None:
-    """Have this thread, and those it starts, run on one CPU; None: on any."""
+    """Bind this thread, and threads that it starts, to one CPU; None: to any."""
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -54,7 +54,7 @@ class Profile:
 
 
 def interval(profile: Profile, bound: float = BOUND) -> int:
-    """Iterations between checkpoints: as few as the bound and the disk allow.
+    """Return the smallest number of iterations between checkpoints that the bound and the disk allow.
 
     One checkpoint has to be persisted before the next begins, and what it stalls training is spread over the interval.
     """
@@ -172,7 +172,7 @@ class CheckFreq(OnDisk):
             self._copying = None
 
     def _measure(self, step: int) -> None:
-        """Time the iteration that ended; after enough of them, profile a checkpoint and choose the interval."""
+        """Measure the last iteration; after enough of them, profile a checkpoint and choose the interval."""
         now = time.perf_counter()
         seconds, self._last = None if self._last is None else now - self._last, now
         if self._tuner is not None:
@@ -221,7 +221,7 @@ class _Updates:
         self._handles = [optimizer.register_step_pre_hook(pre_hook), optimizer.register_step_post_hook(post_hook)]
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
+        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
 

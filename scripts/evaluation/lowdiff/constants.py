@@ -65,20 +65,20 @@ def constants(bench: Bench, systems: Sequence[str], repeats: int) -> list[Row]:
 
 
 def _per_step(costs: Costs) -> float:
-    """Seconds that a step takes longer: what was measured, which noise may hide, but no less than the training thread
+    """Return the additional seconds of a step: as measured, which noise may hide, but no less than the training thread
     itself was in the system.
     """
     return max(statistics.median(costs.overhead) * statistics.median(costs.alone), statistics.median(costs.stalls))
 
 
 def _logged(system: str) -> dict[str, Any]:
-    """Options for a checkpoint in every step, full ones aside."""
+    """Return the options for a checkpoint in every step, besides full ones."""
     extra: dict[str, dict[str, Any]] = {"naive": {"full_every": NEVER}, "lowdiff": {"snapshot_every": NEVER}}
     return {**options_of(system), **extra.get(system, {})}
 
 
 def _lag(bench: Bench, system: str, repeats: int) -> Row:
-    """Seconds until a checkpoint can be used, and bytes of a state."""
+    """Return seconds until a checkpoint can be used, and bytes of a state."""
     options = {"naive": {"full_every": 1}} | {name: {} for name in OURS}
     job = replace(bench.job(system, "-lag"), options=options.get(system, {"every": 1}))
     with Worker(job) as worker:
@@ -92,7 +92,7 @@ def _lag(bench: Bench, system: str, repeats: int) -> Row:
 
 
 def _tuner(bench: Bench) -> Row:
-    """What LowDiff's tuner knows after a run: snapshot_every and batch are its own, and so are the measurements."""
+    """Return the state of LowDiff's tuner after a run: its snapshot_every and batch, and its measurements."""
     job = bench.job("lowdiff", "-tuner", snapshot_every=SPARSE)
     with Worker(job) as worker:
         worker.call("prepare")

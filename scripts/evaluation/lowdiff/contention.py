@@ -101,11 +101,11 @@ class _Busy:
         self._process.join()
 
     def begin(self) -> None:
-        """Work from now on."""
+        """Start working."""
         self._connection.send(True)
 
     def pause(self) -> None:
-        """Work no more."""
+        """Stop working until `begin`."""
         self._connection.send(False)
         done, seconds = self._connection.recv()
         self.done += done

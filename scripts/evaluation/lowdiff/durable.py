@@ -44,7 +44,7 @@ def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to, and to flush; the file then takes the place of `path`, also after a power failure."""
+    """Yield a name to write to and flush; the file then replaces `path`, durably also after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def bytes_below(directory: Path) -> int:
-    """Bytes of all files below a directory; one with several links counts once."""
+    """Return bytes of all files below a directory; one with several links counts once."""
     found: dict[tuple[int, int], int] = {}
     for path in directory.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # the run that writes there removes files, too
@@ -70,7 +70,7 @@ def bytes_below(directory: Path) -> int:
 
 
 def evict(directory: Path) -> None:
-    """Have the next reads of all files below a directory come from the disk, not from the page cache."""
+    """Drop all files below a directory from the page cache, so that the next reads come from the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -82,7 +82,7 @@ def evict(directory: Path) -> None:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Complete files of raw state in a directory by their steps, ascending."""
+    """Return the complete files of raw state in a directory by step, ascending."""
     return dict(sorted((int(path.stem), path) for path in directory.glob(f"*{SUFFIX}")))
 
 
@@ -154,7 +154,7 @@ class Host:
                 time.sleep(0.01)
 
     def persist(self, offset: int, size: int, path: Path, step: int) -> None:
-        """Have a part of the memory written to a file of raw state; returns at once."""
+        """Start to write a part of the memory to a file of raw state; return at once."""
         self._socket.sendall(f"persist {offset} {size} {step} {path}\n".encode())
         self._pending += 1
 
@@ -179,7 +179,7 @@ class Host:
         self.close()
 
     def close(self) -> None:
-        """Leave it to itself."""
+        """Close the connection; the process continues."""
         self._socket.close()
 
 

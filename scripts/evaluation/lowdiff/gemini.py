@@ -176,7 +176,7 @@ class Gemini(OnDisk):
 
 
 def copies(directory: Path) -> list[int]:
-    """Steps of the copies that the peer of a directory holds, -1 for one that is incomplete.
+    """Return the steps of the copies that the peer of a directory holds; -1 for an incomplete copy.
 
     Raises:
         OSError: There is no peer.
@@ -194,7 +194,7 @@ def _peer_of(directory: Path) -> str:
 
 
 def _chunks(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Pairs of tensors, in groups of about `CHUNK` bytes; larger tensors are cut."""
+    """Yield pairs of tensors, in groups of about `CHUNK` bytes; larger tensors are cut."""
     group: tuple[list[Tensor], list[Tensor]] = ([], [])
     size = 0
     for source, target in zip(sources, targets, strict=True):

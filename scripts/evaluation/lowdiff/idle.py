@@ -13,7 +13,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def children() -> list[int]:
-    """Process ids of the processes that this one started."""
+    """Return the ids of the processes that this process started."""
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and (fields := _fields(path / "stat")) and int(fields[_PARENT]) == os.getpid():
@@ -22,7 +22,7 @@ def children() -> list[int]:
 
 
 def processor_seconds() -> float:
-    """Seconds of processor time that all child processes took so far."""
+    """Return seconds of processor time that all child processes took so far."""
     return sum(_ticks(child) for child in children()) / _TICKS
 
 
@@ -44,7 +44,7 @@ def wait_until_idle(timeout: float = 60.0) -> None:
 
 
 def _at_work(process: int) -> bool:
-    """Whether a thread of a process runs, or waits for a disk."""
+    """Return whether a thread of a process runs, or waits for a disk."""
     threads = Path(f"/proc/{process}/task").glob("*/stat")
     return any((fields := _fields(thread)) and fields[_STATE] in ("R", "D") for thread in threads)
 
@@ -55,7 +55,7 @@ def _ticks(process: int) -> int:
 
 
 def _fields(path: Path) -> list[str]:
-    """Fields of a stat file after the name, which may hold anything; none if the process is gone."""
+    """Return the fields of a stat file after the name, which may contain any bytes; none if the process has ended."""
     try:
         return path.read_text().rpartition(")")[2].split()
     except OSError:

@@ -71,7 +71,7 @@ class Training:
             self.compressor.attach(self.model)
 
     def leave_compression(self) -> None:
-        """From now on the system of checkpointing compresses the gradients."""
+        """Leave the compression of gradients to the checkpointing system from now on."""
         if self.compressor is not None:
             self.compressor.detach()
             self.compressor = None
@@ -91,7 +91,7 @@ class Training:
         self.done += 1
 
     def go_to(self, step: int) -> None:
-        """Model and optimizer are now those of another step."""
+        """Set the step whose state model and optimizer now have."""
         self.done = step
         self.scheduler.last_epoch = step
         for group, base, factor in zip(
@@ -100,7 +100,7 @@ class Training:
             group["lr"] = base * factor(step)
 
     def state_bytes(self) -> int:
-        """Bytes of weights and moments in fp32: what a full checkpoint holds."""
+        """Return the bytes of weights and moments in fp32, the content of a full checkpoint."""
         return sum(tensor.nbytes for tensor in live_tensors(self.model, self.optimizer).values())
 
     def _rows(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +145,7 @@ class Loop:
         self._waited = self._before = 0.0
 
     def begin(self, system: System) -> None:
-        """Checkpoint from now on."""
+        """Start to checkpoint."""
         # Hooks run in the order in which they were registered: the system's own are between these two.
         self.training.optimizer.register_step_pre_hook(self._start)
         system.prepare(self.training.model, self.training.optimizer, self.training.done)

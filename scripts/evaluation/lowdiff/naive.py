@@ -155,7 +155,7 @@ class NaiveDifferences(OnDisk):
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights, and everything else that a step changes."""
+    """Return the weights, and all other state that a step changes."""
     live = live_tensors(model, optimizer)
     weights = [tensor for name, tensor in live.items() if name.startswith("model.")]
     return weights, [tensor for name, tensor in live.items() if not name.startswith("model.")]

@@ -57,12 +57,12 @@ class _Ours:
         self._look()
 
     def finish(self) -> None:
-        """Have it write what it holds, and end."""
+        """Close the log: all steps are written, and the process ends."""
         self._look()
         self._made.close()
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Bring the newest state back."""
+        """Recover the newest state."""
         self._found = lowdiff.recover(self._directory, model, optimizer)
         return 0 if self._found is None else int(self._found.step)
 
@@ -95,7 +95,7 @@ class LowDiff(_Ours):
         self.wait()
 
     def costs(self) -> dict[str, Any] | None:
-        """What the log that was recovered had measured: fields of `tuning.Costs`."""
+        """Return the measurements of the recovered log: fields of `tuning.Costs`."""
         if self._found is None or self._found.tuner is None:
             return None
         found = Tuner.from_state(self._found.tuner).costs()

@@ -37,7 +37,7 @@ class Cores(NamedTuple):
 
     @classmethod
     def available(cls) -> Cores:
-        """The first two of this process; with a single one training and checkpointing share it."""
+        """Return the first two CPUs of this process; if there is one, training and checkpointing share it."""
         usable = sorted(os.sched_getaffinity(0))
         return cls(usable[0], usable[min(1, len(usable) - 1)])
 
@@ -98,7 +98,7 @@ class Worker:
         return int(self._done.value)
 
     def call(self, what: str, *arguments: Any, timeout: float = PATIENCE) -> Any:
-        """Tell it to do something, and wait for the outcome.
+        """Send a call, and wait for its result.
 
         Args:
             what: Name of a method of `_Service`.
@@ -112,7 +112,7 @@ class Worker:
         return self.result(timeout)
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """Tell it to do something, without waiting."""
+        """Send a call, without waiting."""
         self._connection.send((what, arguments))
 
     def result(self, timeout: float = PATIENCE) -> Any:
@@ -142,7 +142,7 @@ class Worker:
             time.sleep(0.001)
 
     def kill(self) -> None:
-        """SIGKILL: what it does at this moment is never finished. Processes that it started go on."""
+        """Kill the process with SIGKILL, in the middle of its work. Processes that it started continue."""
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -159,7 +159,7 @@ class Worker:
 
 @functools.cache
 def processes() -> ForkServerContext:
-    """Processes are forked from one that has imported everything and done nothing: they start at once, and clean."""
+    """Start the server that forks processes: it has imported all modules and done nothing else, so they start fast."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     before = os.environ.get("PYTHONPATH")
@@ -221,7 +221,7 @@ class _Service:
         return found
 
     def costs(self) -> dict[str, Any] | None:
-        """What LowDiff measured of itself, after a recovery."""
+        """Return LowDiff's own measurements, after a recovery."""
         found: dict[str, Any] | None = getattr(self._system, "costs", lambda: None)()
         return found
 
@@ -235,19 +235,19 @@ class _Service:
         return self.bytes()
 
     def bytes(self) -> dict[str, int]:
-        """Bytes that were written, that are there, and of a state in memory."""
+        """Return the bytes written, the bytes on disk, and the bytes of a state in memory."""
         return {
             "written": self._system.bytes_written, "stored": self._system.bytes_stored,
             "state": self._training.state_bytes(),
         }
 
     def about(self) -> dict[str, Any]:
-        """What the system says of itself: settings that it chose."""
+        """Return the settings that the system chose."""
         names = ("every", "batch", "snapshot_every")
         return {name: getattr(self._system, name) for name in names if hasattr(self._system, name)}
 
     def recover(self, cold: bool = False) -> tuple[int, float]:
-        """Recover; the step, and seconds. Cold: the system's files are read from the disk."""
+        """Recover; return the step, and seconds. With `cold`, the system's files are read from the disk."""
         if cold and self._job.directory.exists():
             evict(self._job.directory)
         started = time.perf_counter()
@@ -258,7 +258,7 @@ class _Service:
         return step, seconds
 
     def digest(self) -> str:
-        """Checksum of all that a step changes."""
+        """Return the checksum of all state that a step changes."""
         checksum = xxhash.xxh3_128()
         for tensor in live_tensors(self._training.model, self._training.optimizer).values():
             checksum.update(tensor.contiguous().numpy().data)
@@ -273,7 +273,7 @@ class _Service:
         return found
 
     def tensors(self) -> dict[str, Any]:
-        """All that a step changes, as arrays."""
+        """Yield all state that a step changes, as arrays."""
         live = live_tensors(self._training.model, self._training.optimizer)
         return {name: tensor.numpy().copy() for name, tensor in live.items()}
 

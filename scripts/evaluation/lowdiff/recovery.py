@@ -50,7 +50,7 @@ def recovery_times(
 
 
 def persisted_times(bench: Bench, systems: Sequence[str], repeats: int) -> list[Row]:
-    """Recovery from disk of systems that are `IN_MEMORY`, their memory lost."""
+    """Measure recovery from disk of systems that are `IN_MEMORY`, after a loss of their memory."""
     return [_recovery(bench, system, 1, repeats, again=True, from_disk=True) for system in systems]
 
 
@@ -136,7 +136,7 @@ def _recover(job: Job, known: _Known, again: int, dropped: bool, last: bool = Fa
 
 
 def _error(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Relative difference of all weights, by the Euclidean norm."""
+    """Return the relative difference of all weights, by the Euclidean norm."""
     names = [name for name in expected if name.startswith("model.")]
     difference = sum(float(np.sum(np.square(found[name] - expected[name], dtype=np.float64))) for name in names)
     return float(np.sqrt(difference / sum(float(np.sum(np.square(expected[n], dtype=np.float64))) for n in names)))

@@ -63,7 +63,7 @@ class Costs(NamedTuple):
     about: dict[str, Any]
 
     def row(self) -> Row:
-        """Medians and spread."""
+        """Return medians and spread."""
         iteration = statistics.median(self.alone)
         return {
             "seconds": statistics.median(self.seconds), "seconds_min": min(self.seconds),
@@ -132,7 +132,7 @@ def _measure(jobs: Mapping[str, Job], plan: Plan, report: Report) -> dict[str, C
 def _rounds(
     reference: Worker, workers: Mapping[str, Worker], plan: Plan, report: Report
 ) -> dict[str, list[tuple[float, Block]]]:
-    """Blocks of each, with the seconds of an iteration of the reference around them."""
+    """Return the blocks of each system, with the seconds of an iteration of the reference around them."""
     found: dict[str, list[tuple[float, Block]]] = {name: [] for name in workers}
     names = list(workers)
     before = block(reference, plan)
@@ -150,12 +150,12 @@ def _rounds(
 
 
 def quartile(values: list[float], number: int) -> float:
-    """The first, second or third; of a single value that value."""
+    """Return the first, second or third quartile; a single value is returned itself."""
     return statistics.quantiles(values, n=4, method="inclusive")[number - 1] if len(values) > 1 else values[0]
 
 
 def block(worker: Worker, plan: Plan) -> Block:
-    """Have it train a block, and wait until its system has done its part."""
+    """Train a block, and wait until its system has finished."""
     trained: Block = worker.call("train", plan.steps, plan.lead)
     worker.call("wait")  # what is under way would take time from the next one
     return trained

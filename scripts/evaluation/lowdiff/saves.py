@@ -39,10 +39,10 @@ class TorchSave(OnDisk):
             self._written += stream.tell()
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: saves are synchronous."""
 
     def finish(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: saves are synchronous."""
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the file."""
@@ -63,7 +63,7 @@ class _Writer(dcp.FileSystemWriter):
         self._core = core
 
     def set_up_storage_writer(self, *arguments: Any, **named: Any) -> None:
-        """The first that the saving thread calls."""
+        """Bind the saving thread to its CPU: this is the first method that it calls."""
         keep_to(self._core)
         super().set_up_storage_writer(*arguments, **named)
 
@@ -118,11 +118,11 @@ class DCPAsyncSave(OnDisk):
         return self._directory / f"{step:09d}"
 
     def _complete(self) -> list[int]:
-        """Steps of the directories whose metadata are there: DCP writes them last."""
+        """Return the steps of directories that have metadata, which DCP writes last."""
         return [int(path.parent.name) for path in self._directory.glob("*/.metadata")]
 
 
 def _live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State dict of model and optimizer; its tensors are those in use."""
+    """Return the state dict of model and optimizer; its tensors are those in use."""
     weights, state = get_state_dict(unwrapped(model), optimizer)
     return {"model": weights, "optimizer": state}

@@ -51,5 +51,5 @@ def make(name: str, directory: Path, core: int | None, compressor: str, options:
 
 
 def compresses(name: str) -> bool:
-    """Whether a system registers the gradients' compressor itself."""
+    """Return whether a system registers the gradients' compressor itself."""
     return name == "lowdiff"

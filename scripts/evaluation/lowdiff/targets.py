@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 def targets(measured: str, rows: Sequence[Row]) -> list[Target]:
-    """Targets that an experiment speaks of.
+    """Return the targets of an experiment.
 
     Args:
         measured: Which experiment, one of `NAMES`.

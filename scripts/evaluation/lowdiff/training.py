@@ -46,25 +46,25 @@ class Bench:
     report: Report
 
     def job(self, system: str, part: str = "", **options: Any) -> Job:
-        """A job in a directory of its own. LowDiff+ is for gradients that are not compressed."""
+        """Return a job in a directory of its own. LowDiff+ is for gradients that are not compressed."""
         setting = replace(self.setting, compressor="none") if system == PLUS else self.setting
         return Job(setting, system, self.directory / f"{system}{part}", self.cores, options)
 
 
 def options_of(system: str, every: int = 1) -> dict[str, Any]:
-    """Options with which a system checkpoints every so many steps; ours log every step, whatever that is."""
+    """Return the options with which a system checkpoints every so many steps; LowDiff logs every step regardless."""
     return {} if system in (WITHOUT, *OURS) else {"every": every}
 
 
 def training_time(bench: Bench, systems: Sequence[str]) -> list[Row]:
-    """Seconds of an iteration with a checkpoint in each (experiments 1 and 2)."""
+    """Measure the seconds of an iteration with a checkpoint in each (experiments 1 and 2)."""
     jobs = {system: bench.job(system, **options_of(system)) for system in systems}
     found = measure(jobs, bench.plan, bench.report)
     return [{"name": name, **costs.row()} for name, costs in found.items()]
 
 
 def shortest_intervals(bench: Bench, systems: Sequence[str], bound: float = BOUND) -> list[Row]:
-    """The highest frequency whose overhead keeps to a bound (experiment 4).
+    """Find the highest frequency whose overhead keeps to a bound (experiment 4).
 
     The interval of a system is lengthened in proportion to what it exceeds the bound by, until it keeps to it, and then
     shortened for as long as it does. CheckFreq's own policy is a system of its own.
@@ -101,7 +101,7 @@ def shortest_intervals(bench: Bench, systems: Sequence[str], bound: float = BOUN
 
 
 def ratios(bench: Bench, values: Sequence[float], bound: float = BOUND) -> list[Row]:
-    """LowDiff at several ratios of gradient compression: bytes per step and overhead (experiment 8).
+    """Measure LowDiff at several ratios of gradient compression: bytes per step and overhead (experiment 8).
 
     Training without checkpoints compresses with the same ratio, so that the cost of compressing is in both.
     """
@@ -116,7 +116,7 @@ def ratios(bench: Bench, values: Sequence[float], bound: float = BOUND) -> list[
 
 
 def _next(tried: Mapping[int, Row], bound: float, fixed: bool) -> int | None:
-    """The interval to try next; None when the shortest is known, or `fixed`."""
+    """Return the interval to try next; None when the shortest is known, or `fixed`."""
     last = list(tried)[-1]
     within = [interval for interval, row in tried.items() if row["overhead"] <= bound]
     if fixed or last >= LONGEST:
@@ -128,7 +128,7 @@ def _next(tried: Mapping[int, Row], bound: float, fixed: bool) -> int | None:
 
 
 def own_policy(bench: Bench, bound: float) -> Row:
-    """CheckFreq with the interval that it chooses, and tunes, by itself; that of the end is the row's."""
+    """Measure CheckFreq with the interval that it chooses and tunes; the row has the final one."""
     job = bench.job("checkfreq", "-own", every=None, bound=bound)
     plan = replace(bench.plan, warm_up=PROFILE_STEPS, steps=2 * bench.plan.steps)
     costs = measure({OWN_POLICY: job}, plan, bench.report)[OWN_POLICY]
@@ -136,7 +136,7 @@ def own_policy(bench: Bench, bound: float) -> Row:
 
 
 def _persisted(bench: Bench, row: Row) -> Row:
-    """LowDiff+ as seen on disk: how far apart the states are that it saves while it follows every step."""
+    """Measure the steps between states that LowDiff+ saves to disk while it follows every step."""
     with Worker(bench.job(PLUS, "-persisted")) as worker:
         worker.call("prepare")
         found = worker.call("persisted", bench.plan.rounds * bench.plan.steps)
@@ -146,7 +146,7 @@ def _persisted(bench: Bench, row: Row) -> Row:
 
 
 def plan_for(plan: Plan, every: int) -> Plan:
-    """A plan with blocks of whole intervals, so that each holds as many checkpoints as it should."""
+    """Return a plan with blocks of whole intervals, so that each contains the right number of checkpoints."""
     return replace(plan, steps=math.ceil(max(plan.steps, every) / every) * every)
 
 

@@ -47,7 +47,7 @@ def compare(rows: Sequence[Row], cases: Iterable[Failures], count: int, restart:
 
 
 def with_overheads(rows: Sequence[Row], measured: Iterable[Row]) -> list[Row]:
-    """Constants with the overheads that other runs measured, all blocks of a system together.
+    """Return constants with the overheads that other runs measured, all blocks of a system together.
 
     Args:
         rows: Constants.
@@ -99,7 +99,7 @@ def _systems(constants: Mapping[str, Row], failures: Failures) -> Iterator[Syste
 
 
 def _plausible(row: Row) -> Row:
-    """Without what only noise can have made: a checkpoint costs no more where there are fewer of them."""
+    """Return costs without effects that only noise can have: fewer checkpoints do not make one more expensive."""
     found = dict(row)
     if "stall" in row:
         found["stall"] = min(row["stall"], row["overhead"])
@@ -120,7 +120,7 @@ def _best(made: Callable[[int], System], failures: Failures) -> System:
 
 
 def _saving(row: Row) -> Callable[[int], System]:
-    """Full checkpoints every so many steps; where they come faster than they can be written, training waits."""
+    """Simulate full checkpoints every so many steps; training waits if they cannot be written fast enough."""
     def made(every: int) -> System:
         waits = max(0.0, row["lag"] - every * row["iteration"])
         stall = row["overhead"] if every == 1 else max(row["stall"], waits)
@@ -130,7 +130,7 @@ def _saving(row: Row) -> Callable[[int], System]:
 
 
 def _bounded(row: Row) -> System:
-    """As often as CheckFreq's bound allows."""
+    """Simulate checkpoints as frequent as CheckFreq's bound allows."""
     tried = map(_saving(row), itertools.count(1))
     return next(made for made in tried if made.disk.stall <= BOUND * made.disk.every * made.iteration)
 
@@ -150,7 +150,7 @@ def _naive(row: Row) -> Callable[[int], System]:
 
 
 def _gemini(row: Row) -> System:
-    """Every step a copy to the peer, which a failure of this machine leaves."""
+    """Simulate a copy to the peer in every step, which survives a failure of this machine."""
     memory = Memory(1, row["load"], lag=row["lag"], software=1.0, hardware=1.0)
     every = max(1, round(PERSIST_HOURS * HOUR / row["iteration"]))
     made = simulation.gemini(row["iteration"], memory, row["overhead"], every, 0.0, row["disk_load"])
@@ -158,7 +158,7 @@ def _gemini(row: Row) -> System:
 
 
 def _lowdiff(row: Row, failures: Failures) -> System:
-    """The settings are the model's, from the costs that the log measured; the overhead is what was measured here."""
+    """Simulate LowDiff with the model's settings for the costs that the log measured; the overhead is measured here."""
     known = dict(row["tuner"] or {})
     known |= {
         "iteration": row["iteration"], "load": row["load"], "replay": max(row["replay"], 1e-9),

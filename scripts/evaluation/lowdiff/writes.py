@@ -93,7 +93,7 @@ def _write(directory: Path, recorded: _Recorded, size: int) -> int:
 
 
 def storage(bench: Bench, compressors: Sequence[str], steps: int) -> list[Row]:
-    """Bytes of a checkpoint (experiment 7): of full ones, of naive differences, and of a logged step by compression.
+    """Measure bytes of a checkpoint (experiment 7): full, naive difference, and logged step by compression.
 
     Args:
         bench: Where and on what.
