@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Public names, whether they were imported or not."""
+    """Return public names, including those not imported yet."""
     return sorted({*globals(), *_MODULE_OF})
 
 

@@ -51,5 +51,5 @@ class LoadFailed(DSQError):
 
 
 def described(error: BaseException) -> str:
-    """The class of an error and its text, if it has one: `KeyboardInterrupt` has none."""
+    """Return the class of an error and its text, if it has one: `KeyboardInterrupt` has none."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

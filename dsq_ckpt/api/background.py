@@ -22,7 +22,7 @@ _future: Future[Any] | None = None
 
 
 def _forked() -> None:
-    """In a child: the save under way is its parent's, whose thread is not here to end it."""
+    """Reset a child, which lacks the thread of its parent's save in the background."""
     global _future, _groups
     _future, _groups = None, WeakKeyDictionary()
 

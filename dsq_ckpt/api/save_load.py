@@ -326,7 +326,7 @@ def load(
     comm = SingleProcess() if no_dist else communicator(process_group)
 
     def prepare() -> tuple[list[Path], list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]]:
-        """Before DCP, which would log a page about a wrong path; the state dict is left as it is."""
+        """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
         directory = existing_path(path)
         Manifest.read(directory)
         refuse_cycles(state_dict)

@@ -230,7 +230,7 @@ def _ratio(path: Path) -> float:
 
 
 def _interleaved(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, in turns, so that a slow moment of the machine hits all of them; one warm-up."""
+    """Measure the seconds of each function, alternating, so that a slow moment affects all; one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(repeats + 1):
         for name, run in work.items():

@@ -25,7 +25,7 @@ def run(
     source: Path, target: Path, config: str | None, system: str | None, overwrite: bool, as_json: bool,
     mpi: bool | None,
 ) -> None:
-    """Compress, and print what came of it.
+    """Compress, and print the result.
 
     Args:
         mpi: with all processes of an MPI job; None: if a launcher of MPI started more than one.
@@ -58,7 +58,7 @@ def run(
 
 @contextmanager
 def _as_one(comm: Communicator) -> Iterator[None]:
-    """Errors of all ranks are printed by the first; what fails on one alone ends them all."""
+    """Print errors of all ranks on the first; end all ranks if one fails outside of a collective."""
     if not isinstance(comm, MPICommunicator):
         yield
         return

@@ -42,7 +42,7 @@ def as_json(path: Path, tensors: bool) -> dict[str, Any]:
 
 
 def show(path: Path, tensors: bool) -> None:
-    """Tables for people."""
+    """Print tables."""
     manifest = Manifest.read(path)
     screen = output.console()
     screen.print(output.fields(_header(path, manifest)))
@@ -62,7 +62,7 @@ def show(path: Path, tensors: bool) -> None:
 
 
 def print_contents(path: Path, manifest: Manifest) -> None:
-    """Kinds of tensors and their groups: sizes and errors."""
+    """Print sizes and errors by kind of tensor and by group."""
     screen = output.console()
     screen.print(_kinds(path, manifest))
     screen.print("ratio: uncompressed over stored bytes; KiB: 1024 bytes; base: what history keeps")
@@ -127,7 +127,7 @@ def _unit(name: str, value: Any) -> str:
 
 
 def tensor_list(path: Path) -> list[dict[str, Any]]:
-    """Every tensor and object: name, dtype, shape, chunks, and the group it was quantized in, `exact` or `bf16`."""
+    """Return name, dtype, shape, chunks and group (or `exact`, `bf16`) of every tensor and object."""
     found: list[dict[str, Any]] = []
     with Checkpoint(path) as checkpoint, checkpoint.naming():
         stored: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _kinds(path: Path, manifest: Manifest) -> Any:
-    """Sizes by kind. The refinement of a checkpoint that dropped it is shown, but does not count as stored."""
+    """Return a table of sizes by kind; a dropped refinement is shown, but does not count as stored."""
     kept = manifest.refinement == "kept"
     rows = output.table("<kind", "uncompressed", "base", "refinement", "base ratio", "ratio now")
     order = sorted(manifest.kinds, key=lambda kind: (kind == "exact", kind != "weights", kind))

@@ -23,7 +23,7 @@ _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def plain(text: str, keep: str = "") -> str:
-    """Text whose control characters are escaped, but those of `keep`: a name in a file must not steer the terminal."""
+    """Escape control characters other than those of `keep`: a name in a file must not control the terminal."""
     return "".join(
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in _UNPRINTABLE and letter not in keep else letter for letter in text

@@ -80,7 +80,7 @@ class Verification:
         }
 
     def print(self) -> None:
-        """Tables for people."""
+        """Print tables."""
         screen = output.console()
         rows = output.table("<checkpoint", "files", "size", "<result", "<decoded")
         for report in self.reports:

@@ -255,7 +255,7 @@ class Opened:
         return dtype_of(self.tensors[fqn]["dtype"])
 
     def size(self, fqn: str) -> int:
-        """Uncompressed bytes of a tensor."""
+        """Return the uncompressed bytes of a tensor."""
         return torch.Size(self.tensors[fqn]["shape"]).numel() * self.dtype(fqn).itemsize
 
     def tensor(self, fqn: str) -> torch.Tensor:

@@ -83,7 +83,7 @@ def shards_of(index: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def safetensors_state(shards: list[tuple[Path, list[str] | None]]) -> State:
-    """Tensors of one file or several; names None: all that a file has.
+    """Open tensors of one file or several; names None: all tensors of a file.
 
     Raises:
         CheckpointNotFound: a file is missing.

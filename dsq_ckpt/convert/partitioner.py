@@ -27,7 +27,7 @@ class _Block(NamedTuple):
 
 
 def deal(source: Source, ranks: int) -> list[list[ChunkKey]]:
-    """Chunks by rank, in the order of the source; all of it is dealt, and about as many bytes to each.
+    """Partition a source over ranks, in its order: every chunk once, and about as many bytes for each rank.
 
     What is decoded does not depend on it: sketches are sums over all chunks, and everything else is per element.
 

@@ -66,7 +66,7 @@ class Source(Protocol):
     mapped: bool
 
     def read(self, keys: Iterable[ChunkKey]) -> Values:
-        """Chunks of tensors, on the CPU if they are in a file; of mapped sources also parts of chunks.
+        """Read chunks of tensors, on the CPU if they are in a file; for mapped sources also parts of chunks.
 
         Raises:
             CorruptCheckpoint: a file is damaged.
@@ -168,11 +168,11 @@ class InMemory:
         return {name: value for name, value in self._flat.items() if name not in self.tensors}
 
     def close(self) -> None:
-        """Nothing is open but what is mapped."""
+        """Do nothing: only mappings are open."""
 
 
 def _all_of(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and shape of the only chunk of a tensor."""
+    """Return offsets and shape of the only chunk of a tensor."""
     shape = tuple(shape)
     return (0,) * len(shape), shape
 

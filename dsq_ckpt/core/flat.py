@@ -26,7 +26,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
-    """Boxes that together are elements `start` to `start + length` of a flattened tensor, in order.
+    """Yield boxes that together are elements `start` to `start + length` of a flattened tensor, in order.
 
     At most two per dimension and one more: the rest of a row, whole rows, the beginning of a row, and so on inwards.
 
@@ -41,7 +41,7 @@ def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
 
 
 def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
-    """`place`: of the range in the sub-tensor at `outer`; `start`: in the whole tensor."""
+    """Yield the boxes of a range that starts at `place` in the sub-tensor at `outer`, at `start` in the whole tensor."""
     before = (1,) * len(outer)
     if not shape:
         yield Box(outer, before, start)
@@ -61,7 +61,7 @@ def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: in
 
 
 def place_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
-    """Place of the element at `offsets` in the flattened tensor."""
+    """Return the index of the element at `offsets` in the flattened tensor."""
     place = 0
     for size, offset in zip(shape, offsets, strict=True):
         place = place * size + offset

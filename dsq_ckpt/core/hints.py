@@ -24,7 +24,7 @@ class _Place(NamedTuple):
     fits: tuple[str, ...]
 
     def near(self, given: Sequence[str]) -> int:
-        """Components that it has in common with a path, from the root on."""
+        """Return the number of components in common with a path, from the root on."""
         shared = 0
         for own, other in zip(self.path, given, strict=False):
             if own not in (_ANY, other):
@@ -186,7 +186,7 @@ def name_hint(name: str, names: Iterable[str]) -> str:
 
 
 def group_hint(name: str, layers: Sequence[str]) -> str | None:
-    """Why the name that a rule gives to a group is likely not meant as one, where the group has no settings.
+    """Return why the name that a rule gives to a group without settings is likely a mistake.
 
     A tensor that was to be exact would be stored lossily without a word, in a group called "Exact".
 

@@ -70,7 +70,7 @@ def _give_back(held: _Held) -> None:
 
 
 def _forked() -> None:
-    """In a child, such as a worker of the data loader that `evaluate` iterates: the save is its parent's."""
+    """Reset a child, such as a worker of the data loader that `evaluate` iterates: the save is its parent's."""
     if _held is not None:
         _give_back(_held)
 

@@ -149,7 +149,7 @@ def put(root: dict[Any, Any], steps: list[Step], value: Any, *, keep: bool = Fal
 
 
 def empty_dicts(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Dicts without entries, with their paths; the state dict itself is one of them if it has none."""
+    """Return dicts without entries, with their paths, including the state dict itself if it has none."""
     if not state:
         yield (), state
     yield from ((path, value) for path, _, value in _dicts((), state) if isinstance(value, Mapping) and not value)

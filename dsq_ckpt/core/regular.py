@@ -42,7 +42,7 @@ class RegularFile:
             self.size = os.fstat(descriptor).st_size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset` on; fewer where the file ends.
+        """Return up to `size` bytes from `offset` on; fewer at the end of the file.
 
         Raises:
             OSError: they cannot be read.
@@ -88,7 +88,7 @@ _lock = threading.Lock()
 
 
 def _forked() -> None:
-    """In a child: threads that held the lock, or were reading, are not here."""
+    """Reset a child, which lacks the threads that held the lock or were reading."""
     global _lock
     _lock = threading.Lock()
     for file in _in_use:

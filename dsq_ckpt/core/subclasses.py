@@ -161,7 +161,7 @@ def _places(node: Any, way: tuple[tuple[Any, Any], ...] = ()) -> Iterator[tuple[
 
 
 def _parts(tensor: torch.Tensor) -> Any:
-    """Inner tensors by name, below the name of the class; one that is all there is stands for itself."""
+    """Return inner tensors by name, below the name of the class; a single equivalent one has no name of its own."""
     names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(tensor, name) for name in names}
     if len(names) == 1:

@@ -60,7 +60,7 @@ def preset_tree(name: str) -> Tree:
 
 
 def merged(defaults: Tree, tree: Tree) -> Tree:
-    """`tree` over `defaults`; a codebook of another family takes none of the default one's keys."""
+    """Merge `tree` over `defaults`; a codebook of another family takes none of the default one's keys."""
     together = dict(defaults)
     for key, value in tree.items():
         known = defaults.get(key)
@@ -87,5 +87,5 @@ def difference(tree: Tree, defaults: Tree) -> Tree:
 
 
 def family(fit: Any) -> Any:
-    """Codebooks of one family have the same keys."""
+    """Return the family of a codebook; codebooks of one family have the same keys."""
     return "kmeans" if fit == "lloyd" else fit

@@ -32,7 +32,7 @@ class Workers:
         return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 
     def map(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """`work` of every item, in order; at most two items per thread are taken ahead, so memory stays bounded."""
+        """Yield `work` of every item, in order; at most two items per thread are taken ahead, which bounds memory."""
         if self._pool is None:
             yield from map(work, items)
             return

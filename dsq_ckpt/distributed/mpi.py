@@ -99,12 +99,12 @@ class MPICommunicator:
 
 
 def _pickled(value: Any) -> Any:
-    """uint8, flat."""
+    """Return the pickle of a value, uint8, flat."""
     return np.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), np.uint8)
 
 
 def _library() -> Any:
-    """mpi4py's module `MPI`; importing it starts MPI."""
+    """Return mpi4py's module `MPI`; importing it starts MPI."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:

@@ -132,7 +132,7 @@ class Checkpoint(CheckpointFiles):
             pass
 
     def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
-        """Values of a record with codes into `out`, float32 flat: those it is added to, oldest first, and its own."""
+        """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then itself."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
             if "unit" in record and (place or link != ref):
@@ -298,7 +298,7 @@ def _exponent(record: dict[str, Any]) -> float:
 
 
 def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Finite float32 values in another dtype; what rounding would make infinite becomes the largest number."""
+    """Convert finite float32 values to another dtype; values beyond its largest number become that number."""
     if dtype in (torch.float32, torch.float64):
         return values.to(dtype)
     limit = torch.finfo(dtype).max

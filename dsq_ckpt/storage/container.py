@@ -237,7 +237,7 @@ def unpack_json(data: bytes, where: str) -> Any:
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    """Size and xxh3-64 (hexadecimal) of a whole file.
+    """Return size and xxh3-64 (hexadecimal) of a whole file.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

@@ -11,7 +11,7 @@ from dsq_ckpt.storage.paths import existing_path
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Sizes of a checkpoint as plain numbers.
+    """Return the sizes of a checkpoint as plain numbers.
 
     Returns:
         bytes_logical (uncompressed), bytes_written (by its save), bytes_kept (now, without linked ancestors), keyframe,

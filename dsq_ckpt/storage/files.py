@@ -89,7 +89,7 @@ class CheckpointFiles:
         return self.manifest.refinement == "kept"
 
     def chunks(self) -> Iterator[tuple[ChunkKey, RecordRef]]:
-        """Every stored chunk of every tensor."""
+        """Yield every stored chunk of every tensor."""
         for fqn, tensor in self.index["tensors"].items():
             for offsets, shape, file, record in tensor["chunks"]:
                 yield ChunkKey(fqn, tuple(offsets), tuple(shape)), self._ref(file, record)
@@ -113,7 +113,7 @@ class CheckpointFiles:
         return ref
 
     def _chunks_of(self, fqn: str) -> dict[tuple[int, ...], tuple[list[int], int, int]]:
-        """Shape, file and record of a tensor's chunks by offsets; of those at one place, that with elements."""
+        """Return shape, file and record of chunks by offsets; of several chunks at one place, that with elements."""
         if fqn not in self._chunks:
             chunks = self.index["tensors"].get(fqn, {"chunks": []})["chunks"]
             self._chunks[fqn] = {
@@ -207,7 +207,7 @@ class CheckpointFiles:
 
     @contextmanager
     def naming(self, name: str = "") -> Iterator[None]:
-        """Errors of what is read in here are of ours, and name a file of the checkpoint; `name`, if they name none.
+        """Translate errors of reading to those of this package, which name a file of the checkpoint, by default `name`.
 
         Contents that pass their checksums may still not be as documented. And where the checkpoint was overwritten or
         removed meanwhile, nothing is wrong with any file: it is to be loaded again.
@@ -237,7 +237,7 @@ class CheckpointFiles:
             raise LoadFailed(f"'{path}': not enough memory for what it says it holds: {error}") from error
 
     def _current(self) -> str | None:
-        """Checksum of the manifest that is there now; empty: there is none; None: it cannot be read."""
+        """Return the checksum of the present manifest; empty if there is none; None if it cannot be read."""
         try:
             return Manifest.read(self.directory).checksum
         except CheckpointNotFound:

@@ -74,7 +74,7 @@ def is_ours(name: str) -> bool:
 
 
 def garbage(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Orphan]:
-    """Orphans in a checkpoint, or in a run directory and the directories directly below it.
+    """Find orphans in a checkpoint, or in a run directory and the directories directly below it.
 
     Args:
         path: a checkpoint or run directory.

@@ -47,7 +47,7 @@ def check_index(index: Any, where: str, own: Collection[str]) -> None:
 
 
 def uncovered(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Why chunks do not cover a tensor, every element once; None: they do.
+    """Return why chunks do not cover a tensor, every element once; None if they do.
 
     A box is identified by signed corners, +1 and -1 in turn. The corners of boxes add up to those of the whole
     if and only if the boxes add up to it, so the work is linear in the number of chunks.
@@ -111,7 +111,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _check_paths(index: Any) -> None:
-    """Paths lead to all that is there, and to no place of a list that must be far too long."""
+    """Check that paths lead to all tensors and objects, and to no place of a list that would be far too long."""
     paths = index["planner"]
     if paths is None or paths == {}:  # none are known
         return

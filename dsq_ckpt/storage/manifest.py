@@ -186,7 +186,7 @@ class Manifest(BaseModel):
         return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
 
     def bytes_in(self, *roles: str) -> int:
-        """Total size of the files of these roles."""
+        """Return the total size of the files of these roles."""
         return sum(file.size for file in self.files if file.role in roles)
 
     def write(self, directory: Path, *, exclusive: bool, fsync: bool) -> None:

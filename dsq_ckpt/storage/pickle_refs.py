@@ -250,7 +250,7 @@ _lock = threading.Lock()
 
 
 def _forked() -> None:
-    """In a child: a thread that is not here may have held this lock, or those of the open checkpoint."""
+    """Reset a child, which lacks the thread that may have held this lock, or those of the open checkpoint."""
     global _last, _lock
     _last, _lock = None, threading.Lock()
 

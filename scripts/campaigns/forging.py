@@ -43,7 +43,7 @@ def write_manifest(directory: Path, tree: Tree) -> None:
 
 
 def manifest(directory: Path) -> Tree:
-    """As it is."""
+    """Return the manifest, unchecked."""
     tree: Tree = json.loads((directory / "manifest.json").read_bytes())
     return tree
 

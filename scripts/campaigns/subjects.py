@@ -115,7 +115,7 @@ def config_of(name: str) -> State:
 
 
 def far(state: State, truth: State, refined: bool = True) -> str | None:
-    """Return the name of a value that is not close to the saved one, or not equal where required; None: all are right."""
+    """Return the name of a value that is not close to the saved one, or not equal where required; None: all are."""
     near = 0.2 if refined else 0.9
     found, wanted = flat(state), flat(truth)
     if found.keys() != wanted.keys():
