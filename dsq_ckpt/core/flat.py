@@ -41,7 +41,7 @@ def boxes(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
 
 
 def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], place: int, start: int, length: int) -> Iterator[Box]:
-    """Yield the boxes of a range that starts at `place` in the sub-tensor at `outer`, at `start` in the whole tensor."""
+    """Yield the boxes of a range that starts at `place` in the sub-tensor at `outer`, `start` in the whole one."""
     before = (1,) * len(outer)
     if not shape:
         yield Box(outer, before, start)

@@ -132,7 +132,7 @@ class Checkpoint(CheckpointFiles):
             pass
 
     def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
-        """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then itself."""
+        """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then own."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
             if "unit" in record and (place or link != ref):
