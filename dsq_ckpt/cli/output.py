@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-WIDE = 100  # columns of a terminal from which there is room to spare
+WIDE = 100  # columns of a terminal from which tables have wide padding and optional columns
 _PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
 
 

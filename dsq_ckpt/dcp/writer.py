@@ -173,7 +173,7 @@ class DSQStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
-            raise SaveFailed(f"DSQStorageWriter was told no_dist=True, but DCP saves with {len(plans)} ranks")
+            raise SaveFailed(f"DSQStorageWriter has no_dist=True, but DCP saves with {len(plans)} ranks")
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
         if len(offers) != len(plans):
             raise SaveFailed(_PLAN_CACHING)

@@ -1,7 +1,7 @@
 """Merging a chain of differences into super-steps, which are faster to read (LC-Checkpoint, section 3.2).
 
 A checkpoint of differences needs all records back to its keyframe. A merged one holds, for every chunk, the
-combinations of their codes as one record (as few as can be: a record has room for 255 combinations), over the same
+combinations of their codes as one record (as few as possible: a record holds at most 255 combinations), over the same
 keyframe. It gives the same values bit for bit, with and without refinement. The source is not touched.
 """
 
