@@ -48,7 +48,7 @@ def run(
     manifest = Manifest.read(target)
     screen = output.console()
     screen.print(output.fields([
-        ("source", str(source)), ("checkpoint", str(target)), ("system", manifest.config["system"]),
+        ("source", str(source)), ("checkpoint", str(target)), ("system", manifest.setting("system")),
         ("uncompressed", output.size(logical)), ("written", f"{output.size(kept)} ({output.ratio(logical, kept)})"),
         ("took", output.seconds(manifest.seconds)),
     ]))

@@ -97,13 +97,13 @@ class Search:
         record = manifest.quality
         if not record:
             return None
-        metric, loses = record.get("metric"), record.get("restore_loses")
+        metric, loses, lost = record.get("metric"), record.get("restore_loses"), record.get("degradation")
         return cls(
             chosen=chosen_of(manifest),
-            degradation=output.percent(record["degradation"]) if "degradation" in record else "-",
+            degradation="-" if lost is None else output.percent(lost),
             restore=output.percent(loses / abs(metric)) if loses is not None and metric else None,
             evaluations=str(record.get("evaluations", "-")),
-            seconds=output.seconds(record["seconds"]) if "seconds" in record else "-",
+            seconds="-" if record.get("seconds") is None else output.seconds(record["seconds"]),
             kept=bool(record.get("satisfied", True)),
         )
 
@@ -113,9 +113,9 @@ def chosen_of(manifest: Manifest) -> str:
     record = manifest.quality or {}
     chosen = record.get("chosen")
     if not chosen:
-        return f"none: {manifest.config.get('search', {}).get('fallback', '-')}"
+        return f"none: {manifest.setting('search', 'fallback') or '-'}"
     variant = chosen.get(VARIANT, "default")
-    bits = manifest.config.get("quantize", {}).get("weights", {}).get("refinement_bits", 0)
+    bits = manifest.setting("quantize", "weights", "refinement_bits")
     return ", ".join([
         *([variant] if variant != "default" else []),
         output.settings({name: value for name, value in chosen.items() if name != VARIANT}),
@@ -238,8 +238,8 @@ class History:
     def _told(self) -> list[str]:
         """Return the texts about searches and restores for the line below the tables."""
         records = [entry.manifest.quality for entry in self.entries if entry.manifest.quality]
-        evaluations = sum(record.get("evaluations", 0) for record in records)
-        searched = output.seconds(sum(record.get("seconds", 0.0) for record in records))
+        evaluations = sum(record.get("evaluations") or 0 for record in records)
+        searched = output.seconds(sum(record.get("seconds") or 0.0 for record in records))
         resumes = self.entries[-1].manifest.lossy_resumes
         return [
             *([f"{searched} of searching with {evaluations} evaluations"] if records else []),

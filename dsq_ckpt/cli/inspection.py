@@ -66,7 +66,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     screen = output.console()
     screen.print(_kinds(path, manifest))
     screen.print("ratio: uncompressed over stored bytes; KiB: 1024 bytes; base: what history keeps")
-    if manifest.config.get("quantize", {}).get("small_moments") == "bf16":
+    if manifest.setting("quantize", "small_moments") == "bf16":
         screen.print("moments of norms, biases, one-dimensional and small tensors: bf16, 0.4 % off at most")
     if not manifest.groups:
         return
@@ -75,7 +75,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     )
     for name, group in sorted(manifest.groups.items()):
         rows.add_row(
-            name, output.number(group.elements), _codebook(name, manifest.config), str(group.levels),
+            name, output.number(group.elements), _codebook(name, manifest), str(group.levels),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "keyframe",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
             "-" if group.refined_error is None else f"{100 * group.refined_error:.2f} %",
@@ -95,12 +95,12 @@ def print_contents(path: Path, manifest: Manifest) -> None:
             screen.print(f"loses most of {name}: {output.plain(group.worst_tensor or '')}, {group.worst_error:.1%} off")
 
 
-def _codebook(group: str, config: dict[str, Any]) -> str:
+def _codebook(group: str, manifest: Manifest) -> str:
     """Return the `fit` that a configuration gives to a group, as text."""
     kind, _, layer = group.partition("/")
-    quantize = config.get("quantize", {})
-    block = quantize.get("groups", {}).get(layer.partition("/")[0]) if kind == "weights" else None
-    fit = (block or quantize.get(kind, {})).get("codebook", {}).get("fit", "-")
+    own = ("groups", layer.partition("/")[0]) if kind == "weights" else ()
+    at = ("quantize", *own) if own and manifest.setting("quantize", *own) else ("quantize", kind)
+    fit = manifest.setting(*at, "codebook", "fit") or "-"
     # A first moment without its second one is stored by its size alone: `groups.assign`.
     return "kmeans" if fit == "update" and not group.endswith("/update") else str(fit)
 

@@ -292,7 +292,7 @@ def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
         kind = group.partition("/")[0]
         errors[kind] = max(errors.get(kind, 0.0), report.relative_error)
     # What is known of differences says nothing about the values that they add up to.
-    against = manifest.config.get("delta", {}).get("against")
+    against = manifest.setting("delta", "against")
     rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error}
     lost = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
     kept = [

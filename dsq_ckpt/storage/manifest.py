@@ -105,6 +105,13 @@ class GroupReport(BaseModel):
     step: float
 
 
+_MEASURED = frozenset({
+    "metric", "check_metric", "degradation", "check_degradation", "predicted_degradation", "noise", "restore_loses",
+    "restore_may_lose", "predicted_bytes", "refinement_bits", "evaluations", "checks", "seconds",
+})
+"""Keys of `Manifest.quality` whose values are numbers."""
+
+
 class Manifest(BaseModel):
     """Description of a checkpoint, except for the location of each tensor (the index) and the data."""
 
@@ -155,6 +162,16 @@ class Manifest(BaseModel):
         """Give keys that an earlier version wrote their present names."""
         return current_keys(config, silent=True)
 
+    @field_validator("quality")
+    @classmethod
+    def _is_search_record(cls, quality: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name, value in (quality or {}).items():
+            if name in _MEASURED and not isinstance(value, int | float | None):
+                raise ValueError(f"'{name}' is {str(value)[:100]!r}, expected a number")
+            if name == "chosen" and not isinstance(value, dict | None):
+                raise ValueError(f"'chosen' is {str(value)[:100]!r}, expected an object")
+        return quality
+
     @field_validator("parent_name", "previous_name")
     @classmethod
     def _beside(cls, name: str | None) -> str | None:
@@ -184,6 +201,13 @@ class Manifest(BaseModel):
     def lossy(self) -> bool:
         """Return whether a run that is restored from this checkpoint gets other values than were saved."""
         return bool(self.groups) or any(kind != "exact" for kind in self.kinds)
+
+    def setting(self, *keys: str) -> Any:
+        """Return a value of the configuration; None if the configuration has nothing at these keys."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     def bytes_in(self, *roles: str) -> int:
         """Return the total size of the files of these roles."""

@@ -21,6 +21,7 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
 from dsq_ckpt.storage.index import uncovered
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.commands import error, printed
 from tests.helpers.states import differences, loaded, same
 from tests.storage.format.rewriting import edit_contents, edit_index
 
@@ -128,6 +129,39 @@ def test_numbers_are_numbers(saved, change):
 
     edit_contents(saved, edit)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"\.dsq|'w'"):
+        dsq_ckpt.load(state(), saved)
+
+
+def _with(saved, **changes):
+    """Write a manifest with other values and a right checksum."""
+    Manifest.read(saved).model_copy(update=changes).write(saved, exclusive=False, fsync=False)
+
+
+SEARCH = {"metric": 2.0, "degradation": 0.01, "evaluations": 3, "seconds": 1.0, "chosen": {"step": 2.0}}
+
+
+@pytest.mark.parametrize("config", [
+    {}, {"quantize": [], "search": 3, "delta": "x", "system": []}, {"quantize": {"weights": [], "groups": 7}},
+    {"quantize": {"weights": {"codebook": "x", "refinement_bits": {}}, "groups": {"other": {"codebook": 1}}}},
+], ids=["empty", "no objects", "no kinds", "no codebooks"])
+def test_commands_and_loads_do_without_the_configuration(saved, config):
+    for quality in (None, SEARCH, {**SEARCH, "chosen": None}, {"degradation": None, "seconds": None}):
+        _with(saved, config=config, quality=quality)
+        for command in (["inspect", saved], ["inspect", saved, "--tensors"], ["log", saved.parent], ["verify", saved]):
+            printed(*command)
+        found = state(1)
+        dsq_ckpt.load(found, saved)
+        assert found["n"] == 5
+
+
+@pytest.mark.parametrize(
+    "quality", [{"degradation": "x"}, {"seconds": []}, {"metric": {}}, {"chosen": "step"}], ids=str
+)
+def test_what_a_search_measured_are_numbers(saved, quality):
+    _with(saved, quality={**SEARCH, **quality})
+    (name,) = quality
+    assert f"'{name}' is " in error("inspect", saved)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=f"manifest.json.*'{name}' is "):
         dsq_ckpt.load(state(), saved)
 
 
