@@ -83,9 +83,9 @@ def test_the_first_save_says_that_it_compiles(tmp_path):
 
 def test_where_logging_is_set_up_the_log_says_so(caplog, capfd, no_launcher):
     with caplog.at_level("INFO", "dsq_ckpt"):
-        warmup._tell()
+        warmup._announce()
         no_launcher.setenv("RANK", "1")
-        warmup._tell()  # rank 0 does
+        warmup._announce()  # rank 0 does
     (record,) = caplog.records
     assert record.levelname == "INFO" and record.message.startswith("dsq_ckpt compiles its kernels, once on")
     assert capfd.readouterr() == ("", "")
