@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.engine import warmup
 from tests.helpers import forks
 from tests.helpers.small_run import small_run
 
@@ -42,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Return the workers of `-n auto`: one more than cores, since some tests wait for processes that are gone."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled():
+    """Compile the kernels before the first test: Numba changes the filters of warnings meanwhile, in its own thread."""
+    for group in warmup.ALL:
+        warmup.wait(group)
 
 
 @pytest.fixture(scope="module", autouse=True)
