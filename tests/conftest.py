@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(stack.close)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return the workers of `-n auto`: one more than cores, since some tests wait for processes that are gone."""
     return (os.cpu_count() or 1) + 1

@@ -19,11 +19,13 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyD
 """The group for saves beside each group of the training. torch.distributed alone keeps them alive, until it is ended: a
 reference from here would leave their threads running, and one that frees a tensor while Python exits aborts."""
 _future: Future[Any] | None = None
+_inherited: list[Any] = []  # a group that is freed in a forked child waits for threads that are not there
 
 
 def _forked() -> None:
     """Reset a child, which lacks the thread of its parent's save in the background."""
     global _future, _groups
+    _inherited.append([group() for group in _groups.values()])
     _future, _groups = None, WeakKeyDictionary()
 
 

@@ -114,7 +114,7 @@ def chosen_of(manifest: Manifest) -> str:
     chosen = record.get("chosen")
     if not chosen:
         return f"none: {manifest.setting('search', 'fallback') or '-'}"
-    variant = chosen.get(VARIANT, "default")
+    variant = str(chosen.get(VARIANT, "default"))
     bits = manifest.setting("quantize", "weights", "refinement_bits")
     return ", ".join([
         *([variant] if variant != "default" else []),

@@ -134,6 +134,11 @@ def key_hint(
     if same:
         best = max(same, key=lambda place: place.near(given))
         if len(best.path) == len(given) and best.near(given) == len(given):
+            if not best.fits:  # the key is right, and was given with dots
+                nested = "..."
+                for name in reversed(given):
+                    nested = f"{{'{name}': {nested}}}"
+                return f"; write it as {nested}"
             return f"; codebooks have it with fit: {_either(best.fits)}"
         if len(best.path) == 1:
             return f"; '{leaf}' belongs at the top level"

@@ -10,7 +10,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -109,9 +109,10 @@ class TorchCommunicator:
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Return what each rank gives, padded to `size` bytes, in rank order; collective."""
-        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device())
+        device = self._device()
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
         everything = [torch.empty_like(own) for _ in range(self.size)]
-        with _lent(own, *everything):
+        with _lent(own, *everything) if device.type == "cpu" else nullcontext():
             dist.all_gather(everything, own, group=self.group)
         return [one.cpu().numpy().tobytes() for one in everything]
 
@@ -136,10 +137,12 @@ def _lent(*tensors: torch.Tensor) -> Iterator[None]:
     after a last save, it is an abort (pytorch/pytorch#190489).
     """
     before = [sys.getrefcount(tensor) for tensor in tensors]
-    yield
-    deadline = time.monotonic() + _FREED_WITHIN
-    while [sys.getrefcount(tensor) for tensor in tensors] > before and time.monotonic() < deadline:
-        time.sleep(0)
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + _FREED_WITHIN
+        while [sys.getrefcount(tensor) for tensor in tensors] > before and time.monotonic() < deadline:
+            time.sleep(0)
 
 
 @contextmanager

@@ -166,7 +166,7 @@ class Manifest(BaseModel):
     @classmethod
     def _is_search_record(cls, quality: dict[str, Any] | None) -> dict[str, Any] | None:
         for name, value in (quality or {}).items():
-            if name in _MEASURED and not isinstance(value, int | float | None):
+            if name in _MEASURED and not (value is None or (isinstance(value, int | float) and abs(value) < 1e300)):
                 raise ValueError(f"'{name}' is {str(value)[:100]!r}, expected a number")
             if name == "chosen" and not isinstance(value, dict | None):
                 raise ValueError(f"'chosen' is {str(value)[:100]!r}, expected an object")

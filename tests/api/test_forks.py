@@ -82,7 +82,7 @@ dsq_ckpt.save(state, run + "/third")
 @pytest.mark.parametrize("group", ["", "group"])
 def test_a_child_saves_and_ends_while_its_parent_saves(tmp_path, group):
     status, output = processes.run(["-c", SCRIPT, str(tmp_path), group])
-    assert status == 0 and f"CHILD {3 << 8}" in output, output
+    assert status == 0 and f"CHILD {3 << 8}" in output and f"ENDS IT {4 << 8}" in output, output
     run = tmp_path / "run"
     assert not (run / "refused").exists()
     assert Manifest.read(run / "second").previous_name == Manifest.read(run / "child-1").previous_name == "first"
@@ -142,13 +142,22 @@ if not child:
     dsq_ckpt.save({"w": torch.ones(200, 300)}, sys.argv[1] + "/run/child")
     os._exit(3)
 print("CHILD", os.waitpid(child, 0)[1])
+store = dist.FileStore(sys.argv[1] + "/last")
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dsq_ckpt.async_save({"w": torch.ones(200, 300)}, sys.argv[1] + "/run/last").result()
+child = os.fork()
+if not child:
+    dist.destroy_process_group()
+    os._exit(4)
+print("ENDS IT", os.waitpid(child, 0)[1])
+dist.destroy_process_group()
 """
 
 
 def test_a_child_lives_after_torch_distributed_was_ended(tmp_path):
     """Else the group that background saves ran on is freed in the child, and waits for threads that are not there."""
     status, output = processes.run(["-c", ENDED, str(tmp_path)])
-    assert status == 0 and f"CHILD {3 << 8}" in output, output
+    assert status == 0 and f"CHILD {3 << 8}" in output and f"ENDS IT {4 << 8}" in output, output
 
 
 def test_workers_of_a_data_loader_save(tmp_path):

@@ -108,6 +108,8 @@ def test_the_default_preset_has_the_keys_of_every_codebook():
     ({"max_chain": 3}, "max_chain: unknown key; it belongs elsewhere: 'delta.max_chain'"),
     ({"search": {"system": "lc"}}, "search.system: unknown key; 'system' belongs at the top level"),
     ({"weights": {}}, "weights: unknown key; it belongs elsewhere: 'quantize.weights'"),
+    ({"search.fallback": 1}, "search.fallback: unknown key; write it as {'search': {'fallback': ...}}"),
+    ({"quantize.share": 1}, "unknown key; write it as {'quantize': {'granularity': ...}}"),
     ({"quantize": {"exp_avg": {"bins": 4}}}, "it belongs elsewhere: 'quantize.exp_avg.codebook.bins'"),
     ({"quantize": {"groups": {"embedding": {"step": 1}}}}, "elsewhere: 'quantize.groups.embedding.codebook.step'"),
     ({"quantize": {"weights": {"codebook": {"prune": 0.1}}}}, "codebooks have it with fit: kmeans or lloyd"),

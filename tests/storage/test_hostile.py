@@ -145,7 +145,10 @@ SEARCH = {"metric": 2.0, "degradation": 0.01, "evaluations": 3, "seconds": 1.0, 
     {"quantize": {"weights": {"codebook": "x", "refinement_bits": {}}, "groups": {"other": {"codebook": 1}}}},
 ], ids=["empty", "no objects", "no kinds", "no codebooks"])
 def test_commands_and_loads_do_without_the_configuration(saved, config):
-    for quality in (None, SEARCH, {**SEARCH, "chosen": None}, {"degradation": None, "seconds": None}):
+    for quality in (
+        None, SEARCH, {**SEARCH, "chosen": None}, {**SEARCH, "chosen": {"variant": 5}},
+        {"degradation": None, "seconds": None},
+    ):
         _with(saved, config=config, quality=quality)
         for command in (["inspect", saved], ["inspect", saved, "--tensors"], ["log", saved.parent], ["verify", saved]):
             printed(*command)
@@ -155,7 +158,8 @@ def test_commands_and_loads_do_without_the_configuration(saved, config):
 
 
 @pytest.mark.parametrize(
-    "quality", [{"degradation": "x"}, {"seconds": []}, {"metric": {}}, {"chosen": "step"}], ids=str
+    "quality", [{"degradation": "x"}, {"seconds": []}, {"metric": {}}, {"metric": 10**400}, {"chosen": "step"}],
+    ids=lambda quality: str(quality)[:30],
 )
 def test_what_a_search_measured_are_numbers(saved, quality):
     _with(saved, quality={**SEARCH, **quality})
