@@ -82,7 +82,7 @@ dsq_ckpt.save(state, run + "/third")
 @pytest.mark.parametrize("group", ["", "group"])
 def test_a_child_saves_and_ends_while_its_parent_saves(tmp_path, group):
     status, output = processes.run(["-c", SCRIPT, str(tmp_path), group])
-    assert status == 0 and f"CHILD {3 << 8}" in output and f"ENDS IT {4 << 8}" in output, output
+    assert status == 0 and f"CHILD {3 << 8}" in output, output
     run = tmp_path / "run"
     assert not (run / "refused").exists()
     assert Manifest.read(run / "second").previous_name == Manifest.read(run / "child-1").previous_name == "first"
