@@ -191,6 +191,9 @@ class Snapshot:
             raise CorruptCheckpoint(f"'{self.path}': what belongs to the log does not parse: {error!r}") from error
         if version > _VERSION:
             raise UnsupportedFormat(f"'{self.path}' is of a log of version {version}, this reads {_VERSION}; upgrade")
+        session = meta.get("session", "")
+        if not isinstance(session, str):  # no segment would be of it, so that the log would end here without a word
+            raise CorruptCheckpoint(f"'{self.path}': its session is {str(session)[:100]!r}; expected a name")
         return dict(meta)
 
 
