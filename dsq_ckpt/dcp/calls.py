@@ -1,8 +1,11 @@
-"""Arguments of the `dcp.async_save` call that a stager works for, read from the stack.
+"""Arguments of the DCP call that a stager or writer works for, read from the stack.
 
 DCP passes the state dict to a stager and nothing else, though how it may be staged depends on the planner and the group
 of the save. The arguments found here select one of two ways of staging that give the same checkpoint, and let wrong
 calls fail early. Where a later torch hides the call, the state dict is copied, which works without them.
+
+Nor does it pass the planner to the methods of a writer that plan, although plans that the planner cached are empty.
+Where a later torch hides the planner, saves with cached plans are refused.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dsq_ckpt.dcp.nested import NestedSavePlanner
 
@@ -44,12 +50,9 @@ class AsyncCall:
     @classmethod
     def of_stack(cls) -> AsyncCall | None:
         """Return the innermost call of `dcp.async_save` on this thread's stack; None where none is found."""
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code is not _ASYNC_SAVE:
-            frame = frame.f_back
-        if frame is None:
+        found = _locals_of(_ASYNC_SAVE)
+        if found is None:
             return None
-        found = frame.f_locals
         try:
             return cls(
                 plans_by_default(found["planner"]), found["no_dist"], found["process_group"],
@@ -58,6 +61,48 @@ class AsyncCall:
             )
         except KeyError:  # another version's names
             return None
+
+
+@dataclass(frozen=True)
+class SaveCall:
+    """The state of a save, as far as DCP has come with it.
+
+    Attributes:
+        planner: the planner of this rank.
+        ranks: number of ranks that save.
+        is_coordinator: whether this rank makes the global plan.
+        gathered: on the coordinator, while the global plan is made: the plans as the ranks sent them; else None.
+        scattered: the plan that this rank was sent, before its planner finished it; None before that.
+    """
+
+    planner: SavePlanner
+    ranks: int
+    is_coordinator: bool
+    gathered: list[SavePlan] | None
+    scattered: SavePlan | None
+
+    @classmethod
+    def of_stack(cls) -> SaveCall | None:
+        """Return the innermost save on this thread's stack; None where none is found."""
+        found = _locals_of(_SAVE)
+        if found is None:
+            return None
+        steps = _locals_of(_REDUCE_SCATTER) or {}
+        try:
+            return cls(
+                found["planner"], found["distW"].get_world_size(), found["distW"].is_coordinator,
+                steps.get("all_data"), found.get("central_plan"),
+            )
+        except (KeyError, AttributeError):  # another version's names
+            return None
+
+
+def _locals_of(code: CodeType) -> Mapping[str, Any] | None:
+    """Return the local variables of the innermost call of a function on this thread's stack; None if there is none."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
 
 
 def plans_by_default(planner: SavePlanner | None) -> bool:
@@ -75,3 +120,5 @@ def plans_by_default(planner: SavePlanner | None) -> bool:
 
 
 _ASYNC_SAVE = inspect.unwrap(state_dict_saver.async_save).__code__
+_SAVE = inspect.unwrap(state_dict_saver._save_state_dict).__code__
+_REDUCE_SCATTER = inspect.unwrap(_DistWrapper.reduce_scatter).__code__

@@ -48,11 +48,16 @@ class Offer(NamedTuple):
 
     Attributes:
         settings: path and configuration that it was given.
-        content: layout of its tensors, or chunks and names of objects that were staged.
+        content: layout of its tensors, or chunks and names of objects that were staged; None: the layout is that of the
+            cached plan.
+        state: digest of its plan and layout, where the planner caches plans.
+        held: id of the save that gave this rank the final plan that its planner has cached; None: it has none of ours.
     """
 
     settings: RankSettings
-    content: Layout | frozenset[ChunkKey | str]
+    content: Layout | frozenset[ChunkKey | str] | None
+    state: str | None = None
+    held: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
+from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.items import check_promised, contents_of, objects_of, write_results
 from dsq_ckpt.dcp.planner_data import planner_json
@@ -112,6 +113,7 @@ class DSQStorageWriter(StorageWriter):
         self._used: str | None = None
         self._names: set[str] = set()
         self._planner = ""
+        self._cached: CachedPlan | None = None
         self._line = calling_line()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +121,8 @@ class DSQStorageWriter(StorageWriter):
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
         options = replace(self._options, policy=as_configured) if staged else self._options
-        return {**self.__dict__, "_group": None, "async_call": None, "_options": options, "_gradients": gradients}
+        left = {"_group": None, "_cached": None, "async_call": None}
+        return {**self.__dict__, **left, "_options": options, "_gradients": gradients}
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -164,19 +167,20 @@ class DSQStorageWriter(StorageWriter):
             self._pipeline.path = self.path
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not getattr(plan, "usable", True):  # a planner's mark for "as last time"
-            raise SaveFailed(_PLAN_CACHING)
-        self._names = {item.index.fqn for item in plan.items}
-        staged = self._staged
-        content = staged.staged if isinstance(staged, StagedCodes) else self._layout(plan.items)
-        return replace(plan, storage_data=Offer(self._pipeline.settings, content))
+        self._cached = CachedPlan.of_stack(plan)
+        if isinstance(self._staged, StagedCodes):
+            self._cached = None
+            return replace(plan, storage_data=Offer(self._pipeline.settings, self._staged.staged))
+        items = plan.items if self._cached is None else self._cached.items
+        self._names = {item.index.fqn for item in items}
+        offer = Offer(self._pipeline.settings, self._layout(items))
+        return replace(plan, storage_data=offer) if self._cached is None else self._cached.offered(plan, offer)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
             raise SaveFailed(f"DSQStorageWriter has no_dist=True, but DCP saves with {len(plans)} ranks")
-        offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-        if len(offers) != len(plans):
-            raise SaveFailed(_PLAN_CACHING)
+        found = GlobalPlan.of_stack(plans)
+        plans, offers = found.plans, found.offers
         refuse_different([offer.settings for offer in offers])
         if isinstance(self._staged, StagedCodes):
             context = self._staged.context
@@ -192,17 +196,19 @@ class DSQStorageWriter(StorageWriter):
         else:
             layouts = [offer.content for offer in offers if isinstance(offer.content, Layout)]
             _refuse_mixed(len(layouts), len(plans))
-            # A planner may give other names in its global plan, and other ranks may have other tensors.
-            named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
-            others = [item for name, item in named.items() if name not in self._names]
-            layouts.append(self._layout(others, [item for plan in plans for item in plan.items]))
+            if (agreed := found.agreed()) is not None:
+                layouts = [agreed]
+            else:  # a planner may give other names in its global plan, and other ranks may have other tensors
+                named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
+                others = [item for name, item in named.items() if name not in self._names]
+                layouts.append(self._layout(others, [item for plan in plans for item in plan.items]))
             save_id = None if self._staged is None else self._staged.save_id
             context = self._pipeline.agree(len(plans), layouts, save_id=save_id)
-        return [replace(plan, storage_data=context) for plan in plans]
+        return found.with_context(context)
 
     @held_signals()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        context = plan.storage_data
+        context = plan.storage_data if self._cached is None else self._cached.arrived(plan)
         try:
             return self._write(context, plan, planner)
         except BaseException:
@@ -212,7 +218,7 @@ class DSQStorageWriter(StorageWriter):
 
     def _write(self, context: Any, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not isinstance(context, SaveContext) or context.save_id == self._used:
-            raise SaveFailed(_PLAN_CACHING)
+            raise SaveFailed(PLAN_CACHING)
         self._used = context.save_id
         self._planner = type(planner).__name__
         self._written = pipeline = self._pipeline
@@ -253,7 +259,7 @@ class DSQStorageWriter(StorageWriter):
         pipeline = self._written
         context = None if pipeline is None else pipeline.context
         if pipeline is None or context is None or pipeline.plan is None:
-            raise SaveFailed(_PLAN_CACHING)
+            raise SaveFailed(PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
         nesting, lost = planner_json(metadata.planner_data, metadata.state_dict_metadata.keys())
         contents = contents_of(metadata, nesting)
@@ -379,10 +385,6 @@ class DSQStorageWriter(StorageWriter):
 _NO_COLLECTIVES = (
     "use_collectives=False lets every rank save a checkpoint of its own: leave it out, or save with no_dist=True, each "
     "rank to a directory of its own"
-)
-_PLAN_CACHING = (
-    "DCP reused the plan of an earlier save; dsq_ckpt needs a new plan for every save: "
-    "pass a planner with enable_plan_caching=False"
 )
 
 

@@ -231,21 +231,6 @@ def test_writer_and_reader_are_reusable(tmp_path):
     dcp.load(back, storage_reader=fixed, no_dist=True)
 
 
-def test_plan_caching_is_refused(tmp_path):
-    state = mixed_state()
-    for number in range(3):
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        writer = DSQStorageWriter(tmp_path / str(number))
-        if number == 0:
-            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-            kept = Kept(state, tmp_path / "0")
-        else:
-            with pytest.raises(BaseException, match="enable_plan_caching=False"):
-                dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-            assert not (tmp_path / str(number) / "manifest.json").exists()
-    kept.check()
-
-
 def test_async_in_one_process(tmp_path):
     state = mixed_state()
     dsq_ckpt.save(state, tmp_path / "sync" / "0")
