@@ -39,8 +39,8 @@ def outside(monkeypatch):
     SYSTEMS.pop("powers", None)
 
 
-def python(text, **environment):
-    status, output = processes.run(["-c", text], 120, **environment)
+def python(text):
+    status, output = processes.run(["-c", text], forked=True)
     assert status == 0, output
     return output
 
@@ -118,19 +118,19 @@ def test_an_installed_package_needs_no_import(tmp_path, outside):
     )
     torch.save(outside.state_at(0), tmp_path / "in.pt")
     site = f"{tmp_path / 'site'}:{processes.ROOT}"
-    text = "from dsq_ckpt.cli import app; app()"
-    arguments = ["compress", str(tmp_path / "in.pt"), str(tmp_path / "out"), "--system", "powers"]
-    status, output = processes.run(["-c", text, *arguments], 120, PYTHONPATH=site)
-    assert status == 0, output
-    assert document("inspect", tmp_path / "out")["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
-    output = python("""
+    text = """
 from dsq_ckpt import ConfigError, DSQConfig
 for fit in ("broken", "other", "power", "powers"):
     try:
         print(DSQConfig.create({"quantize": {"weights": {"codebook": {"fit": fit}}}}).quantize.weights.codebook)
     except ConfigError as error:
         print(error)
-""", PYTHONPATH=site)
+from dsq_ckpt.cli import app; app()
+"""
+    arguments = ["compress", str(tmp_path / "in.pt"), str(tmp_path / "out"), "--system", "powers"]
+    status, output = processes.run(["-c", text, *arguments], PYTHONPATH=site)
+    assert status == 0, output
+    assert document("inspect", tmp_path / "out")["config"]["quantize"]["weights"]["codebook"]["fit"] == "powers"
     assert "codebook 'broken': nowhere_at_all:Broken cannot be imported: ModuleNotFoundError" in output
     assert "codebook 'other': importing json registers nothing of that name" in output
     assert "did you mean 'powers'?" in output and "fit='powers' count=16" in output

@@ -60,7 +60,8 @@ def test_disk_full_at_any_byte(tmp_path, monkeypatch, parent):
 @pytest.mark.slow
 def test_file_size_limit_of_the_kernel(tmp_path):
     limits = [0, 1, 100, 1000, 2000, 5000, 10_000, 50_000, 80_000, 10_000_000]
-    status, output = processes.run([str(processes.WORKERS / "limited.py"), str(tmp_path), *map(str, limits)])
+    arguments = [str(processes.WORKERS / "limited.py"), str(tmp_path), *map(str, limits)]
+    status, output = processes.run(arguments, forked=True)
     assert status == 0, output
     outcomes = output.split("outcomes")[1].split()
     assert outcomes[0] == "refused" and outcomes[-2:] == ["saved", "saved"], outcomes

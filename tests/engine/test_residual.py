@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -17,6 +15,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import processes
 from tests.helpers.commands import alter, document, owned, printed
 from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
 from tests.helpers.states import KEEP_ONE, bits, differences, loaded, mixed_state, moved, relative_error, same
@@ -125,14 +124,15 @@ def test_directories_are_self_contained(run, tmp_path):
             check(whole[later], states[later], truth[later])
 
 
-def test_in_another_process(run):
+def test_in_another_process(run, tmp_path):
     paths, _, truth = run
     script = (
         "import sys, torch, dsq_ckpt; s = {'layer0.weight': torch.zeros(70, 80)};"
-        "dsq_ckpt.load(s, sys.argv[1]); sys.stdout.buffer.write(s['layer0.weight'].numpy().tobytes())"
+        "dsq_ckpt.load(s, sys.argv[1]); torch.save(s, sys.argv[2])"
     )
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script, paths[-1]], capture_output=True, check=True)
-    assert result.stdout == bits(truth[-1]["layer0.weight"])
+    status, output = processes.run(["-c", script, str(paths[-1]), str(tmp_path / "found")], forked=True)
+    assert status == 0, output
+    assert same(torch.load(tmp_path / "found")["layer0.weight"], truth[-1]["layer0.weight"])
 
 
 def test_memory_and_disk_give_the_same_chain(run, tmp_path):

@@ -1,7 +1,7 @@
 """Python processes by fork instead of exec: as real as any, without the seconds that importing torch takes.
 
 A server imports and compiles what all of them need, and forks whenever it is asked to. A fork has a session of its own,
-and the environment, directory and output that it is given; it runs a script, or `-m module`, as Python would.
+and the environment, directory and output that it is given; it runs a script, `-m module` or `-c text`, as Python would.
 `torchrun` in a fork starts its ranks in the same way, from two servers in turn: sets are ordered otherwise in each.
 """
 
@@ -82,7 +82,7 @@ def start(
     """Start a Python process.
 
     Args:
-        arguments: of the interpreter: a script or `-m module`, and its arguments.
+        arguments: of the interpreter: a script, `-m module` or `-c text`, and its arguments.
         environment: its environment variables.
         directory: where it works.
         output: the file that its stdout and stderr are.
@@ -197,12 +197,16 @@ def _become(
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        script = arguments[0]
-        sys.path[0] = str(Path(script).resolve().parent)
-        sys.argv = arguments
         main = sys.modules["__main__"] = types.ModuleType("__main__")
-        main.__dict__.update(__file__=script, __builtins__=__builtins__)
-        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+        main.__dict__["__builtins__"] = __builtins__
+        code: str | bytes
+        if arguments[0] == "-c":
+            name, code, sys.path[0] = "<string>", arguments.pop(1), ""
+        else:
+            name, code = arguments[0], Path(arguments[0]).read_bytes()
+            main.__file__, sys.path[0] = name, str(Path(name).resolve().parent)
+        sys.argv = arguments
+        exec(compile(code, name, "exec"), main.__dict__)
 
 
 def _rank(args: Sequence[str], env: Mapping[str, str], **options: object) -> Fork:

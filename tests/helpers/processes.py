@@ -54,7 +54,7 @@ def run(
         arguments: of Python.
         timeout: in seconds.
         launcher: what starts Python.
-        forked: it is a script or a module that need not import torch itself, see `forks`.
+        forked: it need not import torch itself, see `forks`.
         directory: where it works.
         environment: variables to add.
 
