@@ -57,7 +57,7 @@ def log_kmeans():
     })
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(
     names=st.tuples(st.sampled_from(sorted(DISTRIBUTIONS)), st.sampled_from(sorted(DISTRIBUTIONS))),
     books=st.tuples(st.one_of(lattices(), kmeans(), log_kmeans()), st.one_of(lattices(), kmeans(), log_kmeans())),

@@ -125,12 +125,16 @@ def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
     ("change_capacity", lambda tables, n: 1),
 ], ids=["waited for", "codes travel whole", "more changes than capacity"])
 def test_without_room_the_same_is_stored(here, tmp_path, monkeypatch, place, instead):
-    near = chain_of(tmp_path / "near", states(), dsq_ckpt.save)
+    """As on the host, and so as with room (`test_a_chain_is_what_the_host_makes`)."""
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "DEVICES", HOST)
+        far = chain_of(tmp_path / "host", states(), dsq_ckpt.save)
+        values = [loaded(path, states()[0]) for path in far]
     monkeypatch.setattr(coding.DeviceTables, place, instead)
-    far = chain_of(tmp_path / "far", states(), dsq_ckpt.save)
-    for mine, theirs in zip(near, far, strict=True):
+    near = chain_of(tmp_path / "device", states(), dsq_ckpt.save)
+    for mine, theirs, expected in zip(near, far, values, strict=True):
         assert codes_of(mine) == codes_of(theirs)
-        assert differences(loaded(mine, states()[0]), loaded(theirs, states()[0])) == []
+        assert differences(loaded(mine, states()[0]), expected) == []
 
 
 def test_a_tensor_that_changes_under_a_save_fails_it(here):
