@@ -34,18 +34,33 @@ class _Known:
     Attributes:
         state: digest of this rank's plan; None: unknown, or that save did not get past planning.
         planned: on the coordinator, what DCP had cached, while a save of other ranks uses its cache.
-        given: on the coordinator, each rank's last full plan, with the id of the save that sent it.
+        given: on the coordinator, each rank's last full plan, with the save and the layout that it was sent with.
         states: digests that `layout` is of.
         layout: on the coordinator, the layout that the ranks agreed on.
     """
 
     state: str | None = None
     planned: Sequence[Any] = ()
-    given: Sequence[tuple[str, SavePlan]] = ()
+    given: Sequence[_Given] = ()
     states: Sequence[str | None] = ()
     layout: Layout | None = None
 
 
+class _Given(NamedTuple):
+    """A full plan that a rank was sent; `save_id` is the save that sent it, and `layout` the layout of that save."""
+
+    save_id: str
+    plan: SavePlan
+    layout: Layout | None
+
+
+class _Shortened(NamedTuple):
+    """A context without its layout, which is that of the plan that the rank has cached."""
+
+    context: SaveContext
+
+
+_NO_LAYOUT = Layout({}, {})
 _known: dict[tuple[str, int], _Known] = {}  # by key of DCP's caches, the class name of the planner, and number of ranks
 _COORDINATORS = (SavePlanner._cached_all_plans, SavePlanner._cached_global_plan, SavePlanner._cached_metadata)
 
@@ -109,8 +124,10 @@ class CachedPlan:
         """
         self._known.state = self._state
         call = SaveCall.of_stack()
-        found = plan if call is None or call.scattered is None else call.scattered
-        return found.storage_data if isinstance(found.storage_data, SaveContext) else None
+        found = (plan if call is None or call.scattered is None else call.scattered).storage_data
+        if isinstance(found, _Shortened) and isinstance(plan.storage_data, SaveContext):
+            return replace(found.context, layout=plan.storage_data.layout)
+        return found if isinstance(found, SaveContext) else None
 
     def _exchange(self) -> None:
         """Put what DCP has cached for another number of ranks aside, for which it would plan again."""
@@ -179,15 +196,16 @@ class GlobalPlan(NamedTuple):
         if known is None:
             return [replace(plan, storage_data=context) for plan in self.scattered]
         sent, given = [], []
-        before = known.given or [("", SavePlan([]))] * len(self.plans)
+        before = known.given or [_Given("", SavePlan([]), None)] * len(self.plans)
+        shortened = _Shortened(replace(context, layout=_NO_LAYOUT))
         for plan, whole, offer, last in zip(self.scattered, self.plans, self.offers, before, strict=True):
             # By DCP's comparison a plan of other dtypes is as before.
-            if not plan.usable and offer.held == last[0] and _same(whole, last[1]):
-                given.append((last[0], whole))
+            if not plan.usable and offer.held == last.save_id and _same(whole, last.plan):
+                given.append(last._replace(plan=whole))
+                sent.append(replace(plan, storage_data=shortened if last.layout == context.layout else context))
             else:
-                plan = whole
-                given.append((context.save_id, whole))
-            sent.append(replace(plan, storage_data=context))
+                given.append(_Given(context.save_id, whole, context.layout))
+                sent.append(replace(whole, storage_data=context))
         known.given, known.states, known.layout = given, [offer.state for offer in self.offers], context.layout
         return sent
 

@@ -88,6 +88,8 @@ class DSQStorageReader(StorageReader):
         expect("history", history, SaveHistory | None, "a SaveHistory")
         self._history = default_history() if history is None else history
         self._save_id: str | None = None
+        self._opened: Checkpoint | None = None
+        """The checkpoint as this load opened it first; closed, and kept for its index."""
         self.unreadable: DSQError | None = None
         """Why the last load could not begin; DCP itself passes on the text alone."""
 
@@ -145,6 +147,8 @@ class DSQStorageReader(StorageReader):
         except CorruptCheckpoint:
             self._history.doubt()
             raise
+        finally:
+            self._opened = None
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
@@ -165,7 +169,7 @@ class DSQStorageReader(StorageReader):
             for index, items in wanted.items():
                 let_signals_through()
                 self._read_chunk(checkpoint, index, items, planner, refined, workers, cache)
-            self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache)
+            self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -189,6 +193,7 @@ class DSQStorageReader(StorageReader):
             key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
             if _whole(items, key) and "residual" not in record:
                 cache.codes[key] = codes
+                cache.refs[key] = ref
         targets = [planner.resolve_tensor(item).detach() for item in items]
         # One target that is the whole chunk is decoded in place; anything else is sliced from a copy.
         chunk = checkpoint.tensor(ref, refined, workers, codes, into=targets[0] if len(targets) == 1 else None)
@@ -230,7 +235,7 @@ class DSQStorageReader(StorageReader):
     def _open(self) -> Checkpoint:
         if self.path is None:
             raise CheckpointNotFound("no path: give it to DSQStorageReader or as checkpoint_id")
-        checkpoint = Checkpoint(self.path)
+        checkpoint = self._opened = Checkpoint(self.path, known=self._opened)
         if self._save_id not in (None, checkpoint.manifest.save_id):
             checkpoint.close()
             raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")

@@ -181,7 +181,7 @@ class Parent:
         self.ref = ref
         self.model = model
         self._workers = workers
-        self.checkpoint = Checkpoint(Path(ref.path))
+        self.checkpoint = Checkpoint(Path(ref.path), lazy=True)
         if self.checkpoint.manifest.save_id != ref.save_id:
             self.checkpoint.close()
             raise SaveFailed(
@@ -198,10 +198,8 @@ class Parent:
 
     def codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
         """Return the previous codes of a chunk, None if there are none to use (other sharding, group or alphabet)."""
-        book = self.model.books.get(group)
-        try:
-            ref = self.checkpoint.find(key.fqn, key.offsets)
-        except CheckpointNotFound:
+        book, ref = self.model.books.get(group), self._find(key)
+        if ref is None:
             return None
         record = self.checkpoint.record(ref)
         if book is None or tuple(record["shape"]) != key.shape:
@@ -223,9 +221,8 @@ class Parent:
 
     def values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
         """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers)."""
-        try:
-            ref = self.checkpoint.find(key.fqn, key.offsets)
-        except CheckpointNotFound:
+        ref = self._find(key)
+        if ref is None:
             return None
         record = self.checkpoint.record(ref)
         if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
@@ -236,6 +233,19 @@ class Parent:
         if values is None:
             values = self.checkpoint.values(ref, self._workers)
         return BaseRecord(ref, self.checkpoint.requires(ref.file), residual=True), values
+
+    def _find(self, key: ChunkKey) -> RecordRef | None:
+        """Return the record of a chunk, None if there is none; the index is read for what this rank did not write."""
+        ref = self._cache.refs.get(key)
+        if ref is not None:
+            record = self.checkpoint.record(ref)
+            with self.checkpoint.naming(ref.file):
+                if (record["fqn"], tuple(record["offsets"]), tuple(record["shape"])) == key:
+                    return ref
+        try:
+            return self.checkpoint.find(key.fqn, key.offsets)
+        except CheckpointNotFound:
+            return None
 
 
 def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:

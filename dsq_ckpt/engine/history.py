@@ -27,6 +27,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.runs import run_of
+from dsq_ckpt.storage.shard import RecordRef
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every tensor of a state, of all ranks, by fully qualified name."""
@@ -55,11 +56,13 @@ class ChunkCache:
         codes: codes of each chunk, where `delta.against` is "codes"; 1 byte per element.
         values: decoded base layer of each chunk, where `delta.against` is "values"; float32, flat.
         device_codes: `codes` in device memory, of chunks that were quantized there; 1 byte per element.
+        refs: the record of each chunk, so that the index, which names those of all ranks, need not be read for them.
     """
 
     codes: dict[ChunkKey, Codes] = field(default_factory=dict)
     values: dict[ChunkKey, F32] = field(default_factory=dict)
     device_codes: dict[ChunkKey, torch.Tensor] = field(default_factory=dict)
+    refs: dict[ChunkKey, RecordRef] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.codes or self.values or self.device_codes)
@@ -187,11 +190,18 @@ class SaveHistory:
                 self._complete(found)
             self._bound()
 
-    def add_loaded(self, path: Path, save_id: str, cache: ChunkCache) -> None:
-        """Add a checkpoint that was loaded: the parent of the next save of its state, whatever came after it."""
+    def add_loaded(self, path: Path, save_id: str, cache: ChunkCache, files: CheckpointFiles | None = None) -> None:
+        """Add a checkpoint that was loaded: the parent of the next save of its state, whatever came after it.
+
+        Args:
+            path: directory of the checkpoint.
+            save_id: id of the save that wrote it.
+            cache: chunks of this rank.
+            files: the checkpoint, if it is open.
+        """
         with self._lock:
             with suppress(DSQError):  # it was replaced since
-                shapes = _shapes_at(path, save_id)
+                shapes = _shapes_at(path, save_id) if files is None else shapes_of(files)
                 new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, loaded=True, complete=True)
                 replaced = [
                     one for one in self._known if one.save_id == save_id or (one.run == new.run and _same(new, one))

@@ -29,7 +29,7 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
     """
     if copies > 1:
-        with CheckpointFiles(parent) as files:
+        with CheckpointFiles(parent, lazy=True) as files:
             known = {file.name: file for file in files.manifest.files}
             keyframes = {name for name in names & known.keys() if files.requires(name) == {name}}
         holders = _newest_first(parent, copies) if keyframes else []

@@ -115,6 +115,8 @@ class SavePipeline:
         result, cache = write_rank(self.path, context, rank, state, objects, workers)
         if not state.staged:
             self.remember(context, cache)
+        elif (known := self.options.history.find(context.save_id)) is not None:
+            known.cache.refs |= cache.refs
         return result
 
     def remember(self, context: SaveContext, cache: ChunkCache) -> None:

@@ -95,6 +95,7 @@ def write_rank(
 
         for place, written in enumerate(shard.add_coded(chunks())):
             result.written[keys[place]] = written
+            cache.refs[keys[place]] = written.ref
             by_kind[state.items[keys[place]].kind].append(written)
         for item in state.unquantized:
             let_signals_through()
@@ -103,6 +104,7 @@ def write_rank(
                 stored = torch.bfloat16
             written = shard.add_plain(item.key, item.load(), stored)
             result.written[item.key] = written
+            cache.refs[item.key] = written.ref
             by_kind[item.kind if stored else "exact"].append(written)
         for fqn, data in objects:
             written = shard.add_bytes(fqn, data)

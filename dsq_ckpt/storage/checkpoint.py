@@ -33,8 +33,8 @@ _MOST_EXPONENT = 100
 class Checkpoint(CheckpointFiles):
     """A checkpoint directory whose tensors can be decoded; see `CheckpointFiles`."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
+        super().__init__(directory, lazy=lazy, known=known)
         self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
 
     def model(self) -> ParentModel:

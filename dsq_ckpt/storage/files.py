@@ -49,11 +49,16 @@ def names_file(
 class CheckpointFiles:
     """A checkpoint directory. Opening reads manifest and index; data is read, and checked, on demand.
 
+    Args:
+        directory: the checkpoint.
+        lazy: read the index, which is as large as there are chunks on all ranks, only where it is asked for.
+        known: the same checkpoint, opened before; its index is taken where the manifest is as it was.
+
     Raises:
         CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat: see `Manifest.read` and `ContainerReader`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
         self.directory = directory
         self._readers: dict[str, ContainerReader] = {}
         self._packs: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # the last used at the end
@@ -62,8 +67,11 @@ class CheckpointFiles:
         for attempt in range(_OFTEN):
             self.manifest = Manifest.read(directory)
             self._sizes = {file.name: file for file in self.manifest.files}
+            same = known is not None and known.manifest.checksum == self.manifest.checksum
+            self._index: dict[str, Any] | None = known._index if known is not None and same else None
             try:
-                self.index = self._read_index()
+                if not lazy:
+                    self._index = self.index
                 return
             except DSQError:
                 if attempt == _OFTEN - 1 or self._current() == self.manifest.checksum:
@@ -83,6 +91,17 @@ class CheckpointFiles:
             reader.close()
         self._readers.clear()
         self._packs.clear()
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """The parsed index.
+
+        Raises:
+            CorruptCheckpoint: it is not what was written, or not as documented.
+        """
+        if self._index is None:
+            self._index = self._read_index()
+        return self._index
 
     @property
     def has_refinement(self) -> bool:

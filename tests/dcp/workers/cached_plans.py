@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
-from dsq_ckpt import DSQStorageWriter
+from dsq_ckpt import DSQStorageReader, DSQStorageWriter
+from dsq_ckpt.storage.files import CheckpointFiles
 
 EXACT = dsq_ckpt.DSQConfig.preset("exact")
 
@@ -143,9 +144,34 @@ def background(run: Path, rank: int, size: int) -> None:
             check(path, state)
 
 
+def index(run: Path, rank: int, size: int) -> None:
+    """The index, which has the chunks of all ranks, is read by the coordinator alone at a delta, and once at a load."""
+    original, reads = CheckpointFiles._read_index, list[Path]()
+
+    def counted(self: CheckpointFiles) -> dict[str, Any]:
+        reads.append(self.directory)
+        return original(self)
+
+    CheckpointFiles._read_index = counted  # type: ignore[method-assign]
+    group = dist.new_group(backend="gloo")
+    for number in range(6):
+        state, path = state_at(number, size), run / str(number)
+        reads.clear()
+        if number % 2:
+            dsq_ckpt.async_save(state, path, process_group=group).result()
+        else:
+            save(path, state, config=None)
+        assert depth(path) == number and (rank == 0 or not reads), (number, reads)
+        if number in (2, 3):
+            reads.clear()
+            dcp.load(zeros(state), storage_reader=DSQStorageReader(path))
+            assert len(reads) == 1, reads
+    CheckpointFiles._read_index = original  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
     with world() as (rank, size):
-        for work in (chain, changed, failed, alone, background):
+        for work in (chain, changed, failed, alone, background, index):
             work(directory / work.__name__, rank, size)
             done(work.__name__)
