@@ -127,14 +127,14 @@ def test_on_the_command_line(tmp_path):
     """Of several ranks one prints; of a single one nobody notices."""
     source = write_safetensors(plain_state(), tmp_path / "in")
     expected = document("compress", source, tmp_path / "alone")
-    several = json.loads(mpirun(4, *COMMAND, source, tmp_path / "four", "--json"))
+    several = json.loads(mpirun(2, *COMMAND, source, tmp_path / "two", "--json"))
     single = json.loads(mpirun(1, *COMMAND, source, tmp_path / "one", "--json"))
     for found in (several, single):
         assert {name for name in expected if found[name] == expected[name]} >= {"source", "bytes_logical", "refinement"}
-    files = [sorted(file.role for file in Manifest.read(tmp_path / out).files) for out in ("four", "one", "alone")]
-    assert files[0].count("own") == 4 and files[1] == files[2]
+    files = [sorted(file.role for file in Manifest.read(tmp_path / out).files) for out in ("two", "one", "alone")]
+    assert files[0].count("own") == 2 and files[1] == files[2]
     state = plain_state()
-    for out in ("four", "one"):
+    for out in ("two", "one"):
         assert differences(loaded(tmp_path / out, state), loaded(tmp_path / "alone", state)) == []
 
 
