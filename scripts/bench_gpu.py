@@ -36,7 +36,7 @@ from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.chunk import Dequantizer, padded, scale_of
-from dsq_ckpt.quantization.codebook import Fitted, fit_group
+from dsq_ckpt.quantization.codebook import Fitted, GroupSketch, fit_group
 from dsq_ckpt.version import __version__
 
 AIMS = {  # name: (aim, whether more is better)
@@ -307,7 +307,8 @@ def _fitted(backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, befo
     rows = 1 if before is None else before.codebook.symbols + 1
     counts = torch.zeros((rows, window.size), dtype=torch.int64, device=x.device)
     backend.joint_sketch(x, parent, rows - 1, window.lo, window.hi, 1.0 / scale_of(0.0), counts)
-    return fit_group(counts.cpu().numpy(), window, STEP, None if before is None else before.codebook, 4)
+    sketch = GroupSketch(counts.cpu().numpy(), window)
+    return fit_group(sketch, STEP, None if before is None else before.codebook, 4)
 
 
 def _refinement(fitted: Fitted, symbols: torch.Tensor) -> Refinement:

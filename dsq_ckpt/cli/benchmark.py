@@ -30,7 +30,7 @@ from dsq_ckpt.coding import RansCoder
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.codebook import fit_group
+from dsq_ckpt.quantization.codebook import GroupSketch, fit_group
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.version import __version__
 
@@ -92,12 +92,12 @@ def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> Non
     target, codes, parent = np.empty_like(after), np.empty(count, np.uint8), np.empty(count, np.uint8)
     counts = np.zeros((1, FULL.size), np.int64)
     kernels.sketch(before, FULL.lo, FULL.hi, 1.0, counts[0])
-    first = fit_group(counts, FULL, Lattice(step=0.5), None)
+    first = fit_group(GroupSketch(counts, FULL), Lattice(step=0.5), None)
     kernels.quantize(before, None, 0, FULL.lo, FULL.hi, 1.0, first.table, parent)
     window, symbols = first.codebook.window, first.codebook.symbols
     joint = np.zeros((symbols + 1, window.size), np.int64)
     kernels.joint_sketch(after, parent, symbols, window.lo, window.hi, 1.0, joint)
-    second = fit_group(joint, window, Lattice(step=0.5), first.codebook)
+    second = fit_group(GroupSketch(joint, window), Lattice(step=0.5), first.codebook)
     kernels.quantize(after, parent, symbols, window.lo, window.hi, 1.0, second.table, codes)
     coder, alone = RansCoder.fit(second.counts), RansCoder.fit(first.counts)
     data, keyframe = coder.encode(codes, parent), alone.encode(parent, None)

@@ -15,7 +15,7 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.chunk import Chunk
-from dsq_ckpt.quantization.codebook import Codebook, Fitted, PartitionTurn, SensitivitySplit, fit_group
+from dsq_ckpt.quantization.codebook import Codebook, Fitted, GroupSketch, PartitionTurn, SensitivitySplit, fit_group
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.scales import Scales
 from dsq_ckpt.quantization.worst import Worst, worst_tensor
@@ -111,10 +111,11 @@ class GlobalSketch:
             if group in self.importance:
                 prune, protect, prunes = config.codebook.weighing or Weighing(0.0, 0.0, False)
                 counts, split = self.importance[group].split(counts, prune if prunes else 0.0, protect)
-            fitted[group] = fit_group(
-                counts, self.windows[group], config.codebook, self.books.get(group), config.refinement_bits,
-                self.scales.units.get(group, 0.0), split, self._turn(group, config.codebook),
+            sketch = GroupSketch(
+                counts, self.windows[group], self.scales.units.get(group, 0.0), split,
+                self._turn(group, config.codebook),
             )
+            fitted[group] = fit_group(sketch, config.codebook, self.books.get(group), config.refinement_bits)
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
 

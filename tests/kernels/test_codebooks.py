@@ -11,7 +11,7 @@ from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.codebooks.uniform import Uniform, uniform_levels
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.codebook import fit_group
+from dsq_ckpt.quantization.codebook import GroupSketch, fit_group
 
 
 def values():
@@ -36,7 +36,7 @@ def quantized(subject, x, table):
 def test_fitted_codebooks(subject, config):
     """As many elements get each code as the fit has counted."""
     x, counts = values()
-    fitted = fit_group(counts, FULL, config, None)
+    fitted = fit_group(GroupSketch(counts, FULL), config, None)
     found = quantized(subject, x, fitted.table)
     np.testing.assert_array_equal(np.bincount(found, minlength=fitted.counts.shape[1]), fitted.counts[0])
 

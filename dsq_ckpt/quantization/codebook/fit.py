@@ -69,48 +69,65 @@ class Fitted:
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
 
+@dataclass(frozen=True)
+class GroupSketch:
+    """Counts of one group's elements over all ranks, from which its codebook is fitted.
+
+    Attributes:
+        joint: int64[rows, window.size]: (previous code, key) pairs, the last row for elements without a previous
+            code. One row where there is no parent.
+        window: the key window of `joint`.
+        unit: the unit of a lattice's step; 0: the group's root mean square.
+        split: elements that are not in `joint`, because their sensitivity decides about them.
+        turn: elements of `joint` that are protected because of their place; only where all others become zero.
+    """
+
+    joint: Counts
+    window: KeyWindow
+    unit: float = 0.0
+    split: SensitivitySplit | None = None
+    turn: PartitionTurn | None = None
+
+    def without_parent(self) -> GroupSketch:
+        """Return the sketch of the same elements, without their previous codes."""
+        split = self.split
+        if split is not None:
+            split = replace(
+                split, pruned=split.pruned.sum(0, keepdims=True), protected=split.protected.sum(0, keepdims=True)
+            )
+        return replace(self, joint=self.joint.sum(0, keepdims=True), split=split)
+
+
 def fit_group(
-    joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
-    unit: float = 0.0, split: SensitivitySplit | None = None, turn: PartitionTurn | None = None,
+    sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0
 ) -> Fitted:
     """Fit one group on its joint sketch.
 
     Args:
-        joint: int64[rows, window.size] over all ranks: (previous code, key) pairs, the last row for elements without
-            a previous code. One row where there is no parent.
-        window: the key window of `joint`.
+        sketch: counts of the group's elements.
         config: which codebook.
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
         refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; a codebook with a
             bound takes as few as keep it.
-        unit: what a lattice's step is measured in; 0: the group's root mean square.
-        split: elements that are not in `joint`, because their sensitivity decides about them.
-        turn: elements of `joint` that are protected because of their place; only where all others become zero.
 
     Raises:
         ConfigError: the codebook proposes what is no codebook.
     """
-    fitted = _fit(joint, window, config, parent, refinement_bits, unit, split)
-    if turn is not None:
+    fitted = _fit(sketch, config, parent, refinement_bits)
+    if (turn := sketch.turn) is not None:
         counts = fitted.counts.copy()
         counts[-1, 0] -= turn.elements
         counts[-1, fitted.codebook.protected] += turn.elements
         return replace(fitted, counts=counts, bits=entropy_bits(counts), turn=turn)
     unconditional = entropy_bits(fitted.counts.sum(0, keepdims=True))
-    if joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
+    if sketch.joint.shape[0] == 1 or fitted.bits < _CLEARLY_PAYS * unconditional:
         return fitted
-    if split is not None:
-        split = replace(
-            split, pruned=split.pruned.sum(0, keepdims=True), protected=split.protected.sum(0, keepdims=True)
-        )
-    alone = _fit(joint.sum(0, keepdims=True), window, config, parent, refinement_bits, unit, split)
+    alone = _fit(sketch.without_parent(), config, parent, refinement_bits)
     return fitted if fitted.bits < _PAYS * alone.bits else alone
 
 
-def _fit(
-    joint: Counts, window: KeyWindow, config: CodebookConfig, parent: Codebook | None, refinement_bits: int,
-    unit: float, split: SensitivitySplit | None,
-) -> Fitted:
+def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int) -> Fitted:
+    joint, window, split = sketch.joint, sketch.window, sketch.split
     total = joint.sum(0)
     if split is not None:  # fractions are of all elements
         total = total + split.pruned.sum(0) + split.protected.sum(0)
@@ -120,7 +137,7 @@ def _fit(
     count = max(int(held.sum()), 1)
     mean_square = float((held * np.square(values, where=finite, out=np.zeros_like(values))).sum() / count)
     histogram = Histogram(
-        held, window, unit, parent.step if parent is not None else 0.0,
+        held, window, sketch.unit, parent.step if parent is not None else 0.0,
         None if split is None else joint.sum(0) * finite,
     )
     proposal = config.propose(histogram)

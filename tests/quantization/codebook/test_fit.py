@@ -10,7 +10,7 @@ from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.keys import ALPHA, FULL
-from dsq_ckpt.quantization.codebook import Codebook, fit_group
+from dsq_ckpt.quantization.codebook import Codebook, GroupSketch, fit_group
 from dsq_ckpt.quantization.codebook.table import code_bits, entropy_bits
 
 CONFIGS = [
@@ -25,10 +25,10 @@ def sketched(x, parent=None, book=None):
     if book is None:
         counts = np.zeros((1, FULL.size), np.int64)
         kernels.sketch(x, FULL.lo, FULL.hi, 1.0, counts[0])
-        return counts, FULL
+        return GroupSketch(counts, FULL)
     counts = np.zeros((book.symbols + 1, book.window.size), np.int64)
     kernels.joint_sketch(x, parent, book.symbols, book.window.lo, book.window.hi, 1.0, counts)
-    return counts, book.window
+    return GroupSketch(counts, book.window)
 
 
 def quantized(x, fitted, parent=None):
@@ -52,10 +52,10 @@ def test_a_chain_of_two(config, seed):
     second = first + np.random.default_rng(seed + 9).normal(0, 0.002, first.size).astype(np.float32)
     if config is LOG:
         first, second = np.square(first), np.square(second)
-    one = fit_group(*sketched(first), config, None)
+    one = fit_group(sketched(first), config, None)
     codes = quantized(first, one)
     assert (np.bincount(codes, minlength=one.codebook.symbols) == one.counts[0]).all(), "counts are exact"
-    two = fit_group(*sketched(second, codes, one.codebook), config, one.codebook)
+    two = fit_group(sketched(second, codes, one.codebook), config, one.codebook)
     later = quantized(second, two, codes)
     joint = np.zeros_like(two.counts)
     np.add.at(joint, (codes if two.uses_parent else np.zeros_like(codes), later), 1)
@@ -77,7 +77,7 @@ def test_a_chain_of_two(config, seed):
 def test_fractions_are_bounds(fraction):
     x = weights(3)
     config = KMeans(bins=8, prune=fraction, protect=0.01, rate_distortion=0.0)
-    fitted = fit_group(*sketched(x), config, None)
+    fitted = fit_group(sketched(x), config, None)
     codes = quantized(x, fitted)
     assert fraction - 0.02 <= np.mean(codes == 0) <= fraction + 0.02
     assert np.mean(codes == fitted.codebook.protected) <= 0.01
@@ -90,7 +90,7 @@ def test_rate_distortion_lowers_its_own_cost():
     x = weights(5)
     costs = {}
     for price in (0.0, 0.1):
-        fitted = fit_group(*sketched(x), Lattice(step=0.5, rate_distortion=price), None)
+        fitted = fit_group(sketched(x), Lattice(step=0.5, rate_distortion=price), None)
         step = fitted.codebook.step
         costs[price] = fitted.error * x.size + 0.1 * step**2 * fitted.bits
     assert costs[0.1] < costs[0.0]
@@ -99,21 +99,21 @@ def test_rate_distortion_lowers_its_own_cost():
 def test_a_lattice_keeps_its_step_until_the_weights_have_moved_on():
     x = weights(7)
     config = Lattice(step=0.5)
-    first = fit_group(*sketched(x), config, None)
+    first = fit_group(sketched(x), config, None)
     codes = quantized(x, first)
-    grown = fit_group(*sketched((x * 1.1).astype(np.float32), codes, first.codebook), config, first.codebook)
+    grown = fit_group(sketched((x * 1.1).astype(np.float32), codes, first.codebook), config, first.codebook)
     assert grown.codebook.step == first.codebook.step
-    doubled = fit_group(*sketched((x * 2).astype(np.float32), codes, first.codebook), config, first.codebook)
+    doubled = fit_group(sketched((x * 2).astype(np.float32), codes, first.codebook), config, first.codebook)
     assert doubled.codebook.step == pytest.approx(2 * first.codebook.step, rel=0.05)
 
 
 def test_values_beyond_the_window_are_protected():
     x = weights(11)
-    first = fit_group(*sketched(x), Lattice(step=0.5), None)
+    first = fit_group(sketched(x), Lattice(step=0.5), None)
     codes = quantized(x, first)
     wild = x.copy()
     wild[:5] = [1e30, -1e30, 3e38, 50.0, -50.0]
-    second = fit_group(*sketched(wild, codes, first.codebook), Lattice(step=0.5), first.codebook)
+    second = fit_group(sketched(wild, codes, first.codebook), Lattice(step=0.5), first.codebook)
     assert (quantized(wild, second, codes)[:5] == second.codebook.protected).all()
 
 
@@ -123,7 +123,7 @@ def test_values_beyond_the_window_are_protected():
     np.empty(0, np.float32),
 ], ids=["zeros", "constant", "two", "extreme", "empty"])
 def test_degenerate_groups(config, x):
-    fitted = fit_group(*sketched(x), config, None)
+    fitted = fit_group(sketched(x), config, None)
     codes = quantized(x, fitted)
     kept = codes != fitted.codebook.protected
     assert np.isfinite(fitted.codebook.levels[codes[kept]]).all()
@@ -139,7 +139,7 @@ def test_bits_of_codes(rows, symbols, seed):
 
 
 def test_a_codebook_survives_json():
-    book = fit_group(*sketched(weights(1)), Lattice(), None).codebook
+    book = fit_group(sketched(weights(1)), Lattice(), None).codebook
     again = Codebook.from_json(book.to_json())
     assert (again.levels == book.levels).all() and (again.cell_high == book.cell_high).all()
     assert (again.window, again.step, again.domain) == (book.window, book.step, book.domain)

@@ -23,7 +23,7 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, QuantizingChunk
-from dsq_ckpt.quantization.codebook import fit_group
+from dsq_ckpt.quantization.codebook import GroupSketch, fit_group
 from dsq_ckpt.quantization.device import coding, transfer
 from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache, decode
 from dsq_ckpt.search.trial import TrialModel
@@ -256,7 +256,7 @@ def chunk_of(x: torch.Tensor, bits: int, parent: Any = None, exponent: float = 0
 def fitted_on(chunk: Chunk, codebook: Any) -> Any:
     counts = np.zeros((1, FULL.size), np.int64)
     device.passes.add_joint([chunk], FULL, counts)
-    return fit_group(counts, FULL, codebook, None, chunk.refinement_bits)
+    return fit_group(GroupSketch(counts, FULL), codebook, None, chunk.refinement_bits)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 3, 4])
