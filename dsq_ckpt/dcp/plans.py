@@ -27,8 +27,9 @@ def layout_of_plan(
         averaged: whether weights come with averaged gradients.
         others: items of other ranks in the same save.
     """
-    chunks = {shard.key: shard.dtype for shard in shards_of(others)}
-    return layout_of(shards_of(write_items), options, averaged, chunks)
+    shards = shards_of(write_items)
+    chunks = {shard.key: shard.dtype for shard in shards_of(others)} if shards else {}
+    return layout_of(shards, options, averaged, chunks)
 
 
 def items_of_plan(

@@ -28,7 +28,6 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
-from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
@@ -289,10 +288,8 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
     names = [file.name for file in manifest.files if file.role == "refinement"]
     kept = [file for file in manifest.files if file.role != "refinement"]
     manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(directory, exclusive=False, fsync=fsync)
-    for name in names:
+    for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
         (directory / name).unlink(missing_ok=True)
-    if fsync:
-        sync_directory(directory)
 
 
 def what_the_base_costs(directory: Path, manifest: Manifest) -> str:

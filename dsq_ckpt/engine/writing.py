@@ -116,7 +116,7 @@ def write_rank(
             inherit(
                 Path(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies, storage.fsync
             )
-        if storage.fsync:
+        if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
             sync_directory(path)
     result.files.append(base_file)
     for key, first in state.tied.items():

@@ -6,12 +6,15 @@ end of a table must be an error here, before it becomes a read or write outside 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
 from dsq_ckpt.core.arrays import Array
 
 
+@functools.lru_cache
 def scale_factor(inv_scale: float) -> np.float32:
     """Return ``inv_scale`` in fp32, the precision in which it is applied.
 

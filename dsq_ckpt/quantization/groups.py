@@ -8,6 +8,7 @@ moment we know. All other float tensors of two or more dimensions count as weigh
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,6 +175,7 @@ def is_inner(fqn: str) -> bool:
     return any(part.startswith("<") and part.endswith(">") for part in fqn.split("."))
 
 
+@functools.lru_cache(1 << 14)
 def _kind(fqn: str) -> tuple[str, str]:
     """Return (kind, name of the parameter): `optimizer.state.layer.weight.exp_avg` -> (exp_avg, ...layer.weight)."""
     parent, _, leaf = fqn.rpartition(".")

@@ -63,7 +63,7 @@ def _by_place(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
 
 
 def _occupied(counts: Counts) -> tuple[Counts, Counts]:
-    bins = np.flatnonzero(counts)
+    bins = np.flatnonzero(counts != 0)  # three times as fast as of int64
     return bins, counts[bins]
 
 
