@@ -75,7 +75,7 @@ def time(
     batch: int | None = BATCH, seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD, steps: int = STEPS,
     cores: str | None = CORES, directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Training time with a checkpoint in every iteration, gradients compressed for all (experiment 1)."""
+    """Measure training time with a checkpoint in every iteration, gradients compressed for all (experiment 1)."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = training.training_time(bench, _known(systems))
@@ -88,7 +88,7 @@ def plain(
     seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD, steps: int = STEPS, cores: str | None = CORES,
     directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Training time with a checkpoint in every iteration, gradients as they are (experiment 2)."""
+    """Measure training time with a checkpoint in every iteration, gradients as they are (experiment 2)."""
     setting = Setting(workload, batch, seed, "none")
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = training.training_time(bench, _known(systems))
@@ -101,7 +101,7 @@ def frequency(
     workload: str = WORKLOAD, batch: int | None = BATCH, seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD,
     steps: int = STEPS, cores: str | None = CORES, directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """The shortest interval between checkpoints that keeps overhead within a bound (experiment 4)."""
+    """Find the shortest interval between checkpoints that keeps overhead within a bound (experiment 4)."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = training.shortest_intervals(bench, _known(systems), bound)
@@ -114,7 +114,7 @@ def recovery_command(
     compressor: str = COMPRESSOR, repeats: int = REPEATS, workload: str = WORKLOAD, batch: int | None = BATCH,
     seed: int = SEED, cores: str | None = CORES, directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Recovery time against training the same steps again, by steps since the full checkpoint (experiment 5)."""
+    """Measure recovery against training the same steps again, by steps since the full checkpoint (experiment 5)."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, 1, 0, 1, cores, directory) as bench:
         chosen = _known(systems)
@@ -130,7 +130,7 @@ def writes_command(
     seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD, steps: int = STEPS, cores: str | None = CORES,
     directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Time to write a logged step by the size of a batch (experiment 6)."""
+    """Measure the time to write a logged step by the size of a batch (experiment 6)."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = writes.batched_writes(bench, [int(size) for size in sizes.split(",")], logged, repeats)
@@ -143,7 +143,7 @@ def storage(
     workload: str = WORKLOAD, batch: int | None = BATCH, seed: int = SEED, cores: str | None = CORES,
     directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Bytes of a checkpoint, full and differential (experiment 7)."""
+    """Measure the bytes of a checkpoint, full and differential (experiment 7)."""
     setting = Setting(workload, batch, seed, aims.COMPRESSOR)
     with _bench(setting, 1, 0, 1, cores, directory) as bench:
         rows = writes.storage(bench, compressors.split(","), logged)
@@ -156,7 +156,7 @@ def ratios(
     workload: str = WORKLOAD, batch: int | None = BATCH, seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD,
     steps: int = STEPS, cores: str | None = CORES, directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """LowDiff at several ratios of compression: bytes per step and overhead (experiment 8)."""
+    """Measure LowDiff at several ratios of compression: bytes per step and overhead (experiment 8)."""
     setting = Setting(workload, batch, seed, "topk")
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = training.ratios(bench, [float(value) for value in values.split(",")])
@@ -169,7 +169,7 @@ def contention(
     seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD, steps: int = STEPS, cores: str | None = CORES,
     directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Fraction of its time by which the checkpointing process slows down training on another CPU."""
+    """Measure the fraction by which the checkpointing process slows down training on another CPU."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = contentions.contention(bench, logged)
@@ -182,7 +182,7 @@ def constants(
     workload: str = WORKLOAD, batch: int | None = BATCH, seed: int = SEED, rounds: int = ROUNDS, lead: int = LEAD,
     steps: int = STEPS, cores: str | None = CORES, directory: Path | None = DIRECTORY, json_path: Path = JSON,
 ) -> None:
-    """Costs of checkpoints and recoveries of each system: the constants of the simulations."""
+    """Measure the costs of checkpoints and recoveries of each system: the constants of the simulations."""
     setting = Setting(workload, batch, seed, compressor)
     with _bench(setting, rounds, lead, steps, cores, directory) as bench:
         rows = measured_constants.constants(bench, _known(systems), repeats)
@@ -195,7 +195,7 @@ def wasted_command(
     count: int = FAILURES, restart: float = RESTART, seed: int = SEED, overheads: list[Path] = OVERHEADS,
     json_path: Path = JSON,
 ) -> None:
-    """Wasted time of jobs with failures (experiment 3)."""
+    """Simulate the wasted time of jobs with failures (experiment 3)."""
     cases = [Failures(float(mtbf) * wasted.HOUR, seed=seed) for mtbf in hours.split(",")]
     _simulated(aims.WASTED, source, cases, count, restart, overheads, json_path)
 
@@ -206,7 +206,7 @@ def failures(
     count: int = FAILURES, restart: float = RESTART, seed: int = SEED, overheads: list[Path] = OVERHEADS,
     json_path: Path = JSON,
 ) -> None:
-    """Effective training time of jobs that fail often (experiment 9)."""
+    """Simulate the effective training time of jobs that fail often (experiment 9)."""
     cases = [Failures(float(mtbf) * wasted.HOUR, seed=seed) for mtbf in hours.split(",")]
     _simulated(aims.FAILURES, source, cases, count, restart, overheads, json_path)
 
@@ -218,7 +218,7 @@ def ranks(
     count: int = FAILURES, restart: float = RESTART, seed: int = SEED, overheads: list[Path] = OVERHEADS,
     json_path: Path = JSON,
 ) -> None:
-    """Effective training time of jobs on many ranks, any of which fails the job (experiment 10)."""
+    """Simulate the effective training time of jobs on many ranks, any of which fails the job (experiment 10)."""
     cases = [Failures(hours * wasted.HOUR, int(number), seed=seed) for number in numbers.split(",")]
     _simulated(aims.RANKS, source, cases, count, restart, overheads, json_path)
 

@@ -176,7 +176,7 @@ def _offline_row(
 def restores(
     json_path: Path = typer.Option(..., "--json"), steps: int = 2400, failures: int = 10, seed: int = 0, only: str = ""
 ) -> None:
-    """Final loss of runs restored `failures` times from their own checkpoints, against one without failures."""
+    """Measure the final loss of runs restored `failures` times from their checkpoints, against one without failures."""
     rows = [_restore_row("no failures", None, steps, failures, seed)]
     rows += [_restore_row(name, values, steps, failures, seed) for name, values in RESTORES.items() if only in name]
     for row in rows:

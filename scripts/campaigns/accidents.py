@@ -40,7 +40,7 @@ def extend(file: Path, rng: random.Random) -> None:
 
 
 def zeros(file: Path, rng: random.Random) -> None:
-    """A range of zeros, as a file system leaves where data was not flushed."""
+    """Overwrite a range with zeros, as a file system leaves where data was not flushed."""
     data = bytearray(file.read_bytes())
     start = rng.choice([0, rng.randrange(len(data))])
     size = rng.choice([1, 16, 512, len(data)])
@@ -49,7 +49,7 @@ def zeros(file: Path, rng: random.Random) -> None:
 
 
 def noise(file: Path, rng: random.Random) -> None:
-    """A range of noise."""
+    """Overwrite a range with noise."""
     data = bytearray(file.read_bytes())
     start = rng.randrange(len(data))
     size = min(rng.choice([1, 16, 512]), len(data) - start)
@@ -58,7 +58,7 @@ def noise(file: Path, rng: random.Random) -> None:
 
 
 def move_within(file: Path, rng: random.Random) -> None:
-    """A piece of the file in the place of another, or taken out."""
+    """Move a piece of the file to the place of another, or take it out."""
     data = bytearray(file.read_bytes())
     start, target, size = rng.randrange(len(data)), rng.randrange(len(data)), rng.randrange(1, 256)
     piece = data[start : start + size]
@@ -70,7 +70,7 @@ def move_within(file: Path, rng: random.Random) -> None:
 
 
 def foreign(file: Path, rng: random.Random) -> None:
-    """Content of another kind."""
+    """Replace the content by content of another kind."""
     size = file.stat().st_size
     file.write_bytes(rng.choice([
         b"{}", b"[]", b"null", b'"', b"\x80\x04.", b"PK\3\4" + bytes(100), rng.randbytes(size), bytes(size),
@@ -79,7 +79,7 @@ def foreign(file: Path, rng: random.Random) -> None:
 
 
 def other_file(file: Path, rng: random.Random) -> None:
-    """The content of a neighbour, or of a file of another save with the same role."""
+    """Put in the content of a neighbour, or of a file of another save with the same role."""
     runs = [run for run in file.parent.parent.parent.iterdir() if run.is_dir()]
     neighbours = [other for run in runs for step in run.iterdir() for other in step.iterdir()
                   if other.suffix == file.suffix or step == file.parent]
@@ -88,7 +88,7 @@ def other_file(file: Path, rng: random.Random) -> None:
 
 
 def swap(file: Path, rng: random.Random) -> None:
-    """Two files of the directory with each other's content."""
+    """Exchange the contents of two files of the directory."""
     other = rng.choice([entry for entry in file.parent.iterdir() if entry != file])
     one, two = file.read_bytes(), other.read_bytes()
     file.write_bytes(two)
@@ -96,7 +96,7 @@ def swap(file: Path, rng: random.Random) -> None:
 
 
 def remove(file: Path, rng: random.Random) -> None:
-    """No file, or one of another name."""
+    """Remove the file, or give it another name."""
     if rng.random() < 0.5:
         file.unlink()
     else:
@@ -104,7 +104,7 @@ def remove(file: Path, rng: random.Random) -> None:
 
 
 def special(file: Path, rng: random.Random) -> None:
-    """A directory, a FIFO, a link to a device, to itself, to nowhere, to a directory."""
+    """Put a directory, a FIFO, or a link to a device, itself, nowhere or a directory in the file's place."""
     size = file.stat().st_size
     file.unlink()
     kind = rng.randrange(8)

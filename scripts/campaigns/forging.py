@@ -34,7 +34,7 @@ def checksum(data: bytes) -> str:
 
 
 def write_manifest(directory: Path, tree: Tree) -> None:
-    """With the checksum of its own bytes."""
+    """Write a manifest with the checksum of its own bytes."""
     first = {"format": tree.get("format"), "version": tree.get("version"), "checksum": "0" * 16}
     rest = {key: value for key, value in tree.items() if key not in first}
     head = {key: value for key, value in first.items() if key == "checksum" or key in tree}
@@ -61,7 +61,7 @@ def replace(directory: Path, name: str, data: bytes) -> None:
 
 
 def seal(entry: Tree, data: bytes) -> None:
-    """Whatever else an entry of the manifest says of a container's contents."""
+    """Update all else that an entry of the manifest says of a container's contents."""
     if entry.get("contents") is not None:
         entry["contents"] = f"{_TRAILER.unpack(data[-32:])[2]:016x}"
 

@@ -65,7 +65,7 @@ class Kills(Campaign):
         import_deepspeed()
 
     def begin(self) -> None:
-        """A lane computes nothing, so that its forks start clean."""
+        """Compute nothing, so that the forks of a lane start clean."""
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         self.tables: dict[str, Any] = {}
         Nursery()
@@ -165,7 +165,7 @@ def answer(work: Callable[[], Any], log: Path | None = None) -> Any:
 
 
 def joined(store: Path, rank: int, ranks: int) -> None:
-    """One of several ranks."""
+    """Be one of several ranks."""
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=_PATIENCE)

@@ -58,7 +58,7 @@ def state_at(step: int, seed: int = 0) -> State:
 
 
 def make(directory: Path) -> None:
-    """A run of each subject, another save of the same state each, and what they hold; with the same names each time."""
+    """Make a run of each subject, another save of the same state each, and their contents; always by the same names."""
     rng = random.Random(0)
     with mock.patch("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128))):
         _make(directory)
@@ -201,7 +201,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def watched(*allowed: Path) -> Iterator[list[str]]:
-    """What is written outside of some directories, or unpickled beyond plain data, while this lasts."""
+    """Collect writes outside of some directories, and unpickling beyond plain data, while the block lasts."""
     if "hook" not in sys.modules[__name__].__dict__:
         sys.addaudithook(_audit)
         sys.modules[__name__].__dict__["hook"] = True

@@ -158,7 +158,7 @@ def _offline(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _online(rows: Sequence[Row]) -> list[Panel]:
-    """For each run: final loss against the ratio of weights, and of everything, that stays on disk."""
+    """Plot, for each run, final loss against the ratio of weights, and of everything, that stays on disk."""
     runs: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         if row["loss"] is not None:  # else the run diverged
@@ -198,7 +198,7 @@ def _resume(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _restart(axis: Axes, rows: Sequence[Row]) -> None:
-    """Held-out losses after the first restart there is."""
+    """Plot held-out losses after the first restart there is."""
     first = [row for row in rows if all(row[key] == rows[0][key] for key in ("workload", "seed", "step"))]
     steps = _steps(first[0])
     axis.plot(steps, first[0]["exact_losses"], color="black", linewidth=2.5, label="without a restart")
@@ -211,7 +211,7 @@ def _restart(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _behind(axis: Axes, rows: Sequence[Row], title: str) -> None:
-    """Steps that restarted runs are behind, by system: the mean of all restarts, and each of them faintly."""
+    """Plot the steps that restarted runs are behind, by system: the mean of all restarts, and each of them faintly."""
     for number, system in enumerate(dict.fromkeys(row["system"] for row in rows)):
         curves = [
             [(own - exact) / row["slope"] for own, exact in zip(row["losses"], row["exact_losses"], strict=True)]
@@ -249,7 +249,7 @@ def _growth(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _ratios(axis: Axes, rows: Sequence[Row], title: str) -> None:
-    """Ratio of every checkpoint along the run."""
+    """Plot the ratio of every checkpoint along the run."""
     for number, row in enumerate(rows):
         points = [point for point in row["checkpoints"] if point["ratio_weights"] is not None]
         axis.plot(
@@ -261,7 +261,7 @@ def _ratios(axis: Axes, rows: Sequence[Row], title: str) -> None:
 
 
 def _trade(axis: Axes, rows: Sequence[Row]) -> None:
-    """Ratio of the run against what its base layers cost on average."""
+    """Plot the ratio of the run against what its base layers cost on average."""
     for row in rows:
         axis.scatter([100 * row["degradation_mean"]], [row["ratio_weights"]], s=18)
         axis.annotate(
@@ -276,7 +276,7 @@ def _trade(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _final(axis: Axes, rows: Sequence[Row], key: str, title: str) -> None:
-    """Loss at the end of runs that failed, by system; bounds of one system are joined, the loosest first."""
+    """Plot the loss at the end of runs that failed, by system; bounds of one system are joined, the loosest first."""
     from matplotlib.ticker import MaxNLocator
 
     systems: dict[str, list[Row]] = {}
@@ -304,7 +304,7 @@ def _final(axis: Axes, rows: Sequence[Row], key: str, title: str) -> None:
 
 
 def _bins(axis: Axes, rows: Sequence[Row]) -> None:
-    """Levels that each system needs, by bound."""
+    """Plot the levels that each system needs, by bound."""
     systems = list(dict.fromkeys(row["name"] for row in rows))
     bounds = list(dict.fromkeys(row["bound"] for row in rows))
     for place, bound in enumerate(bounds):
@@ -320,7 +320,7 @@ def _bins(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _timings(axis: Axes, rows: Sequence[Row]) -> None:
-    """Seconds of each way to do the same."""
+    """Plot the seconds of each way to do the same."""
     names = [row["name"] for row in rows]
     axis.barh(range(len(rows)), [row["seconds"] for row in rows])
     axis.set_yticks(range(len(rows)), names, fontsize=7)

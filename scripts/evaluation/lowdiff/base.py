@@ -54,16 +54,16 @@ class Without:
     bytes_stored = 0
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def after_step(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def recover(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Return 0: there is no state."""

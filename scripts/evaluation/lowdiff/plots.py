@@ -18,7 +18,7 @@ def _bars(
     axis: Axes, rows: Sequence[Row], key: str, label: str, scale: float = 1.0, spread: tuple[str, str] | None = None,
     log: bool = False,
 ) -> None:
-    """A bar for each row that has a value, with quartiles if there are any."""
+    """Draw a bar for each row that has a value, with quartiles if there are any."""
     shown = [row for row in rows if row.get(key) is not None]
     values = [scale * row[key] for row in shown]
     errors = None
@@ -35,7 +35,7 @@ def _bars(
 
 
 def _lines(axis: Axes, rows: Sequence[Row], x: str, y: str, x_scale: float = 1.0, y_scale: float = 1.0) -> None:
-    """A line for each name; those of one system have one colour."""
+    """Draw a line for each name; those of one system have one colour."""
     systems = list(dict.fromkeys(row["name"].removesuffix(BEST) for row in rows))
     colours = {system: f"C{number}" for number, system in enumerate(systems)}
     for name in dict.fromkeys(row["name"] for row in rows):

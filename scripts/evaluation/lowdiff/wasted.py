@@ -64,7 +64,7 @@ def with_overheads(rows: Sequence[Row], measured: Iterable[Row]) -> list[Row]:
 
 
 def below_all(rows: Sequence[Row], ours: str, best: bool) -> dict[float, tuple[float, Row]]:
-    """By mean time between failures of the job: what a system of ours wastes, and the comparison system with the least.
+    """Return a system's waste and the least of a comparison system, by the job's mean time between failures.
 
     Args:
         rows: Of `compare`.
