@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-
 
 venv: $(STAMP)
 
-$(STAMP): setup.py pyproject.toml constraints.txt
+$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard dsq_ckpt/coding/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
@@ -48,4 +48,5 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .hypothesis
 	rm -rf docs/_build
 	rm -f demo.json demo-deepspeed.json bench.json docs/cli_options.md
+	rm -f dsq_ckpt/coding/*.so
 	find dsq_ckpt scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,9 +5,10 @@ top-level module of that name, so here it becomes `dsq_ckpt.triton_kernels`.
 """
 
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 URL = ""
@@ -33,6 +34,18 @@ if (ROOT / "configs").is_dir():
     package_dir["dsq_ckpt.configs"] = "configs"
     package_data["dsq_ckpt.configs"] = ["**/*.json", "**/*.yaml"]
 
+# A plain library without Python's headers, which dsq_ckpt/coding/_native.py loads. Where there is no C compiler, Numba
+# does the same, more slowly.
+native = "dsq_ckpt/coding/native"
+coder = Extension(
+    "dsq_ckpt.coding._lanes",
+    [f"{native}/{name}.c" for name in ("lanes", "model", "avx2", "avx512")],
+    depends=[f"{native}/lanes.h"],
+    extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-g0", "-ffp-contract=off"],
+    py_limited_api=True,  # one library for all versions
+    optional=True,
+)
+
 # What torch's own wheels for GPUs ask for too; there is none for other systems.
 triton = 'triton; platform_system == "Linux"'
 
@@ -55,6 +68,8 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data=package_data,
+    ext_modules=[coder],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     entry_points={"console_scripts": ["dsq = dsq_ckpt.cli:main"]},
     install_requires=[
         "torch>=2.9",

@@ -24,9 +24,10 @@ from rich.table import Table
 
 from dsq_ckpt import kernels
 from dsq_ckpt.api import save_load as api
+from dsq_ckpt.cli.bench_coding import COUNT, STREAMS, coding_work
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.lattice import Lattice
-from dsq_ckpt.coding import RansCoder
+from dsq_ckpt.coding import RansCoder, _native
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.kernels.keys import FULL
@@ -38,8 +39,10 @@ _TARGETS = {  # name: (target, whether more is better)
     "sketch / memcpy": (0.4, True),
     "joint sketch / memcpy": (0.3, True),
     "table quantize / memcpy": (0.3, True),
-    "rANS encode, G codes/s": (0.15, True),
-    "rANS decode, G codes/s": (0.25, True),
+    "rANS encode, G codes/s": (0.6, True),
+    "rANS decode, G codes/s": (0.8, True),
+    **{f"encode, {name}, G codes/s": (0.6, True) for name in STREAMS},
+    **{f"decode, {name}, G codes/s": (0.8, True) for name in STREAMS},
     "k-means, all k to 32, 3000 buckets, ms": (50.0, False),
     "save keyframe / dcp.save": (0.7, False),
     "save delta / dcp.save": (0.7, False),
@@ -61,12 +64,14 @@ def run_bench(parameters: int, threads: int, directory: Path, moments: bool = Tr
     """
     rows: dict[str, dict[str, float]] = {}
     _kernels(min(parameters, 25_000_000), repeats, rows)
+    _coding(max(repeats, 15), rows)
     _clustering(repeats, rows)
     for with_moments in (False, True) if moments else (False,):
         _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
     return {
         "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "coder": _native.path(),
         "versions": {"dsq_ckpt": __version__, "torch": torch.__version__, "numpy": np.__version__},
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -122,6 +127,14 @@ def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> Non
         rows[f"{name}, G codes/s"] = _summary([count / s / 1e9 for s in seconds[name]])
     rows["bits per code, delta"] = _summary([8 * len(data) / count])
     rows["bits per code, keyframe"] = _summary([8 * len(keyframe) / count])
+
+
+def _coding(repeats: int, rows: dict[str, dict[str, float]]) -> None:
+    work, bits = coding_work()
+    for name, seconds in _interleaved(work, repeats).items():
+        rows[f"{name}, G codes/s"] = _summary([COUNT / s / 1e9 for s in seconds])
+    for name, value in bits.items():
+        rows[f"bits per code, {name}"] = _summary([value])
 
 
 def _clustering(repeats: int, rows: dict[str, dict[str, float]]) -> None:

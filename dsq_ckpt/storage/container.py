@@ -28,7 +28,7 @@ from dsq_ckpt.storage.atomic_io import AtomicFile, naming
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")

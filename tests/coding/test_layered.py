@@ -10,6 +10,7 @@ import pytest
 from dsq_ckpt import kernels
 from dsq_ckpt.coding import layered, shuffle_compress
 from dsq_ckpt.errors import CodingError
+from tests.coding import common
 
 
 def sample(n: int, bits: int, skew: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -67,3 +68,12 @@ def test_other_codes_than_it_was_coded_with_are_refused() -> None:
     block = layered.encode(kernels.pack(symbols, 2).tobytes(), codes, 2)
     with pytest.raises(CodingError, match="a model of 5 codes"):
         layered.decode(block, codes + 3, 2, np.empty(len(codes), np.uint8))
+
+
+def test_blocks_with_rans_of_model_version_1_are_read() -> None:
+    codes = (5 * common.lcg(6000, 11)).astype(np.uint8)
+    other = (4 * common.lcg(6000, 13)).astype(np.uint8)
+    symbols = np.where(common.lcg(6000, 12) < 0.9, codes * 3 % 4, other).astype(np.uint8)
+    out = np.empty(6000, np.uint8)
+    layered.decode(bytes.fromhex(common.GOLDEN["layered1"]), codes, 2, out)
+    assert np.array_equal(out, symbols)

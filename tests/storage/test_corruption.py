@@ -12,6 +12,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import Kept, differences, loaded, mixed_state, moved, relative_error
 
@@ -144,7 +145,7 @@ def test_newer_format_version(damaged):
     manifest = path / "manifest.json"
     held = manifest.read_text()
     tree = json.loads(held)
-    for version in (4, 10**9):
+    for version in (FORMAT_VERSION + 1, 10**9):
         manifest.write_text(json.dumps({**tree, "version": version, "unheard_of": {}}))
         error = failure(path, state)
         assert isinstance(error, dsq_ckpt.UnsupportedFormat) and "upgrade" in str(error)
@@ -154,7 +155,7 @@ def test_newer_format_version(damaged):
     manifest.write_text(held)
     for file in path.glob("*.dsq"):
         data = file.read_bytes()
-        file.write_bytes(data[:8] + struct.pack("<I", 4) + data[12:])
+        file.write_bytes(data[:8] + struct.pack("<I", FORMAT_VERSION + 1) + data[12:])
         error = failure(path, state)
         assert isinstance(error, dsq_ckpt.UnsupportedFormat)
         file.write_bytes(data)

@@ -12,11 +12,13 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.fixtures import make_format_v1 as v1
 from tests.fixtures import make_format_v2 as v2
+from tests.fixtures import make_format_v3 as v3
 from tests.helpers.states import bits, flat, loaded, relative_error, tensors
 from tests.storage.format import independent_reader as independent
 
 EXPECTED = json.loads((v1.HERE / "expected.json").read_text())
 EXPECTED_2 = json.loads((v2.HERE / "expected.json").read_text())
+EXPECTED_3 = json.loads((v3.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
@@ -50,14 +52,31 @@ def test_version_2(name):
         assert relative_error(value, loaded(path, like)["model"][fqn]) < limit, fqn
 
 
-@pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2)],
+@pytest.mark.parametrize("name", sorted(EXPECTED_3))
+def test_version_3(name):
+    """Blocks of 1 and 8 lanes, and refinement by rANS, of the coder before that of version 4."""
+    path, expected = v3.HERE / name, EXPECTED_3[name]
+    like = v3.state_at(int(name))
+    with Checkpoint(path) as checkpoint:
+        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
+        assert checkpoint.manifest.version == 3
+        contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        assert any("unit" in record for record in contents["records"])
+    assert (Manifest.read(path).depth, Manifest.read(path).refinement) == (expected["depth"], expected["refinement"])
+    assert v1.digests(loaded(path, like)) == expected["full"]
+    assert v1.digests(loaded(path, like, refinement=False)) == expected["base"]
+
+
+@pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2),
+                                  *(v3.HERE / name for name in EXPECTED_3)],
                          ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_page_describes_them(path):
     """The reader that was written from docs/format.md gives the same."""
     reader = independent.Reader(path)
-    like = v1.state_at(int(path.name)) if path.parent == v1.HERE else v2.state_at(
-        path.name.partition("-")[0], v2.KEPT[path.name]
-    )
+    if path.parent == v2.HERE:
+        like = v2.state_at(path.name.partition("-")[0], v2.KEPT[path.name])
+    else:
+        like = (v1 if path.parent == v1.HERE else v3).state_at(int(path.name))
     for refinement in ("auto", False):
         for fqn, value in tensors(loaded(path, like, refinement=refinement)).items():
             if fqn in reader.index["tensors"]:
@@ -105,6 +124,15 @@ def test_version_1_is_a_parent(tmp_path):
     assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.06
 
 
+def test_version_3_is_a_parent(tmp_path):
+    """Codes of the new coder after those of the former one."""
+    like = v3.state_at(2)
+    dsq_ckpt.save(like, tmp_path / "2", parent=v3.HERE / "1", config=v3.config())
+    assert Manifest.read(tmp_path / "2").depth == 2
+    back = flat(loaded(tmp_path / "2", like))
+    assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.5  # one bit of refinement
+
+
 def test_version_2_is_a_parent(tmp_path):
     like = v2.state_at("sums", 4)
     for name, number in (("sums-2", 2), ("sums-merged", 3)):
@@ -114,7 +142,7 @@ def test_version_2_is_a_parent(tmp_path):
         assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.01
 
 
-@pytest.mark.parametrize("version", [v1, v2])
+@pytest.mark.parametrize("version", [v1, v2, v3])
 def test_what_made_the_fixtures_still_works(tmp_path, version):
     """The generator itself; its bytes may differ from version to version, what they hold may not differ much."""
     version.make(tmp_path)
@@ -124,6 +152,6 @@ def test_what_made_the_fixtures_still_works(tmp_path, version):
         assert made[number]["full"].keys() == expected[number]["full"].keys()
 
 
-@pytest.mark.parametrize("version", [v1, v2])
+@pytest.mark.parametrize("version", [v1, v2, v3])
 def test_size_of_the_fixtures(version):
     assert sum(file.stat().st_size for file in Path(version.HERE).rglob("*") if file.is_file()) < 100 * 1024

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +48,11 @@ class Bits:  # a bit stream, section 9
         require(self.size - self.at < 8 and self.value >> self.at == 0, "bits left over")
 
 
-Row = tuple[list[int], list[tuple[int, int]], list[int]]  # starts, (symbol or -1 for the escape, frequency), escaped
+class Row(NamedTuple):
+    bits: int
+    starts: list[int]
+    ranges: list[tuple[int, int]]  # symbol or -1 for the escape, frequency
+    escaped: list[int]
 
 
 def frequency(v: int) -> int:
@@ -59,51 +64,90 @@ class Rans:  # section 10
     def __init__(self, model: bytes) -> None:
         require(len(model) >= 5, "model")
         version, self.contexts, self.symbols = struct.unpack("<BHH", model[:5])
-        require(version == 1 and self.contexts <= 256 and 1 <= self.symbols <= 256, "model")
-        bits = Bits(model[5:])
+        require(version in (1, 2) and self.contexts <= 256 and 1 <= self.symbols <= 256, "model")
+        self.version, bits = version, Bits(model[5:])
         self.rows = [self._row(bits) for _ in range(self.contexts + 1)]
         bits.finish()
 
     def _row(self, bits: Bits) -> Row:
         firsts, escaped, others, count = list[int](), list[int](), list[tuple[int, int]](), bits.number()
+        row_bits = 15 if self.version == 1 or count == 0 else 10 + bits.field(3)
+        require(row_bits <= 15, "slots of a row")
         for symbol in bits.ascending(count, self.symbols):
             v = bits.field(7)
             if v in (0, 127):
                 (firsts if v else escaped).append(symbol)
             else:
                 others.append((symbol, frequency(v)))
-        require(len(escaped) != 1 and len(firsts) == (count > 0), "first and escaped symbols")
+        require(len(firsts) == (count > 0), "first symbol")
+        require(len(escaped) != 1 if self.version == 1 else not escaped or 255 not in firsts + [s for s, _ in others],
+                "escaped symbols")
         if escaped:
             others.append((-1, frequency(bits.field(7))))
-        rest = M - sum(f for _, f in others)
-        require(rest >= 1, "frequency of the first symbol")
-        ranges = [(first, rest) for first in firsts] + others
-        return [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, escaped
+        left = sum(f for _, f in others)
+        require(left < 1 << row_bits and (self.version == 1 or left <= 4095), "frequency of the first symbol")
+        first = [(symbol, (1 << row_bits) - left) for symbol in firsts]
+        ranges = first + others if self.version == 1 else others + first
+        return Row(row_bits, [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, escaped)
 
     def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
-        lanes = 1 if n < 4096 else 4 if n < 65536 else 8
+        rows = [self.rows[p] for p in previous] if previous is not None else [self.rows[self.contexts]] * n
+        require(all(row.starts for row in rows), "no code in an empty row")
+        if not block and self.version == 2:
+            require(all(len(row.starts) == 1 for row in rows), "certain codes")
+            return [row.ranges[0][0] for row in rows]
+        if self.version == 2 and n >= 32768:
+            return self._lanes(block, rows)
+        lanes = 1 if n < 4096 or self.version == 2 else 4 if n < 65536 else 8
         require(not block or (n > 0 and len(block) >= 4 * lanes and len(block) % 2 == 0), "size of a block")
         states = list(struct.unpack(f"<{lanes}I", block[: 4 * lanes])) if block else [65536] * lanes
+        words = np.frombuffer(block[4 * lanes :], "<u2").tolist()[::-1]
+        out = self._steps(rows, states, words)
+        require(not words and set(states) == {65536}, "end of a block")
+        return out
+
+    def _lanes(self, block: bytes, rows: list[Row]) -> list[int]:
+        require(len(block) >= 130 and len(block) % 2 == 0, "size of a block")
+        tail, *states = struct.unpack("<H32I", block[:130])
+        require(tail <= len(rows), "codes of the tail")
+        words, start = np.frombuffer(block[130:], "<u2").tolist()[::-1], len(rows) - tail
+        out = self._steps(rows[:start], states, words)
+        require(not words and all(65536 <= x < 131072 for x in states), "end of the lanes")
+        words = [x - 65536 for x in states][:1:-1]
+        single = [states[0] - 65536 + 65536 * (states[1] - 65536)]
+        out += self._steps(rows[start:], single, words)
+        require(not any(words) and single == [65536], "end of the tail")
+        return out
+
+    def _steps(self, rows: list[Row], states: list[int], words: list[int]) -> list[int]:
         require(min(states) >= 65536, "states at the start")
-        words, out = np.frombuffer(block[4 * lanes :], "<u2").tolist()[::-1], list[int]()
+        out = list[int]()
         def refilled(x: int) -> int:
             require(x >= 65536 or bool(words), "words end early")
             return x if x >= 65536 else 65536 * x + words.pop()
-        for i in range(n):
-            starts, ranges, escaped = self.rows[self.contexts if previous is None else previous[i]]
-            require(bool(starts), "no code in an empty row")
-            x = states[i % lanes]
-            place = bisect_right(starts, x % M) - 1
-            symbol, f = ranges[place]
-            x = refilled(f * (x // M) + x % M - starts[place])
-            if symbol < 0:
-                share = M // len(escaped)
-                require((j := x % M // share) < len(escaped), "escaped symbol")
-                symbol, x = escaped[j], refilled(share * (x // M) + x % M - j * share)
-            out.append(symbol)
-            states[i % lanes] = x
-        require(not words and set(states) == {65536}, "end of a block")
+        for at in range(0, len(rows), len(states)):
+            group, escapes = rows[at : at + len(states)], []
+            for lane, row in enumerate(group):
+                slots, x = 1 << row.bits, states[lane]
+                place = bisect_right(row.starts, x % slots) - 1
+                symbol, f = row.ranges[place]
+                states[lane] = refilled(f * (x // slots) + x % slots - row.starts[place])
+                if symbol < 0:
+                    escapes.append(lane)
+                    if self.version == 1:
+                        symbol = self._escaped(row, states, escapes.pop(), refilled)
+                out.append(symbol)
+            for lane in escapes:
+                out[at + lane] = self._escaped(group[lane], states, lane, refilled)
         return out
+
+    @staticmethod
+    def _escaped(row: Row, states: list[int], lane: int, refilled: Callable[[int], int]) -> int:
+        slots, x = 1 << row.bits, states[lane]
+        share = slots // len(row.escaped)
+        require((j := x % slots // share) < len(row.escaped), "escaped symbol")
+        states[lane] = refilled(share * (x // slots) + x % slots - j * share)
+        return row.escaped[j]
 
 
 class Huffman:  # section 11

@@ -42,7 +42,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 3:
+    if version > 4:
         raise Unsupported(f"version {version}")
 
 

@@ -1,7 +1,7 @@
-"""Kernels of `rans.py`: the two inner loops, and the tables they read.
+"""Kernels of `rans1.py`: the inner loop, and the tables it reads.
 
 Numba turns mixed signed and unsigned arithmetic into floating point, hence the many explicit `np.uint64`.
-Each loop is one function: arrays handed to another function cost two atomic additions per call. Tables bound
+The loop is one function: arrays handed to another function cost two atomic additions per call. Tables bound
 their own indices by construction; what comes from encoded bytes is checked.
 """
 
@@ -19,20 +19,17 @@ TOTAL = 1 << RESOLUTION
 INITIAL_STATE = 1 << 16
 
 # What the loops return instead of a position
-UNKNOWN_SYMBOL, TRUNCATED, IMPOSSIBLE = -1, -2, -3
+TRUNCATED, IMPOSSIBLE = -2, -3
 
-_U0, _U1, _U4, _U8, _U9, _U16 = (np.uint64(i) for i in (0, 1, 4, 8, 9, 16))
+_U0, _U1, _U4, _U8, _U16 = (np.uint64(i) for i in (0, 1, 4, 8, 16))
 _R = np.uint64(RESOLUTION)
-_TOTAL = np.uint64(TOTAL)
 _SLOT_MASK = np.uint64(TOTAL - 1)
 _ESCAPE_FLAG = np.uint64(TOTAL)
 _WORD_MASK = np.uint64(0xFFFF)
 _LOW = np.uint64(INITIAL_STATE)
-_LIMIT_SHIFT = np.uint64(32 - RESOLUTION)
-_RECIPROCAL_SHIFT = np.uint64(32 + RESOLUTION)
 
 # Columns of Tables.escapes
-_COUNT, _FREQ, _RECIPROCAL, _ESCAPE_FREQ, _ESCAPE_CUM, _ESCAPE_RECIPROCAL = (np.uint64(i) for i in range(6))
+_COUNT, _FREQ = (np.uint64(i) for i in range(2))
 
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
@@ -41,19 +38,14 @@ class Tables(NamedTuple):
     """What the loops read; r is the row (previous code) and s the symbol.
 
     Attributes:
-        encoder: uint64 (rows * 256 * 2,): at 2 * (256 r + s) the reciprocal ceil(2**47 / frequency), then
-            frequency | start << 16. A frequency of 0 marks an escaped symbol (with its index + 1 as start)
-            or, with start 0, a symbol that the row lacks.
         rows: uint64 (rows,): index into `slots` << 16 | frequency of the first symbol - 1.
         slots: uint8: symbols of the slots. All slots of a row's first symbol share one entry, so that skewed
             rows stay small: slot i is found at max(0, i - (frequency of the first symbol - 1)).
         decoder: uint32 (rows * 256,): frequency << 16 | escape flag << 15 | start.
-        escapes: uint64 (rows, 6): number of escaped symbols, frequency of each, its reciprocal, then
-            frequency, start and reciprocal of the escape itself.
+        escapes: uint64 (rows, 2): number of escaped symbols, frequency of each.
         escaped: uint8 (rows, 256): the escaped symbols of each row.
     """
 
-    encoder: Array
     rows: Array
     slots: Array
     decoder: Array
@@ -63,59 +55,12 @@ class Tables(NamedTuple):
     def from_row(self, row: int) -> Tables:
         """The tables without the rows before this one."""
         return Tables(
-            self.encoder[row << 9 :],
             self.rows[row:],
             self.slots,
             self.decoder[row << 8 :],
             self.escapes[row:],
             self.escaped[row:],
         )
-
-
-@jit
-def encode_loop(codes: Array, parent: Array, tables: Any, words: Array, states: Array) -> int:
-    """Encode from the last code to the first, filling words, uint16, one longer than it can need, from its end.
-
-    Leaves the states of the lanes in `states`, uint64, and returns the index of the first word written. The next word
-    is always written, and kept only if the state is too large: whether it is would be a gamble to branch on.
-    """
-    encoder, escapes = tables.encoder, tables.escapes
-    lane_mask = np.uint64(states.size - 1)
-    states[:] = _LOW
-    p = np.uint64(words.size - 1)
-    i = np.uint64(codes.size)
-    while i > _U0:
-        i -= _U1
-        lane = i & lane_mask
-        x = states[lane]
-        row = np.uint64(parent[i])
-        entry = (row << _U9) | (np.uint64(codes[i]) << _U1)
-        reciprocal = encoder[entry]
-        freq = encoder[entry + _U1] & _WORD_MASK
-        start = encoder[entry + _U1] >> _U16
-        if freq == _U0:
-            if start == _U0:
-                return UNKNOWN_SYMBOL
-            freq = escapes[row, _FREQ]
-            if x >= freq << _LIMIT_SHIFT:
-                words[p] = x & _WORD_MASK
-                p -= _U1
-                x >>= _U16
-            quotient = (x * escapes[row, _RECIPROCAL]) >> _RECIPROCAL_SHIFT
-            x += (start - _U1) * freq + quotient * (_TOTAL - freq)
-            freq = escapes[row, _ESCAPE_FREQ]
-            start = escapes[row, _ESCAPE_CUM]
-            reciprocal = escapes[row, _ESCAPE_RECIPROCAL]
-        full = np.uint64(x >= freq << _LIMIT_SHIFT)
-        words[p] = x & _WORD_MASK
-        p -= full
-        x >>= full << _U4
-        # x < freq * 2**17 here, for which the shifted product is exactly x // freq and below 2**64
-        quotient = (x * reciprocal) >> _RECIPROCAL_SHIFT
-        # total * (x // freq) + start + x % freq
-        states[lane] = x + start + quotient * (_TOTAL - freq)
-    position: int = _i64(p) + 1
-    return position
 
 
 @jit
@@ -164,16 +109,10 @@ def decode_loop(words: Array, states: Array, parent: Array, tables: Any, out: Ar
 
 
 @jit
-def _reciprocal(freq: int) -> Any:
-    return np.uint64(((_i64(1) << 47) + freq - 1) // freq)
-
-
-@jit
 def _fill_tables(
     freqs: Array,
     firsts: Array,
     escape_freqs: Array,
-    encoder: Array,
     rows: Array,
     slots: Array,
     decoder: Array,
@@ -191,8 +130,6 @@ def _fill_tables(
         rows[r] = np.uint64(base << 16 | (freqs[r, first] - 1))
         slots[base] = first
         base += 1
-        encoder[2 * (r << 8 | first)] = _reciprocal(freqs[r, first])
-        encoder[2 * (r << 8 | first) + 1] = np.uint64(freqs[r, first])
         decoder[r << 8 | first] = np.uint32(freqs[r, first] << 16)
         start = _i64(freqs[r, first])
         count = 0
@@ -201,10 +138,7 @@ def _fill_tables(
             if freq < 0:
                 escaped[r, count] = s
                 count += 1
-                encoder[2 * (r << 8 | s) + 1] = np.uint64(count << 16)
             elif freq > 0 and s != first:
-                encoder[2 * (r << 8 | s)] = _reciprocal(freq)
-                encoder[2 * (r << 8 | s) + 1] = np.uint64(start << 16 | freq)
                 decoder[r << 8 | s] = np.uint32(freq << 16 | start)
                 slots[base : base + freq] = s
                 base += freq
@@ -218,23 +152,18 @@ def _fill_tables(
             each = TOTAL // count
             escapes[r, 0] = np.uint64(count)
             escapes[r, 1] = np.uint64(each)
-            escapes[r, 2] = _reciprocal(each)
-            escapes[r, 3] = np.uint64(freq)
-            escapes[r, 4] = np.uint64(start)
-            escapes[r, 5] = _reciprocal(freq)
 
 
 def make_tables(freqs: Array, firsts: Array, escape_freqs: Array) -> Tables:
-    """The tables of a model; its arrays are described in `rans.RansCoder`."""
+    """The tables of a model; its arrays are described in `rans1.Rans1Coder`."""
     n_rows = freqs.shape[0]
     used = np.flatnonzero(firsts >= 0)
     n_slots = 1 + int((TOTAL + 1 - freqs[used, firsts[used]].astype(np.int64)).sum())
     tables = Tables(
-        encoder=np.zeros(n_rows << 9, np.uint64),
         rows=np.zeros(n_rows, np.uint64),
         slots=np.zeros(n_slots, np.uint8),
         decoder=np.empty(n_rows << 8, np.uint32),
-        escapes=np.zeros((n_rows, 6), np.uint64),
+        escapes=np.zeros((n_rows, 2), np.uint64),
         escaped=np.zeros((n_rows, 256), np.uint8),
     )
     _fill_tables(freqs, firsts, escape_freqs, *tables)

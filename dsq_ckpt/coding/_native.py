@@ -1,0 +1,153 @@
+"""The compiled paths of the 32-lane coder, and the choice between them and Numba's.
+
+The C sources in `native/` need no header of Python, so any C compiler builds them, `setup.py` does, one library serves
+all versions of Python, and a fuzzer can be linked with the very files. Calls of `ctypes` release the GIL.
+
+Every path writes the same bytes. The environment variable DSQ_CODER forces one, by a name in `PATHS`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsq_ckpt.core.arrays import F64, I32, I64, U8, U16, U32, Array
+from dsq_ckpt.errors import ConfigError
+
+PATHS = ("numba", "c", "avx2", "avx512")
+"""Names of the paths, from slow to fast."""
+VARIABLE = "DSQ_CODER"
+
+_INTERFACE = 1
+"""Of the functions called here: a library of other sources, built before an update, is left alone."""
+
+_P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "dsq_interface": (_I, []),
+    "dsq_best_path": (_I, []),
+    "dsq_decode": (_I, [_I, _P, _P, _P, _S, _P, _S, _P, _P, _S, _P, _S]),
+    "dsq_encode": (ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _P, _S, _P, _S]),
+    "dsq_fit": (None, [_P, _S, _S, _P, _P, _P, _P, _P]),
+    "dsq_write_rows": (_S, [_P, _P, _P, _P, _S, _S, _P]),
+    "dsq_read_rows": (_I, [_P, _S, _P, _P, _P, _P, _S, _S]),
+}
+
+_forced: str | None = None
+
+
+@cache
+def _library() -> Any:
+    """Return the compiled library, or None where it was not built."""
+    for suffix in EXTENSION_SUFFIXES:
+        file = Path(__file__).with_name(f"_lanes{suffix}")
+        if file.exists():
+            try:
+                library = ctypes.CDLL(str(file))
+                for name, (result, arguments) in _SIGNATURES.items():
+                    function = getattr(library, name)
+                    function.restype, function.argtypes = result, arguments
+            except (OSError, AttributeError):  # of another system, or of another version of this package
+                continue
+            if library.dsq_interface() == _INTERFACE:
+                return library
+    return None
+
+
+def available() -> tuple[str, ...]:
+    """Return the names of the paths that work here, from slow to fast."""
+    library = _library()
+    return PATHS[:1] if library is None else PATHS[: 2 + library.dsq_best_path()]
+
+
+def force(name: str | None) -> None:
+    """Use a path from now on in this process; None: the one that DSQ_CODER names, or the fastest.
+
+    Raises:
+        ConfigError: There is no such path, or not here.
+    """
+    global _forced
+    if name is not None and name not in available():
+        raise ConfigError(f"{VARIABLE} asks for the coder's path {name!r}, expected one of {list(available())} here")
+    _forced = name
+    _chosen.cache_clear()
+
+
+@cache
+def _chosen() -> str:
+    name = _forced or os.environ.get(VARIABLE) or available()[-1]
+    if name not in available():
+        raise ConfigError(f"{VARIABLE} asks for the coder's path {name!r}, expected one of {list(available())} here")
+    return name
+
+
+def path() -> str:
+    """Return the name of the path in use.
+
+    Raises:
+        ConfigError: DSQ_CODER names another.
+    """
+    return _chosen()
+
+
+def _level() -> int:
+    return PATHS.index(path()) - 1
+
+
+def _address(array: Array | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def decode(rows: U32, counts: U16, escaped: U8, entries: U32, parent: U8 | None, out: U8, block: U8) -> int:
+    """Decode a block; see `dsq_decode` in native/lanes.c."""
+    result: int = _library().dsq_decode(
+        _level(), _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
+        _address(parent), _address(out), out.size, _address(block), block.size,
+    )
+    return result
+
+
+def encode(
+    table: U32, escapes: U32, counts: U16, shift: int, parent: U8 | None, codes: U8, buffer: U8
+) -> int:
+    """Encode a block; see `dsq_encode` in native/lanes.c."""
+    result: int = _library().dsq_encode(
+        _level(), _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
+        _address(codes), codes.size, _address(buffer), buffer.size,
+    )
+    return result
+
+
+def fit(counts: I64, log2s: F64, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -> None:
+    """Fit a model; see `dsq_fit` in native/model.c."""
+    _library().dsq_fit(
+        _address(counts), *counts.shape, _address(log2s), _address(freqs), _address(firsts), _address(escape_freqs),
+        _address(bits),
+    )
+
+
+def write_rows(freqs: I32, firsts: I32, escape_freqs: I32, bits: I32, data: U8) -> int:
+    """Write the rows of a model; see `dsq_write_rows` in native/model.c."""
+    result: int = _library().dsq_write_rows(
+        _address(freqs), _address(firsts), _address(escape_freqs), _address(bits), *freqs.shape, _address(data)
+    )
+    return result
+
+
+def read_rows(data: U8, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -> bool:
+    """Read the rows of a model; see `dsq_read_rows` in native/model.c."""
+    return bool(
+        _library().dsq_read_rows(
+            _address(data), data.size, _address(freqs), _address(firsts), _address(escape_freqs), _address(bits),
+            *freqs.shape,
+        )
+    )
+
+
+LOG2 = np.log2(np.maximum(np.arange((1 << 15) + 1), 1))
+"""Logarithms of frequencies, so that both fits take the same."""

@@ -1,0 +1,260 @@
+/* Blocks of the 32-lane coder: their frame, the plain C path, and the choice of a path. */
+#include "lanes.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "words and states are stored little-endian"
+#endif
+
+#define SINGLE 32768      /* blocks of fewer codes have one lane */
+#define TAIL_WORDS 30     /* of the last codes, which one lane codes into what the 32 lanes end with */
+#define MAX_TAIL 4096     /* codes, or a 64th of the block, for speed; readers take any number */
+#define HEAD (2 + 4 * LANES)
+
+enum { PLAIN = 0, AVX2 = 1, AVX512 = 2 };
+
+/* Return the version of the functions here: their arguments, and what tables mean. */
+int dsq_interface(void) { return 1; }
+
+/* Return the fastest path that this processor has: 0 plain C, 1 AVX2, 2 AVX-512. */
+int dsq_best_path(void)
+{
+#ifdef DSQ_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        return AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return AVX2;
+#endif
+    return PLAIN;
+}
+
+static int decode_group(const decoder *d, const uint8_t *parent, uint8_t *out, int count, uint32_t *states,
+                        const uint8_t **p, const uint8_t *end)
+{
+    int error, escapes = 0;
+    for (int j = 0; j < count; j++) {
+        if ((error = decode_step(d, parent ? parent[j] : 0, states + j, p, end, out + j)))
+            return error;
+        escapes |= out[j] == ESCAPE;
+    }
+    return escapes ? dsq_decode_escapes(d, parent, out, count, states, p, end) : 0;
+}
+
+int dsq_decode_escapes(const decoder *d, const uint8_t *parent, uint8_t *out, int count, uint32_t *states,
+                       const uint8_t **p, const uint8_t *end)
+{
+    int error;
+    for (int j = 0; j < count; j++)
+        if (out[j] == ESCAPE && (error = decode_escaped(d, parent ? parent[j] : 0, states + j, p, end, out + j)))
+            return error;
+    return 0;
+}
+
+int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *codes, int count, uint32_t *states,
+                     uint8_t **p)
+{
+    uint32_t entries[LANES];
+    for (int j = count; j-- > 0;)
+        if (!(entries[j] = encode_escaped(e, parent ? parent[j] : 0, codes[j], states + j, p)))
+            return UNKNOWN;
+    for (int j = count; j-- > 0;)
+        encode_step(states + j, entries[j] >> 16, entries[j] >> 4 & 0xFFF, entries[j] & 15, p);
+    return 0;
+}
+
+/* Decode n codes of one lane, whose state ends at LOW. */
+static int decode_single(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t x,
+                         const uint8_t **p, const uint8_t *end)
+{
+    int error;
+    if (x < LOW)
+        return BAD_STATE;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t row = parent ? parent[i] : 0;
+        if ((error = decode_step(d, row, &x, p, end, out + i)))
+            return error;
+        if (out[i] == ESCAPE && (error = decode_escaped(d, row, &x, p, end, out + i)))
+            return error;
+    }
+    return x == LOW ? 0 : LEFT;
+}
+
+static int check_decoder(const decoder *d, size_t n_entries, const uint8_t *parent, size_t n)
+{
+    uint8_t largest = 0;
+    for (size_t i = 0; parent && i < n; i++)
+        largest = parent[i] > largest ? parent[i] : largest;
+    if (largest >= d->n_rows)
+        return BAD_TABLES;
+    for (size_t r = 0; r < d->n_rows; r++) {
+        uint32_t info = d->rows[r], bits = info & 15, left = info >> 4 & 0xFFF;
+        if (bits < MIN_BITS || left >= 1u << bits || (size_t)(info >> 16 << 4) + left >= n_entries)
+            return BAD_TABLES;
+        if (d->counts[r] > 256 && d->counts[r] != EMPTY)
+            return BAD_TABLES;
+    }
+    return 0;
+}
+
+/* Decode a block of n codes.
+ *
+ * path: as `dsq_best_path` returns, or a lower one. rows, counts: n_rows each; escaped: 256 n_rows. parent: n codes,
+ * or NULL, and then the row is 0. Returns 0 or an error.
+ */
+int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uint8_t *escaped, size_t n_rows,
+               const uint32_t *entries, size_t n_entries, const uint8_t *parent, uint8_t *out, size_t n,
+               const uint8_t *block, size_t size)
+{
+    const decoder d = {rows, entries, counts, escaped, n_rows};
+    const uint8_t *end = block + size;
+    int error = check_decoder(&d, n_entries, parent, n);
+    if (error)
+        return error;
+    if (n < SINGLE) {
+        if (size < 4 || size % 2)
+            return BAD_SIZE;
+        const uint8_t *p = block + 4;
+        error = decode_single(&d, parent, out, n, load32(block), &p, end);
+        return error ? error : p == end ? 0 : LEFT;
+    }
+    if (size < HEAD || size % 2)
+        return BAD_SIZE;
+    size_t tail = load16(block);
+    if (tail > n)
+        return BAD_SIZE;
+    size_t start = n - tail, groups = start / LANES, done = 0;
+    uint32_t states[LANES];
+    for (int j = 0; j < LANES; j++)
+        if ((states[j] = load32(block + 2 + 4 * j)) < LOW)
+            return BAD_STATE;
+    const uint8_t *p = block + HEAD;
+#ifdef DSQ_X86
+    while (path != PLAIN && done < groups && (size_t)(end - p) >= 2 * LANES) {
+        decode_groups *decode = path == AVX512 ? dsq_decode_avx512 : dsq_decode_avx2;
+        size_t at = done * LANES;
+        int64_t more = decode(&d, parent ? parent + at : NULL, out + at, groups - done, states, &p, end);
+        if (more < 0)
+            return (int)more;
+        done += (size_t)more;
+    }
+#endif
+    for (size_t at = done * LANES; at < start; at += LANES) {
+        int count = start - at < LANES ? (int)(start - at) : LANES;
+        if ((error = decode_group(&d, parent ? parent + at : NULL, out + at, count, states, &p, end)))
+            return error;
+    }
+    if (p != end)
+        return LEFT;
+    uint8_t words[2 * LANES];
+    for (int j = 0; j < LANES; j++) {
+        if (states[j] >> 16 != 1)
+            return LEFT;
+        store16(words + 2 * j, states[j]);
+    }
+    p = words + 4, end = words + sizeof words;
+    if ((error = decode_single(&d, parent ? parent + start : NULL, out + start, tail, load32(words), &p, end)))
+        return error;
+    while (p < end)  /* words that the tail did not need are 0 */
+        if (*p++)
+            return LEFT;
+    return 0;
+}
+
+/* Encode codes of one lane from the last one down; 0, or an error. */
+static int encode_single(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *x,
+                         uint8_t **p)
+{
+    for (size_t i = n; i-- > 0;) {
+        uint32_t entry = encode_escaped(e, parent ? parent[i] : 0, codes[i], x, p);
+        if (!entry)
+            return UNKNOWN;
+        encode_step(x, entry >> 16, entry >> 4 & 0xFFF, entry & 15, p);
+    }
+    return 0;
+}
+
+/* Encode the last codes with one lane into `states`, LOW + a word each; return how many these are, or an error. */
+static int64_t encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states)
+{
+    uint8_t words[2 * TAIL_WORDS], *end = words + sizeof words, *p = end;
+    uint32_t x = LOW;
+    size_t tail = 0, most = n / 64 > MAX_TAIL ? n / 64 < 65535 ? n / 64 : 65535 : MAX_TAIL;
+    for (; tail < most && p - words >= 4; tail++) {  /* a code takes two words at most */
+        size_t at = n - tail - 1;
+        int error = encode_single(e, parent ? parent + at : NULL, codes + at, 1, &x, &p);
+        if (error)
+            return error;
+    }
+    states[0] = LOW + (x & 0xFFFF), states[1] = LOW + (x >> 16);
+    for (int j = 2; j < LANES; j++, p += 2)
+        states[j] = LOW + (p < end ? load16(p) : 0);
+    return (int64_t)tail;
+}
+
+/* Encode n codes into the end of `buffer`, of at least 4 n + 1024 bytes.
+ *
+ * table: n_rows << shift; escapes, counts: n_rows. Returns the size of the block, 0 if all codes are certain, or an
+ * error.
+ */
+int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, const uint16_t *counts, size_t n_rows,
+                   unsigned shift, const uint8_t *parent, const uint8_t *codes, size_t n, uint8_t *buffer,
+                   size_t capacity)
+{
+    const encoder e = {table, escapes, counts, shift};
+    uint8_t largest = 0, row = 0, *end = buffer + capacity, *p = end;
+    for (size_t i = 0; i < n; i++)
+        largest = codes[i] > largest ? codes[i] : largest;
+    for (size_t i = 0; parent && i < n; i++)
+        row = parent[i] > row ? parent[i] : row;
+    if (shift > 8 || row >= n_rows || capacity < 4 * n + 1024)
+        return BAD_TABLES;
+    if (largest >> shift)
+        return UNKNOWN;
+    if (n < SINGLE) {
+        uint32_t x = LOW;
+        int error = encode_single(&e, parent, codes, n, &x, &p);
+        if (error)
+            return error;
+        if (p == end && x == LOW)
+            return 0;
+        p -= 4;
+        store32(p, x);
+        return end - p;
+    }
+    uint32_t first[LANES], states[LANES];
+    int64_t tail = encode_tail(&e, parent, codes, n, first);
+    if (tail < 0)
+        return tail;
+    memcpy(states, first, sizeof states);
+    size_t groups = (n - (size_t)tail) / LANES;
+    int error = 0, count = (int)((n - (size_t)tail) % LANES);
+    if (count)
+        error = dsq_encode_group(&e, parent ? parent + groups * LANES : NULL, codes + groups * LANES, count, states, &p);
+    if (error)
+        return error;
+#ifdef DSQ_X86
+    if (path != PLAIN) {
+        encode_groups *encode = path == AVX512 ? dsq_encode_avx512 : dsq_encode_avx2;
+        if ((error = encode(&e, parent, codes, groups, states, &p)))
+            return error;
+        groups = 0;
+    }
+#endif
+    for (size_t at = groups * LANES; at > 0;) {
+        at -= LANES;
+        if ((error = dsq_encode_group(&e, parent ? parent + at : NULL, codes + at, LANES, states, &p)))
+            return error;
+    }
+    if (p == end && first[1] == LOW + 1 && !memcmp(states, first, sizeof states)) {
+        int certain = first[0] == LOW;
+        for (int j = 2; j < LANES; j++)
+            certain &= first[j] == LOW;
+        if (certain)
+            return 0;
+    }
+    p -= HEAD;
+    store16(p, (uint32_t)tail);
+    for (int j = 0; j < LANES; j++)
+        store32(p + 2 + 4 * j, states[j]);
+    return end - p;
+}

@@ -1,0 +1,126 @@
+/* Feeds hostile blocks, tables and models to the coder, built with sanitizers: fuzz_lanes PATH ROUNDS SEED CASE...
+ *
+ * A case is a file of tables and of a block that they decode, written by test_fuzz.py. Every buffer has an allocation
+ * of its own and of its very size, so that a byte read or written outside it is seen. Prints how many rounds passed
+ * without an error, and how many were refused.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int dsq_best_path(void);
+int dsq_decode(int, const uint32_t *, const uint16_t *, const uint8_t *, size_t, const uint32_t *, size_t,
+               const uint8_t *, uint8_t *, size_t, const uint8_t *, size_t);
+int64_t dsq_encode(int, const uint32_t *, const uint32_t *, const uint16_t *, size_t, unsigned, const uint8_t *,
+                   const uint8_t *, size_t, uint8_t *, size_t);
+int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
+
+enum { ROWS, COUNTS, ESCAPED, ENTRIES, TABLE, ESCAPES, PARENT, CODES, BLOCK, MODEL, PARTS };
+typedef struct { size_t size; uint8_t *data; } part;
+
+static uint64_t state;
+static uint64_t random_below(uint64_t n)
+{
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return n ? (state >> 11) % n : 0;
+}
+
+static part copy(part from)
+{
+    part to = {from.size, malloc(from.size ? from.size : 1)};
+    memcpy(to.data, from.data, from.size);
+    return to;
+}
+
+/* Flip bits or set bytes of a part; with `cut`, also shorten or lengthen it. */
+static void mutate(part *p, int cut)
+{
+    for (uint64_t i = 1 + random_below(4); i > 0 && p->size; i--) {
+        size_t at = random_below(random_below(2) ? p->size : p->size < 200 ? p->size : 200);
+        p->data[at] = random_below(2) ? (uint8_t)random_below(256) : p->data[at] ^ (uint8_t)(1u << random_below(8));
+    }
+    if (cut && random_below(3) == 0) {
+        size_t size = random_below(2) ? random_below(p->size + 1) : p->size + random_below(80);
+        part other = {size, calloc(size ? size : 1, 1)};
+        memcpy(other.data, p->data, size < p->size ? size : p->size);
+        free(p->data);
+        *p = other;
+    }
+}
+
+int main(int argc, char **argv)
+{
+    int path = atoi(argv[1]);
+    long rounds = atol(argv[2]), passed = 0, refused = 0;
+    state = strtoull(argv[3], NULL, 10) * 2654435761u + 88172645463325252u;
+    int cases = argc - 4;
+    part (*given)[PARTS] = calloc((size_t)cases, sizeof *given);
+    uint64_t (*shape)[2] = calloc((size_t)cases, sizeof *shape);
+    for (int c = 0; c < cases; c++) {
+        FILE *file = fopen(argv[4 + c], "rb");
+        if (!file || fread(shape[c], 8, 2, file) != 2)  /* shift, symbols */
+            return 2;
+        for (int i = 0; i < PARTS; i++) {
+            uint64_t size;
+            if (fread(&size, 8, 1, file) != 1)
+                return 2;
+            given[c][i].size = size, given[c][i].data = malloc(size ? size : 1);
+            if (fread(given[c][i].data, 1, size, file) != size)
+                return 2;
+        }
+        fclose(file);
+    }
+    for (long round = 0; round < rounds; round++) {
+        int c = (int)random_below((uint64_t)cases);
+        part p[PARTS];
+        for (int i = 0; i < PARTS; i++)
+            p[i] = copy(given[c][i]);
+        size_t n = p[CODES].size, rows = p[ROWS].size / 4;
+        uint64_t what = random_below(10);
+        if (what < 5)
+            mutate(&p[BLOCK], 1);
+        else if (what == 5)
+            mutate(&p[PARENT], 0);
+        else if (what == 6)
+            mutate(&p[ROWS], 0);
+        else if (what == 7)
+            mutate(&p[ENTRIES], 1);
+        else if (what == 8)
+            mutate(&p[COUNTS], 0);
+        const uint8_t *parent = p[PARENT].size ? p[PARENT].data : NULL;
+        uint8_t *out = malloc(n);
+        int error = dsq_decode(path, (uint32_t *)p[ROWS].data, (uint16_t *)p[COUNTS].data, p[ESCAPED].data, rows,
+                               (uint32_t *)p[ENTRIES].data, p[ENTRIES].size / 4, parent, out, n, p[BLOCK].data,
+                               p[BLOCK].size);
+        if (what == 9 && (error || memcmp(out, p[CODES].data, n)))
+            return 3;  /* nothing was changed */
+        error ? refused++ : passed++;
+        if (round % 8 == 0) {  /* what a fit cannot make, an encoder is not to write outside its buffer for */
+            mutate(&p[random_below(2) ? TABLE : CODES], 0);
+            if (random_below(2))
+                mutate(&p[ESCAPES], 0);
+            size_t capacity = 4 * n + 1024;
+            uint8_t *buffer = malloc(capacity);
+            if (dsq_encode(path, (uint32_t *)p[TABLE].data, (uint32_t *)p[ESCAPES].data, (uint16_t *)p[COUNTS].data,
+                           rows, (unsigned)shape[c][0], parent, p[CODES].data, n, buffer, capacity) > (int64_t)capacity)
+                return 4;
+            free(buffer);
+        }
+        mutate(&p[MODEL], 1);
+        size_t symbols = shape[c][1], lines = rows + random_below(3);
+        int32_t *freqs = calloc(lines * symbols + 1, 4), *ends = calloc(lines + 1, 4), *bits = calloc(lines + 1, 4);
+        int32_t *firsts = malloc(4 * lines + 4);
+        memset(firsts, 255, 4 * lines + 4);
+        dsq_read_rows(p[MODEL].data, p[MODEL].size, freqs, firsts, ends, bits, lines, symbols);
+        free(freqs), free(ends), free(bits), free(firsts), free(out);
+        for (int i = 0; i < PARTS; i++)
+            free(p[i].data);
+    }
+    for (int c = 0; c < cases; c++)
+        for (int i = 0; i < PARTS; i++)
+            free(given[c][i].data);
+    free(given), free(shape);
+    printf("%ld %ld\n", passed, refused);
+    return 0;
+}
