@@ -5,7 +5,7 @@ top-level module of that name, so here it becomes `dsq_ckpt.triton_kernels`.
 """
 
 import re
-import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -41,10 +41,13 @@ coder = Extension(
     "dsq_ckpt.coding._lanes",
     [f"{native}/{name}.c" for name in ("lanes", "model", "avx2", "avx512")],
     depends=[f"{native}/lanes.h"],
-    extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-g0", "-ffp-contract=off"],
-    py_limited_api=True,  # one library for all versions
+    extra_compile_args=["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off"],
+    py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),  # one library for all versions
     optional=True,
 )
+
+# A wheel for all versions of Python; free-threaded ones have no limited API.
+options = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"bdist_wheel": {"py_limited_api": "cp310"}}
 
 # What torch's own wheels for GPUs ask for too; there is none for other systems.
 triton = 'triton; platform_system == "Linux"'
@@ -69,7 +72,7 @@ setup(
     package_dir=package_dir,
     package_data=package_data,
     ext_modules=[coder],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options=options,
     entry_points={"console_scripts": ["dsq = dsq_ckpt.cli:main"]},
     install_requires=[
         "torch>=2.9",

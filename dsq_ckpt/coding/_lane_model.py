@@ -14,6 +14,7 @@ from dsq_ckpt.kernels.jit import jit
 MIN_BITS, MAX_BITS = 10, 15
 ESCAPE = 255
 _MAX_LEFT = 4095
+_NEVER = (1 << 63) - 1
 _FIRST, _MAX_GRID, _WIDTH = 127, 103, 7
 
 
@@ -65,20 +66,22 @@ def _share(counts: Array, first: int, bits: int, freqs: Array) -> None:
 
 
 @jit
-def _cost(counts: Array, freqs: Array, bits: int, log2s: Array) -> float:
-    cost = 0.0
+def _cost(counts: Array, freqs: Array, bits: int, shift: int, log2s: Array) -> int:
+    cost = 0
     for s in range(counts.size):
         if counts[s] > 0:
-            cost += counts[s] * (bits - log2s[freqs[s]])
+            cost += (counts[s] >> shift) * ((bits << 24) - log2s[freqs[s]])
     return cost
 
 
 @jit
-def _fit_row(counts: Array, first: int, bits: int, log2s: Array, freqs: Array, escape_freqs: Array) -> float:
+def _fit_row(counts: Array, first: int, bits: int, log2s: Array, freqs: Array, escape_freqs: Array) -> int:
     symbols = counts.size
     slots, total = 1 << bits, counts.sum()
     merged, trial = np.empty(symbols + 1, np.int64), np.empty(symbols + 1, np.int64)
-    best, tried = -1.0, -1
+    best, tried, shift = -1, -1, 0
+    while total >> shift >> 33 > 0:
+        shift += 1
     for quarters in (0, 1, 2, 4, 8, 16):
         escaped = 0
         merged[symbols] = 0
@@ -96,9 +99,9 @@ def _fit_row(counts: Array, first: int, bits: int, log2s: Array, freqs: Array, e
             continue
         tried = escaped
         _share(merged, first, bits, trial)
-        cost = _cost(merged, trial, bits, log2s)
+        cost = _cost(merged, trial, bits, shift, log2s)
         if escaped > 0:
-            cost += merged[symbols] * (bits - log2s[slots // escaped])
+            cost += (merged[symbols] >> shift) * ((bits << 24) - log2s[slots // escaped])
         if best < 0 or cost < best:
             best = cost
             escape_freqs[0] = trial[symbols]
@@ -110,7 +113,7 @@ def _fit_row(counts: Array, first: int, bits: int, log2s: Array, freqs: Array, e
 @jit
 def fit(counts: Array, log2s: Array, freqs: Array, firsts: Array, escape_freqs: Array, bits: Array) -> None:
     """Fit a model; see `dsq_fit` in native/model.c."""
-    costs = np.empty(MAX_BITS + 1)
+    costs = np.empty(MAX_BITS + 1, np.int64)
     trial, escape = np.empty(counts.shape[1], np.int32), np.empty(1, np.int32)
     for r in range(counts.shape[0]):
         first = int(np.argmax(counts[r]))
@@ -118,14 +121,14 @@ def fit(counts: Array, log2s: Array, freqs: Array, firsts: Array, escape_freqs: 
         if total == 0:
             continue
         firsts[r] = first
-        best = np.inf
+        best = _NEVER
         for b in range(MIN_BITS, MAX_BITS + 1):
-            costs[b] = np.inf
+            costs[b] = _NEVER
             if b <= 12 or (total - counts[r, first]) << b <= (_MAX_LEFT + 1) * total:
                 costs[b] = _fit_row(counts[r], first, b, log2s, trial, escape)
             best = min(best, costs[b])
         bits[r] = MIN_BITS
-        while costs[bits[r]] > best * 1.0005:
+        while costs[bits[r]] > best + best // 2000:
             bits[r] += 1
         _fit_row(counts[r], first, bits[r], log2s, freqs[r], escape_freqs[r : r + 1])
 

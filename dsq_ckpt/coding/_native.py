@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from dsq_ckpt.core.arrays import F64, I32, I64, U8, U16, U32, Array
+from dsq_ckpt.core.arrays import I32, I64, U8, U16, U32, Array
 from dsq_ckpt.errors import ConfigError
 
 PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
-_INTERFACE = 1
+_INTERFACE = 2
 """Of the functions called here: a library of other sources, built before an update, is left alone."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -123,7 +123,7 @@ def encode(
     return result
 
 
-def fit(counts: I64, log2s: F64, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -> None:
+def fit(counts: I64, log2s: I64, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -> None:
     """Fit a model; see `dsq_fit` in native/model.c."""
     _library().dsq_fit(
         _address(counts), *counts.shape, _address(log2s), _address(freqs), _address(firsts), _address(escape_freqs),
@@ -149,5 +149,18 @@ def read_rows(data: U8, freqs: I32, firsts: I32, escape_freqs: I32, bits: I32) -
     )
 
 
-LOG2 = np.log2(np.maximum(np.arange((1 << 15) + 1), 1))
-"""Logarithms of frequencies, so that both fits take the same."""
+def _logarithms() -> I64:
+    """Return 2**24 log2 of 1 to 2**15, after a 0, by squaring: integers only, so that all machines have the same."""
+    numbers = np.maximum(np.arange((1 << 15) + 1, dtype=np.int64), 1)
+    result = np.searchsorted(np.int64(1) << np.arange(16, dtype=np.int64), numbers, side="right") - 1
+    rest = (numbers << (31 - result)).astype(np.uint64)
+    for _ in range(24):
+        rest = rest * rest >> np.uint64(31)
+        above = rest >> np.uint64(32)
+        rest >>= above
+        result = result << 1 | above.astype(np.int64)
+    return result.astype(np.int64)
+
+
+LOG2 = _logarithms()
+"""Logarithms of frequencies, for both fits."""

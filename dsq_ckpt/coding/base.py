@@ -53,7 +53,9 @@ class Coder(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the model, as `from_bytes` reads it; a coder read back writes identical blocks."""
+        """Return the model, as `from_bytes` reads it; a coder read back writes identical blocks.
+
+        Of the present model version only: coders of former ones are read, and decode, but write nothing."""
 
     @classmethod
     @abstractmethod

@@ -9,7 +9,6 @@
 
 INLINE __m512i bytes(const void *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
 
-/* The symbols of 16 lanes, each in a 32-bit place; x is not refilled. */
 /* Entries of a table: on AMD's processors faster than a gather of 16, and not slower on Intel's. */
 INLINE __m512i lookup(const uint32_t *table, __m512i places)
 {

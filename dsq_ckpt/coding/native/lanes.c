@@ -13,16 +13,18 @@
 enum { PLAIN = 0, AVX2 = 1, AVX512 = 2 };
 
 /* Return the version of the functions here: their arguments, and what tables mean. */
-int dsq_interface(void) { return 1; }
+int dsq_interface(void) { return 2; }
 
 /* Return the fastest path that this processor has: 0 plain C, 1 AVX2, 2 AVX-512. */
 int dsq_best_path(void)
 {
 #ifdef DSQ_X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    int popcnt = __builtin_cpu_supports("popcnt"), avx512 = __builtin_cpu_supports("avx512f");
+    avx512 = avx512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (popcnt && avx512 && __builtin_cpu_supports("avx512dq"))
         return AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (popcnt && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return AVX2;
 #endif
     return PLAIN;
@@ -107,6 +109,7 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
 {
     const decoder d = {rows, entries, counts, escaped, n_rows};
     const uint8_t *end = block + size;
+    (void)path;  /* without vectors there is one */
     int error = check_decoder(&d, n_entries, parent, n);
     if (error)
         return error;
@@ -122,13 +125,14 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
     size_t tail = load16(block);
     if (tail > n)
         return BAD_SIZE;
-    size_t start = n - tail, groups = start / LANES, done = 0;
+    size_t start = n - tail, done = 0;
     uint32_t states[LANES];
     for (int j = 0; j < LANES; j++)
         if ((states[j] = load32(block + 2 + 4 * j)) < LOW)
             return BAD_STATE;
     const uint8_t *p = block + HEAD;
 #ifdef DSQ_X86
+    size_t groups = start / LANES;
     while (path != PLAIN && done < groups && (size_t)(end - p) >= 2 * LANES) {
         decode_groups *decode = path == AVX512 ? dsq_decode_avx512 : dsq_decode_avx2;
         size_t at = done * LANES;
@@ -202,6 +206,7 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
 {
     const encoder e = {table, escapes, counts, shift};
     uint8_t largest = 0, row = 0, *end = buffer + capacity, *p = end;
+    (void)path;
     for (size_t i = 0; i < n; i++)
         largest = codes[i] > largest ? codes[i] : largest;
     for (size_t i = 0; parent && i < n; i++)

@@ -3,8 +3,6 @@
  * `_lane_model.py` has the same line by line, and gives the same models where there is no compiler. All arrays have as
  * many rows: freqs[rows * symbols], -1 escaped, 0 absent; firsts, -1 in a row without symbols; escape_freqs; bits.
  */
-#include <math.h>
-
 #include "lanes.h"
 
 #define MAX_LEFT 4095  /* slots that are not of the first symbol */
@@ -67,24 +65,28 @@ static void share(const int64_t *counts, size_t n, size_t first, int bits, int64
     freqs[first] = rest;
 }
 
-static double cost(const int64_t *counts, size_t n, const int64_t *freqs, int bits, const double *log2s)
+/* 2**24 times the bits that the counts take, each without its last `shift` bits: integers, so that every machine fits
+   the same model. Symbols and escapes take less than 2**5 bits each, and the counts are below 2**33 in all. */
+static int64_t cost(const int64_t *counts, size_t n, const int64_t *freqs, int bits, int shift, const int64_t *log2s)
 {
-    double sum = 0;
+    int64_t sum = 0;
     for (size_t s = 0; s < n; s++)
         if (counts[s] > 0)
-            sum += (double)counts[s] * (bits - log2s[freqs[s]]);
+            sum += (counts[s] >> shift) * (((int64_t)bits << 24) - log2s[freqs[s]]);
     return sum;
 }
 
-/* Fit a row with 2**bits slots: try to escape the symbols below several parts of a slot; return the bits it takes. */
-static double fit_row(const int64_t *counts, size_t symbols, size_t first, int bits, const double *log2s,
-                      int32_t *freqs, int32_t *escape_freq)
+/* Fit a row with 2**bits slots: try to escape the symbols below several parts of a slot; return what it costs. */
+static int64_t fit_row(const int64_t *counts, size_t symbols, size_t first, int bits, const int64_t *log2s,
+                       int32_t *freqs, int32_t *escape_freq)
 {
     static const int quarters[] = {0, 1, 2, 4, 8, 16};
-    int64_t merged[257], trial[257], slots = (int64_t)1 << bits, total = 0, tried = -1;
-    double best = -1;
+    int64_t merged[257], trial[257], slots = (int64_t)1 << bits, total = 0, tried = -1, best = -1;
+    int shift = 0;
     for (size_t s = 0; s < symbols; s++)
         total += counts[s];
+    while (total >> shift >> 33)
+        shift++;
     for (int i = 0; i < 6; i++) {
         int64_t escaped = 0;
         merged[symbols] = 0;
@@ -105,9 +107,9 @@ static double fit_row(const int64_t *counts, size_t symbols, size_t first, int b
             continue;
         tried = escaped;
         share(merged, symbols + 1, first, bits, trial);
-        double sum = cost(merged, symbols + 1, trial, bits, log2s);
+        int64_t sum = cost(merged, symbols + 1, trial, bits, shift, log2s);
         if (escaped > 0)
-            sum += (double)merged[symbols] * (bits - log2s[slots / escaped]);
+            sum += (merged[symbols] >> shift) * (((int64_t)bits << 24) - log2s[slots / escaped]);
         if (best < 0 || sum < best) {
             best = sum;
             *escape_freq = (int32_t)trial[symbols];
@@ -127,29 +129,28 @@ static int can_have(const int64_t *counts, size_t symbols, size_t first, int bit
     return bits <= 12 || (total - counts[first]) << bits <= (MAX_LEFT + 1) * total;
 }
 
-/* Fit a model to counts[rows * symbols], symbols <= 256. log2s: of 0 (unused) to 2**15. */
-void dsq_fit(const int64_t *counts, size_t rows, size_t symbols, const double *log2s, int32_t *freqs, int32_t *firsts,
+/* Fit a model to counts[rows * symbols], symbols <= 256. log2s: 2**24 log2 of 0 (unused) to 2**15. */
+void dsq_fit(const int64_t *counts, size_t rows, size_t symbols, const int64_t *log2s, int32_t *freqs, int32_t *firsts,
              int32_t *escape_freqs, int32_t *bits)
 {
     int32_t trial[256], escape_freq;
     for (size_t r = 0; r < rows; r++, counts += symbols, freqs += symbols) {
         size_t first = 0;
-        double costs[MAX_BITS + 1], best;
+        int64_t costs[MAX_BITS + 1], best = INT64_MAX;
         for (size_t s = 1; s < symbols; s++)
             first = counts[s] > counts[first] ? s : first;
         if (counts[first] == 0)
             continue;
         firsts[r] = (int32_t)first;
-        best = INFINITY;
         for (int b = MIN_BITS; b <= MAX_BITS; b++) {
-            costs[b] = INFINITY;
+            costs[b] = INT64_MAX;
             if (can_have(counts, symbols, first, b))
                 costs[b] = fit_row(counts, symbols, first, b, log2s, trial, &escape_freq);
             best = costs[b] < best ? costs[b] : best;
         }
         /* the fewest slots that cost next to nothing: their tables stay in the cache */
         bits[r] = MIN_BITS;
-        while (costs[bits[r]] > best * 1.0005)
+        while (costs[bits[r]] > best + best / 2000)
             bits[r]++;
         fit_row(counts, symbols, first, bits[r], log2s, freqs, escape_freqs + r);
     }
