@@ -4,6 +4,7 @@
 top-level module of that name, so here it becomes `dsq_ckpt.triton_kernels`.
 """
 
+import hashlib
 import re
 import sysconfig
 from pathlib import Path
@@ -37,10 +38,13 @@ if (ROOT / "configs").is_dir():
 # A plain library without Python's headers, which dsq_ckpt/coding/_native.py loads. Where there is no C compiler, Numba
 # does the same, more slowly.
 native = "dsq_ckpt/coding/native"
+texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
+sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 coder = Extension(
     "dsq_ckpt.coding._lanes",
     [f"{native}/{name}.c" for name in ("lanes", "model", "avx2", "avx512")],
     depends=[f"{native}/lanes.h"],
+    define_macros=[("DSQ_SOURCES", f'"{sources}"')],  # with which _native.py knows a library of other sources
     extra_compile_args=["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off"],
     py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),  # one library for all versions
     optional=True,

@@ -9,6 +9,8 @@ Every path writes the same bytes. The environment variable DSQ_CODER forces one,
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
 import os
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -20,16 +22,19 @@ import numpy as np
 from dsq_ckpt.core.arrays import I32, I64, U8, U16, U32, Array
 from dsq_ckpt.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
 _INTERFACE = 2
-"""Of the functions called here: a library of other sources, built before an update, is left alone."""
+"""Of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dsq_interface": (_I, []),
+    "dsq_sources": (ctypes.c_char_p, []),
     "dsq_best_path": (_I, []),
     "dsq_decode": (_I, [_I, _P, _P, _P, _S, _P, _S, _P, _P, _S, _P, _S]),
     "dsq_encode": (ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _P, _S, _P, _S]),
@@ -41,21 +46,36 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 _forced: str | None = None
 
 
+def _sources() -> str | None:
+    """Return the hash of the C sources beside this file, as setup.py makes it; None where there are none."""
+    files = sorted((Path(__file__).parent / "native").glob("*.[ch]"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
+
+
+def _load(file: Path) -> Any:
+    """Load a library; raise OSError or AttributeError if it is of another system or of other sources."""
+    library = ctypes.CDLL(str(file))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if library.dsq_interface() != _INTERFACE or _sources() not in (None, library.dsq_sources().decode()):
+        raise OSError("it was built from other sources")
+    return library
+
+
 @cache
 def _library() -> Any:
-    """Return the compiled library, or None where it was not built."""
+    """Return the compiled library, or None where it was not built; say so where it is there and of no use."""
+    wrong = None
     for suffix in EXTENSION_SUFFIXES:
         file = Path(__file__).with_name(f"_lanes{suffix}")
         if file.exists():
             try:
-                library = ctypes.CDLL(str(file))
-                for name, (result, arguments) in _SIGNATURES.items():
-                    function = getattr(library, name)
-                    function.restype, function.argtypes = result, arguments
-            except (OSError, AttributeError):  # of another system, or of another version of this package
-                continue
-            if library.dsq_interface() == _INTERFACE:
-                return library
+                return _load(file)
+            except (OSError, AttributeError) as error:
+                wrong = f"{file}: {error}"
+    if wrong is not None:
+        logger.warning("Numba codes, more slowly: %s; `pip install -e .` builds the library anew", wrong)
     return None
 
 

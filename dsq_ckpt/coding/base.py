@@ -55,7 +55,8 @@ class Coder(ABC):
     def to_bytes(self) -> bytes:
         """Return the model, as `from_bytes` reads it; a coder read back writes identical blocks.
 
-        Of the present model version only: coders of former ones are read, and decode, but write nothing."""
+        Of the present model version only: coders of former ones are read, and decode, but write nothing.
+        """
 
     @classmethod
     @abstractmethod

@@ -156,6 +156,24 @@ def test_a_path_is_chosen_by_name(monkeypatch):
         _native.force("mmx")
 
 
+def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
+    """It is said in one line; where there is no library nothing is said."""
+    if len(PATHS) == 1:
+        pytest.skip("there is no compiled library")
+    monkeypatch.setattr(_native, "_sources", lambda: "another")
+    _native._library.cache_clear()
+    try:
+        assert _native.available() == _native.available() == ("numba",)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "built from other sources" in caplog.text and "pip install -e ." in caplog.text
+        caplog.clear()
+        monkeypatch.setattr(_native, "EXTENSION_SUFFIXES", [])
+        _native._library.cache_clear()
+        assert _native.available() == ("numba",) and not caplog.records
+    finally:
+        _native._library.cache_clear()
+
+
 def test_a_small_block_costs_little_more_than_its_entropy():
     codes, parent = common.migrating(2_000_000, 64, 0.94, 5)
     coder = RansCoder.fit(common.count(codes, parent, 64, 64))

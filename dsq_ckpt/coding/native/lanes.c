@@ -12,8 +12,15 @@
 
 enum { PLAIN = 0, AVX2 = 1, AVX512 = 2 };
 
+#ifndef DSQ_SOURCES
+#define DSQ_SOURCES ""
+#endif
+
 /* Return the version of the functions here: their arguments, and what tables mean. */
 int dsq_interface(void) { return 2; }
+
+/* Return the hash of the sources that this library was built from (setup.py). */
+const char *dsq_sources(void) { return DSQ_SOURCES; }
 
 /* Return the fastest path that this processor has: 0 plain C, 1 AVX2, 2 AVX-512. */
 int dsq_best_path(void)
