@@ -186,6 +186,7 @@ def _encode(tables: Any, shift: int, parent: Array, codes: Array, buffer: Array)
         place = _encode_group(tables, shift, parent, codes, n - tail, 1, x, words, place)
         if place < 0:
             return place
+    certain = place == words.size and x[0] == _LOW
     states[0], states[1] = _LOW + (x[0] & 0xFFFF), _LOW + (x[0] >> 16)
     for j in range(2, LANES):
         if place < words.size:
@@ -196,7 +197,7 @@ def _encode(tables: Any, shift: int, parent: Array, codes: Array, buffer: Array)
         at = _encode_group(tables, shift, parent, codes, first, min(start - first, LANES), states, buffer, at)
         if at < 0:
             return at
-    if at == end and (states == seed).all() and seed[1] == _LOW + 1 and seed.sum() == LANES * _LOW + 1:
+    if certain and at == end and (states == seed).all():
         return 0
     at -= _HEAD
     buffer[at], buffer[at + 1] = tail & 0xFF, tail >> 8

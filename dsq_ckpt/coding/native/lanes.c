@@ -185,7 +185,7 @@ static int encode_single(const encoder *e, const uint8_t *parent, const uint8_t 
 }
 
 /* Encode the last codes with one lane into `states`, LOW + a word each; return how many these are, or an error. */
-static int64_t encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states)
+static int64_t encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states, int *certain)
 {
     uint8_t words[2 * TAIL_WORDS], *end = words + sizeof words, *p = end;
     uint32_t x = LOW;
@@ -196,6 +196,7 @@ static int64_t encode_tail(const encoder *e, const uint8_t *parent, const uint8_
         if (error)
             return error;
     }
+    *certain = p == end && x == LOW;
     states[0] = LOW + (x & 0xFFFF), states[1] = LOW + (x >> 16);
     for (int j = 2; j < LANES; j++, p += 2)
         states[j] = LOW + (p < end ? load16(p) : 0);
@@ -234,7 +235,8 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
         return end - p;
     }
     uint32_t first[LANES], states[LANES];
-    int64_t tail = encode_tail(&e, parent, codes, n, first);
+    int certain;
+    int64_t tail = encode_tail(&e, parent, codes, n, first, &certain);
     if (tail < 0)
         return tail;
     memcpy(states, first, sizeof states);
@@ -257,13 +259,8 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
         if ((error = dsq_encode_group(&e, parent ? parent + at : NULL, codes + at, LANES, states, &p)))
             return error;
     }
-    if (p == end && first[1] == LOW + 1 && !memcmp(states, first, sizeof states)) {
-        int certain = first[0] == LOW;
-        for (int j = 2; j < LANES; j++)
-            certain &= first[j] == LOW;
-        if (certain)
-            return 0;
-    }
+    if (certain && p == end && !memcmp(states, first, sizeof states))
+        return 0;
     p -= HEAD;
     store16(p, (uint32_t)tail);
     for (int j = 0; j < LANES; j++)
