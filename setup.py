@@ -42,7 +42,7 @@ texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 coder = Extension(
     "dsq_ckpt.coding._lanes",
-    [f"{native}/{name}.c" for name in ("lanes", "model", "avx2", "avx512")],
+    [f"{native}/{name}.c" for name in ("lanes", "model", "plain", "avx2", "avx512")],
     depends=[f"{native}/lanes.h"],
     define_macros=[("DSQ_SOURCES", f'"{sources}"')],  # with which _native.py knows a library of other sources
     extra_compile_args=["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off"],

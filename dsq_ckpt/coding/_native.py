@@ -43,8 +43,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dsq_read_rows": (_I, [_P, _S, _P, _P, _P, _P, _S, _S]),
 }
 
-_forced: str | None = None
-
 
 def _sources() -> str | None:
     """Return the hash of the C sources beside this file, as setup.py makes it; None where there are none."""
@@ -85,59 +83,51 @@ def available() -> tuple[str, ...]:
     return PATHS[:1] if library is None else PATHS[: 2 + library.dsq_best_path()]
 
 
+def _checked(name: str) -> str:
+    if name not in available():
+        raise ConfigError(f"{VARIABLE} asks for the coder's path {name!r}, expected one of {list(available())} here")
+    return name
+
+
 def force(name: str | None) -> None:
     """Use a path from now on in this process; None: the one that DSQ_CODER names, or the fastest.
 
     Raises:
         ConfigError: There is no such path, or not here.
     """
-    global _forced
-    if name is not None and name not in available():
-        raise ConfigError(f"{VARIABLE} asks for the coder's path {name!r}, expected one of {list(available())} here")
-    _forced = name
-    _chosen.cache_clear()
-
-
-@cache
-def _chosen() -> str:
-    name = _forced or os.environ.get(VARIABLE) or available()[-1]
-    if name not in available():
-        raise ConfigError(f"{VARIABLE} asks for the coder's path {name!r}, expected one of {list(available())} here")
-    return name
+    global _path
+    _path = _checked(name or os.environ.get(VARIABLE) or available()[-1])
 
 
 def path() -> str:
-    """Return the name of the path in use.
-
-    Raises:
-        ConfigError: DSQ_CODER names another.
-    """
-    return _chosen()
+    """Return the name of the path in use."""
+    return _path
 
 
-def _level() -> int:
-    return PATHS.index(path()) - 1
+def level() -> int:
+    """Return the number of the path in use, as `decode` and `encode` take it; -1 for Numba's."""
+    return PATHS.index(_path) - 1
 
 
 def _address(array: Array | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def decode(rows: U32, counts: U16, escaped: U8, entries: U32, parent: U8 | None, out: U8, block: U8) -> int:
+def decode(level: int, rows: U32, counts: U16, escaped: U8, entries: U32, parent: U8 | None, out: U8, block: U8) -> int:
     """Decode a block; see `dsq_decode` in native/lanes.c."""
     result: int = _library().dsq_decode(
-        _level(), _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
+        level, _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
         _address(parent), _address(out), out.size, _address(block), block.size,
     )
     return result
 
 
 def encode(
-    table: U32, escapes: U32, counts: U16, shift: int, parent: U8 | None, codes: U8, buffer: U8
+    level: int, table: U32, escapes: U32, counts: U16, shift: int, parent: U8 | None, codes: U8, buffer: U8
 ) -> int:
     """Encode a block; see `dsq_encode` in native/lanes.c."""
     result: int = _library().dsq_encode(
-        _level(), _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
+        level, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
         _address(codes), codes.size, _address(buffer), buffer.size,
     )
     return result
@@ -184,3 +174,6 @@ def _logarithms() -> I64:
 
 LOG2 = _logarithms()
 """Logarithms of frequencies, for both fits."""
+
+# Chosen at import, where a wrong DSQ_CODER is an error of its own. During a load it would be one of the file.
+_path = _checked(os.environ.get(VARIABLE) or available()[-1])

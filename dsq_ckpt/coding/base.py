@@ -86,7 +86,7 @@ class Coder(ABC):
         return self._encode(np.ascontiguousarray(codes), parent) if codes.size else b""
 
     def decode(self, data: bytes | memoryview, parent: U8 | None, out: U8) -> None:
-        """Decode one block into out, uint8 (n,), contiguous, with the parent that it was encoded with.
+        """Decode one block into out, uint8 (n,), contiguous and apart from the parent that it was encoded with.
 
         After an error the contents of `out` are undefined. Damaged bytes raise an error or give wrong codes,
         nothing worse; checksums are the container's.
@@ -99,6 +99,8 @@ class Coder(ABC):
             raise CodingError("out must be a contiguous, writeable array")
         if parent is not None:
             parent = self._checked_parent(parent, out.size)
+            if np.may_share_memory(parent, out):  # exact, both being contiguous
+                raise CodingError("out overlaps parent, which is read again after parts of out are written")
         if out.size:
             self._decode(np.frombuffer(data, np.uint8), parent, out)
         elif len(data):

@@ -86,15 +86,19 @@ class RansCoder(Coder):
             return float("inf")
         escaped, slots = freqs < 0, (1 << row_bits.astype(np.int64))
         shares = slots // np.maximum(escaped.sum(axis=1), 1)
-        bits = (counts * (row_bits[:, None] - np.log2(np.maximum(freqs, 1))))[~escaped].sum()
-        each = 2 * row_bits - np.log2(np.maximum(escape_freqs, 1)) - np.log2(shares)
+        logs = _native.LOG2 / (1 << 24)  # as the fit has them: the same on every machine
+        bits = (counts * (row_bits[:, None] - logs[np.maximum(freqs, 0)]))[~escaped].sum()
+        each = 2 * row_bits - logs[escape_freqs] - logs[shares]
         return float(bits + (np.where(escaped, counts, 0).sum(axis=1) * each).sum())
 
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         tables = self._encoder_alone if parent is None else self._encoder
         buffer = np.empty(4 * codes.size + 1024, np.uint8)  # it is filled from its end: most pages are never touched
-        path = _lane_loops if _native.path() == "numba" else _native
-        size = path.encode(*tables, parent, codes, buffer)
+        level = _native.level()
+        if level < 0:
+            size = _lane_loops.encode(*tables, parent, codes, buffer)
+        else:
+            size = _native.encode(level, *tables, parent, codes, buffer)
         if size < 0:
             raise CodingError(self._unknown_symbol(codes, parent) if size == UNKNOWN else "tables are inconsistent")
         return buffer[buffer.size - size :].tobytes()
@@ -104,8 +108,11 @@ class RansCoder(Coder):
         if data.size == 0:
             error = _decode_certain(tables, self._model.firsts, parent, out)
         else:
-            path = _lane_loops if _native.path() == "numba" else _native
-            error = path.decode(*tables, parent, out, np.ascontiguousarray(data))
+            level, data = _native.level(), np.ascontiguousarray(data)
+            if level < 0:
+                error = _lane_loops.decode(*tables, parent, out, data)
+            else:
+                error = _native.decode(level, *tables, parent, out, data)
         if error:
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes for {out.size} codes: "

@@ -94,6 +94,10 @@ def check_arguments(cls: type[Coder]) -> None:
     coder = cls.fit(count(codes, parent, 16, 16))
     data = coder.encode(codes, parent)
 
+    both = np.concatenate((parent, parent[:1]))
+    for out in (both[:-1], both[1:]):
+        with pytest.raises(CodingError, match="out overlaps parent"):
+            coder.decode(data, both[:-1], out)
     strided = np.repeat(codes, 2)[::2]
     assert coder.encode(strided, np.repeat(parent, 2)[::2]) == data
     read_only = np.zeros(500, np.uint8)

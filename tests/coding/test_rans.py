@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
+import dsq_ckpt
 from dsq_ckpt.coding import CodingError, HuffmanCoder, RansCoder, _native, coder_class
 from dsq_ckpt.coding.rans1 import Rans1Coder
 from dsq_ckpt.errors import ConfigError
@@ -144,16 +149,25 @@ def test_a_path_is_chosen_by_name(monkeypatch):
         _native.force(name)
         assert _native.path() == name
     _native.force(None)
-    assert _native.path() == PATHS[-1]
+    assert _native.path() == os.environ.get(_native.VARIABLE, PATHS[-1])
     monkeypatch.setenv(_native.VARIABLE, "numba")
     _native.force(None)
     assert _native.path() == "numba"
-    monkeypatch.setenv(_native.VARIABLE, "mmx")
-    _native.force(None)
-    with pytest.raises(ConfigError, match="DSQ_CODER asks for the coder's path 'mmx'"):
-        _native.path()
     with pytest.raises(ConfigError):
         _native.force("mmx")
+    assert _native.path() == "numba"
+
+
+def test_a_path_that_does_not_exist_is_refused_before_a_file_is_read(tmp_path):
+    """Later its error would be taken for one of the file."""
+    dsq_ckpt.save({"weight": torch.zeros(3)}, tmp_path / "0")
+    ran = subprocess.run(
+        [sys.executable, "-m", "dsq_ckpt.cli", "verify", str(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, _native.VARIABLE: "mmx"},
+    )
+    assert ran.returncode != 0 and "Traceback" not in ran.stderr
+    assert "DSQ_CODER asks for the coder's path 'mmx', expected one of" in " ".join(ran.stderr.split())
+    assert "damaged" not in ran.stdout + ran.stderr
 
 
 def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
@@ -195,6 +209,18 @@ def test_certain_codes_cost_nothing():
     other = np.roll(parent, 1)
     with pytest.raises(CodingError, match=r"code \d+ at index \d+ has no count after code \d+"):
         coder.encode(other, parent)
+
+
+@pytest.mark.parametrize("where", ["end", "before the end", "start"])
+def test_a_block_of_no_bytes_is_certain_throughout(where, path):
+    """Its uncertain codes leave the state of one lane at a whole number of words, or the states of 32 as they were."""
+    counts = np.array([[0, 5], [1, 3], [0, 0]])
+    for bits in (16, 32):
+        codes, parent = np.ones(40_000, np.uint8), np.zeros(40_000, np.uint8)
+        at = {"end": slice(-bits // 2, None), "before the end": slice(-100, -100 + bits // 2),
+              "start": slice(0, bits // 2)}[where]
+        parent[at], codes[at] = 1, 0
+        assert len(common.check_round_trip(RansCoder.fit(counts), codes, parent)) > 0
 
 
 def test_the_model_is_small():

@@ -1,4 +1,4 @@
-/* Blocks of the 32-lane coder: their frame, the plain C path, and the choice of a path. */
+/* Blocks of the 32-lane coder: their frame, what is left of whole groups, and the choice of a path. */
 #include "lanes.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -11,6 +11,14 @@
 #define HEAD (2 + 4 * LANES)
 
 enum { PLAIN = 0, AVX2 = 1, AVX512 = 2 };
+#ifdef DSQ_X86
+static decode_groups *const decoders[] = {dsq_decode_plain, dsq_decode_avx2, dsq_decode_avx512};
+static encode_groups *const encoders[] = {dsq_encode_plain, dsq_encode_avx2, dsq_encode_avx512};
+#else
+static decode_groups *const decoders[] = {dsq_decode_plain};
+static encode_groups *const encoders[] = {dsq_encode_plain};
+#endif
+#define PATHS (int)(sizeof decoders / sizeof *decoders)
 
 #ifndef DSQ_SOURCES
 #define DSQ_SOURCES ""
@@ -116,8 +124,7 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
 {
     const decoder d = {rows, entries, counts, escaped, n_rows};
     const uint8_t *end = block + size;
-    (void)path;  /* without vectors there is one */
-    int error = check_decoder(&d, n_entries, parent, n);
+    int error = path < 0 || path >= PATHS ? BAD_TABLES : check_decoder(&d, n_entries, parent, n);
     if (error)
         return error;
     if (n < SINGLE) {
@@ -138,17 +145,14 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
         if ((states[j] = load32(block + 2 + 4 * j)) < LOW)
             return BAD_STATE;
     const uint8_t *p = block + HEAD;
-#ifdef DSQ_X86
     size_t groups = start / LANES;
-    while (path != PLAIN && done < groups && (size_t)(end - p) >= 2 * LANES) {
-        decode_groups *decode = path == AVX512 ? dsq_decode_avx512 : dsq_decode_avx2;
+    while (done < groups && (size_t)(end - p) >= 2 * LANES) {
         size_t at = done * LANES;
-        int64_t more = decode(&d, parent ? parent + at : NULL, out + at, groups - done, states, &p, end);
+        int64_t more = decoders[path](&d, parent ? parent + at : NULL, out + at, groups - done, states, &p, end);
         if (more < 0)
             return (int)more;
         done += (size_t)more;
     }
-#endif
     for (size_t at = done * LANES; at < start; at += LANES) {
         int count = start - at < LANES ? (int)(start - at) : LANES;
         if ((error = decode_group(&d, parent ? parent + at : NULL, out + at, count, states, &p, end)))
@@ -212,14 +216,13 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
                    unsigned shift, const uint8_t *parent, const uint8_t *codes, size_t n, uint8_t *buffer,
                    size_t capacity)
 {
-    const encoder e = {table, escapes, counts, shift};
+    const encoder e = {table, escapes, counts, n_rows, shift};
     uint8_t largest = 0, row = 0, *end = buffer + capacity, *p = end;
-    (void)path;
     for (size_t i = 0; i < n; i++)
         largest = codes[i] > largest ? codes[i] : largest;
     for (size_t i = 0; parent && i < n; i++)
         row = parent[i] > row ? parent[i] : row;
-    if (shift > 8 || row >= n_rows || capacity < 4 * n + 1024)
+    if (path < 0 || path >= PATHS || shift > 8 || row >= n_rows || capacity < 4 * n + 1024)
         return BAD_TABLES;
     if (largest >> shift)
         return UNKNOWN;
@@ -246,19 +249,8 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
         error = dsq_encode_group(&e, parent ? parent + groups * LANES : NULL, codes + groups * LANES, count, states, &p);
     if (error)
         return error;
-#ifdef DSQ_X86
-    if (path != PLAIN) {
-        encode_groups *encode = path == AVX512 ? dsq_encode_avx512 : dsq_encode_avx2;
-        if ((error = encode(&e, parent, codes, groups, states, &p)))
-            return error;
-        groups = 0;
-    }
-#endif
-    for (size_t at = groups * LANES; at > 0;) {
-        at -= LANES;
-        if ((error = dsq_encode_group(&e, parent ? parent + at : NULL, codes + at, LANES, states, &p)))
-            return error;
-    }
+    if ((error = encoders[path](&e, parent, codes, groups, states, &p)))
+        return error;
     if (certain && p == end && !memcmp(states, first, sizeof states))
         return 0;
     p -= HEAD;

@@ -50,6 +50,7 @@ typedef struct {
 typedef struct {
     const uint32_t *table, *escapes;
     const uint16_t *counts;
+    size_t n_rows;
     unsigned shift;
 } encoder;
 
@@ -141,6 +142,8 @@ int dsq_decode_escapes(const decoder *d, const uint8_t *parent, uint8_t *out, in
 int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *codes, int count, uint32_t *states,
                      uint8_t **p);
 
+decode_groups dsq_decode_plain;
+encode_groups dsq_encode_plain;
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(DSQ_PLAIN_ONLY)
 #define DSQ_X86 1
 decode_groups dsq_decode_avx2, dsq_decode_avx512;
