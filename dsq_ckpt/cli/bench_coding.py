@@ -12,7 +12,7 @@ from dsq_ckpt.core.arrays import Codes, Counts
 
 COUNT = 1 << 20
 """Codes of a block."""
-_LEVELS = 31
+_LEVELS = 39
 STREAMS = {"3.5 bit": 0.0, "1.4 bit": 0.3942, "0.3 bit": 0.04583, "0.12 bit": 0.014856}
 """How far weights move between checkpoints, in steps of the lattice: 0 stands for a keyframe; deltas of recorded runs
 have 0.2 to 0.5 bits per code, and more only early in training."""
@@ -25,7 +25,7 @@ def stream(moved: float) -> tuple[Codes, Codes | None]:
     order = np.argsort(np.argsort(np.abs(np.arange(_LEVELS) - _LEVELS // 2), kind="stable")).astype(np.uint8)
 
     def codes(values: np.ndarray, step: float) -> Codes:
-        found: Codes = order[np.clip(np.rint(values / step), -15, 15).astype(np.int64) + 15]
+        found: Codes = order[np.clip(np.rint(values / step), -19, 19).astype(np.int64) + 19]
         return found
 
     if not moved:

@@ -55,24 +55,39 @@ INLINE __m256i refilled(__m256i x, const uint8_t **p)
     return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), words), needs);
 }
 
-/* Where the rows of a decoder are: there is one, they fit into two or four vectors, or they are in memory. */
-enum { ALONE, FEW, SOME, MANY };
+/* Where the rows of a decoder are: there is one, they fit into two, four or eight vectors, or they are in memory. */
+enum { ALONE, FEW, SOME, MORE, MANY };
 
-/* Row `i` of 16 rows in two vectors. */
-INLINE __m256i either(__m256i low, __m256i high, __m256i i)
+/* A where bit `bit` of i is not set, B where it is. */
+INLINE __m256i either(__m256i a, __m256i b, __m256i i, int bit)
 {
-    __m256 a = _mm256_castsi256_ps(_mm256_permutevar8x32_epi32(low, i));
-    __m256 b = _mm256_castsi256_ps(_mm256_permutevar8x32_epi32(high, i));
-    return _mm256_castps_si256(_mm256_blendv_ps(a, b, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28))));
+    __m256 mask = _mm256_castsi256_ps(_mm256_slli_epi32(i, 31 - bit));
+    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
+}
+
+INLINE __m256i row_of_16(const __m256i *rows, __m256i i)
+{
+    return either(_mm256_permutevar8x32_epi32(rows[0], i), _mm256_permutevar8x32_epi32(rows[1], i), i, 3);
+}
+
+/* Row `i` of `count` rows (16, 32 or 64) in vectors of 8. */
+INLINE __m256i row_of(const __m256i *rows, __m256i i, int count)
+{
+    __m256i row = row_of_16(rows, i);
+    if (count > 16)
+        row = either(row, row_of_16(rows + 2, i), i, 4);
+    if (count > 32)
+        row = either(row, either(row_of_16(rows + 4, i), row_of_16(rows + 6, i), i, 4), i, 5);
+    return row;
 }
 
 INLINE int64_t decode(const decoder *d, const uint8_t *parent, uint8_t *out, size_t groups, uint32_t *states,
                       const uint8_t **words, const uint8_t *end, int kind)
 {
-    uint32_t copy[32] = {0};
-    __m256i rows[4];
-    memcpy(copy, d->rows, 4 * (d->n_rows < 32 ? d->n_rows : 32));
-    for (int v = 0; v < 4; v++)
+    uint32_t copy[64] = {0};
+    __m256i rows[8];
+    memcpy(copy, d->rows, 4 * (d->n_rows < 64 ? d->n_rows : 64));
+    for (int v = 0; v < 8; v++)
         rows[v] = _mm256_loadu_si256((const __m256i *)(copy + 8 * v));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const uint8_t *p = *words;
@@ -83,13 +98,8 @@ INLINE int64_t decode(const decoder *d, const uint8_t *parent, uint8_t *out, siz
     for (; g < groups && end - p >= 2 * LANES; g++) {
         for (int v = 0; v < 4; v++) {
             __m256i i = kind == ALONE ? _mm256_setzero_si256() : bytes(parent + LANES * g + 8 * v);
-            if (kind == FEW || kind == SOME)
-                info = either(rows[0], rows[1], i);
-            if (kind == SOME) {
-                __m256 more = _mm256_castsi256_ps(either(rows[2], rows[3], i));
-                __m256 fifth = _mm256_castsi256_ps(_mm256_slli_epi32(i, 27));
-                info = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(info), more, fifth));
-            }
+            if (kind != ALONE && kind != MANY)
+                info = row_of(rows, i, kind == FEW ? 16 : kind == SOME ? 32 : 64);
             if (kind == MANY)
                 info = _mm256_i32gather_epi32((const int *)d->rows, i, 4);
             s[v] = step(d, info, x + v);
@@ -123,7 +133,9 @@ TARGET int64_t dsq_decode_avx2(const decoder *d, const uint8_t *parent, uint8_t 
         return decode(d, NULL, out, groups, states, p, end, ALONE);
     if (d->n_rows <= 16)
         return decode(d, parent, out, groups, states, p, end, FEW);
-    return d->n_rows <= 32 ? decode(d, parent, out, groups, states, p, end, SOME)
+    if (d->n_rows <= 32)
+        return decode(d, parent, out, groups, states, p, end, SOME);
+    return d->n_rows <= 64 ? decode(d, parent, out, groups, states, p, end, MORE)
                            : decode(d, parent, out, groups, states, p, end, MANY);
 }
 

@@ -54,35 +54,47 @@ INLINE __m512i refilled(__m512i x, const uint8_t **p)
     return _mm512_mask_or_epi32(x, needs, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(needs, words));
 }
 
-/* Where the rows of a decoder are: there is one, they fit into two vectors, or they are in memory. Few and skewed: so
-   that all lanes often have the first symbols of their rows. */
-enum { ALONE, FEW, SKEWED, MANY };
+/* Where the rows of a decoder are: there is one, they fit into two or four vectors, or they are in memory. */
+enum { ALONE, FEW, SOME, MANY };
 
+/* Entries of up to 32 rows, or of up to 64 if `some`. */
+INLINE __m512i row_of(const __m512i table[4], __m512i i, int some)
+{
+    __m512i low = _mm512_permutex2var_epi32(table[0], i, table[1]);
+    if (!some)
+        return low;
+    __mmask16 sixth = _mm512_test_epi32_mask(i, _mm512_set1_epi32(32));
+    return _mm512_mask_mov_epi32(low, sixth, _mm512_permutex2var_epi32(table[2], i, table[3]));
+}
+
+/* `skewed`: all lanes often have the first symbols of their rows, at most 64. */
 INLINE int64_t decode(const decoder *d, const uint8_t *parent, uint8_t *out, size_t groups, uint32_t *states,
-                      const uint8_t **words, const uint8_t *end, int kind)
+                      const uint8_t **words, const uint8_t *end, int kind, int skewed)
 {
     const uint8_t *p = *words;
-    uint32_t rows[2][32] = {{0}};
-    for (size_t r = 0; r < d->n_rows && r < 32; r++) {
-        rows[0][r] = d->rows[r];
-        rows[1][r] = d->entries[(d->rows[r] >> 16 << 4) + (d->rows[r] >> 4 & 0xFFF)];
+    uint32_t copy[2][64] = {{0}};
+    for (size_t r = 0; r < d->n_rows && r < 64; r++) {
+        copy[0][r] = d->rows[r];
+        copy[1][r] = d->entries[(d->rows[r] >> 16 << 4) + (d->rows[r] >> 4 & 0xFFF)];
     }
-    const __m512i low = _mm512_loadu_si512(rows[0]), high = _mm512_loadu_si512(rows[0] + 16);
-    const __m512i low_first = _mm512_loadu_si512(rows[1]), high_first = _mm512_loadu_si512(rows[1] + 16);
-    __m512i x[2], s[2], info = _mm512_set1_epi32((int)d->rows[0]);
+    __m512i rows[4], firsts[4], x[2], s[2], info = _mm512_set1_epi32((int)d->rows[0]);
+    for (int v = 0; v < 4; v++) {
+        rows[v] = _mm512_loadu_si512(copy[0] + 16 * v);
+        firsts[v] = _mm512_loadu_si512(copy[1] + 16 * v);
+    }
     size_t g = 0;
     for (int v = 0; v < 2; v++)
         x[v] = _mm512_loadu_si512(states + 16 * v);
     for (; g < groups && end - p >= 2 * LANES; g++) {
         for (int v = 0; v < 2; v++) {
             __m512i i = kind == ALONE ? info : bytes(parent + LANES * g + 16 * v), first = info;
-            if (kind == FEW || kind == SKEWED)
-                info = _mm512_permutex2var_epi32(low, i, high);
-            if (kind == SKEWED)
-                first = _mm512_permutex2var_epi32(low_first, i, high_first);
+            if (kind == FEW || kind == SOME)
+                info = row_of(rows, i, kind == SOME);
+            if (skewed)
+                first = row_of(firsts, i, kind == SOME);
             if (kind == MANY)
                 info = lookup(d->rows, i);
-            s[v] = step(d, info, x + v, kind == SKEWED, first);
+            s[v] = step(d, info, x + v, skewed, first);
         }
         for (int v = 0; v < 2; v++)
             x[v] = refilled(x[v], &p);
@@ -108,13 +120,16 @@ INLINE int64_t decode(const decoder *d, const uint8_t *parent, uint8_t *out, siz
 TARGET int64_t dsq_decode_avx512(const decoder *d, const uint8_t *parent, uint8_t *out, size_t groups,
                                  uint32_t *states, const uint8_t **p, const uint8_t *end)
 {
+    int skewed = (size_t)(end - *p) < groups / 3;  /* a twelfth of a bit per code */
     if (!parent)
-        return decode(d, NULL, out, groups, states, p, end, ALONE);
+        return decode(d, NULL, out, groups, states, p, end, ALONE, 0);
+    if (d->n_rows > 64)
+        return decode(d, parent, out, groups, states, p, end, MANY, 0);
     if (d->n_rows > 32)
-        return decode(d, parent, out, groups, states, p, end, MANY);
-    return (size_t)(end - *p) < groups / 3  /* a twelfth of a bit per code */
-        ? decode(d, parent, out, groups, states, p, end, SKEWED)
-        : decode(d, parent, out, groups, states, p, end, FEW);
+        return skewed ? decode(d, parent, out, groups, states, p, end, SOME, 1)
+                      : decode(d, parent, out, groups, states, p, end, SOME, 0);
+    return skewed ? decode(d, parent, out, groups, states, p, end, FEW, 1)
+                  : decode(d, parent, out, groups, states, p, end, FEW, 0);
 }
 
 /* Take 16 entries into their states. */
