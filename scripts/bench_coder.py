@@ -6,8 +6,8 @@
 The codes are those of `dsq bench` and those of checkpoints of a recorded run, which `--workload` names: the largest
 group of weights and of each moment, in a keyframe and in a late delta. Each checkout fits its own models, in a process
 of its own; the processes take turns, so that other work on the machine slows all of them. htscodecs (a library of
-Debian, `libhtscodecs2`) codes the same codes given the code before in the same block, in 32 lanes with AVX2; `--htscodecs`
-names its file where the system does not find it.
+Debian, `libhtscodecs2`) codes the same codes given the code before in the same block, in 32 lanes with AVX2;
+`--htscodecs` names its file where the system does not find it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def main() -> None:
             arrays[f"{name}.codes"] = codes
             if parent is not None:
                 arrays[f"{name}.parent"] = parent
-        np.savez(file, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
         timings: dict[tuple[str, str], list[dict[str, float]]] = {}
         library = ctypes.CDLL(arguments.htscodecs) if arguments.htscodecs else None
         for _ in range(_ROUNDS):
@@ -184,12 +184,13 @@ def main() -> None:
                 found["former"] = _run(arguments.former, file, {})
             if library is not None:
                 found["htscodecs"] = {name: measure_htscodecs(codes, library) for name, codes, _ in streams}
-            for who, rows in found.items():
-                for name, row in rows.items():
+            for who, measured in found.items():
+                for name, row in measured.items():
                     timings.setdefault((name, who), []).append(row)
     rows = [
         {"stream": name, "codes": codes.size, "coder": who,
-         **{f"{key}_ns": round(statistics.median(row[key] for row in timings[name, who]), 4) for key in ("encode", "decode")},
+         "encode_ns": round(statistics.median(row["encode"] for row in timings[name, who]), 4),
+         "decode_ns": round(statistics.median(row["decode"] for row in timings[name, who]), 4),
          "bits": round(timings[name, who][0]["bits"], 5)}
         for name, codes, _ in streams for who in (*paths, "former", "htscodecs") if (name, who) in timings
     ]

@@ -132,6 +132,16 @@ def test_every_length(n, kind):
         assert Rans(RansCoder.fit(counts).to_bytes()).decode(block, n, previous) == codes.tolist()
 
 
+@pytest.mark.parametrize("contexts", [1, 15, 16, 17, 32, 33, 64, 65, 256])
+@pytest.mark.parametrize("stay", [0.5, 0.9999])
+def test_every_number_of_rows(contexts, stay):
+    """Vectors keep up to 64 rows, and look the others up."""
+    codes, parent = common.migrating(50_000, contexts, stay, contexts)
+    parent[: 1000] = np.arange(1000) % contexts
+    codes[:1000] = parent[:1000]
+    on_every_path(common.count(codes, parent, contexts, contexts), codes, parent)
+
+
 def test_models_of_many_symbols_in_few_slots():
     """Rows in which hundreds of symbols share what a frequent one leaves, with and without the mark of escapes."""
     rng = np.random.default_rng(0)
