@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,13 +55,28 @@ class Checkpoint(CheckpointFiles):
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
         """
-        if self.record(ref)["type"] == "merged":
-            return self._decode_codes(ref, None, workers)
-        codes: Codes | None = None
-        for link in reversed(self.chain(ref, "parent", ("coded",))):
-            codes = self._decode_codes(link, codes, workers)
-        assert codes is not None
-        return codes
+        merged = self.record(ref)["type"] == "merged"
+        links = [ref] if merged else list(reversed(self.chain(ref, "parent", ("coded",))))
+        count = math.prod(self.record(ref)["shape"])
+        layers = [self._layer(link, count) for link in links]
+        # One block through the whole chain while its codes are in the cache; all at once if blocks changed their size.
+        sizes = {layer.step for layer in layers}
+        step = sizes.pop() if len(sizes) == 1 else max(count, 1)
+        out = np.empty(count, np.uint8)
+
+        def work(start: int) -> None:
+            where = slice(start, min(start + step, count))
+            to, other = out[where], np.empty(where.stop - start if len(layers) > 1 else 0, np.uint8)
+            if len(layers) % 2 == 0:
+                to, other = other, to
+            parent = None
+            for layer in layers:
+                layer.decode(where, parent, to)
+                parent, to, other = to, other, to
+
+        for _ in workers.map(work, range(0, count, step)):
+            pass
+        return out
 
     @names_file
     def values(self, ref: RecordRef, workers: Workers) -> F32:
@@ -240,40 +255,50 @@ class Checkpoint(CheckpointFiles):
             return coder_class(tree["coder"]).from_bytes(self.reader(file).read(Block(*tree["model"])))
 
     @names_file
-    def _decode_codes(self, ref: RecordRef, parent: Codes | None, workers: Workers) -> Codes:
-        """Return the codes of one record, given those of its parent; decode all blocks in parallel."""
+    def _layer(self, ref: RecordRef, count: int) -> _Layer:
+        """Return the codes of a record of `count` elements, for its place in a chain."""
         record, reader = self.record(ref), self.reader(ref.file)
         merged = record["type"] == "merged"
         coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
-        count = math.prod(record["shape"])
         step = _block_elements(reader)
         blocks = [None if block is None else Block(*block) for block in record["blocks"]]
         if len(blocks) != -(-count // step):
             raise CorruptCheckpoint(f"'{reader.path}': {len(blocks)} blocks of {step} codes for {count} elements")
-        out = np.empty(count, np.uint8)
-
-        def work(place: int) -> None:
-            where = slice(place * step, (place + 1) * step)
-            block = blocks[place]
-            if block is None:
-                if parent is None:
-                    raise CorruptCheckpoint(f"'{reader.path}' block {place}: it repeats previous codes, but has none")
-                out[where] = parent[where]
-                return
-            try:
-                coder.decode(reader.read(block), None if parent is None else parent[where], out[where])
-            except (CodingError, ValueError) as error:
-                raise CorruptCheckpoint(f"'{reader.path}' block {place}: {error}") from error
-
-        for _ in workers.map(work, range(len(blocks))):
-            pass
-        return out
+        return _Layer(reader, coder, step, blocks)
 
     def _protected(self, file: str, record: dict[str, Any]) -> U32:
         if not (count := _protected_count(record)):
             return np.empty(0, np.uint32)
         raw = self._unshuffled(file, Block(*record["protected"]), 2, 2 * count)
         return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
+
+
+class _Layer(NamedTuple):
+    """Blocks of codes of one record of a chain."""
+
+    reader: ContainerReader
+    coder: Coder
+    step: int
+    blocks: list[Block | None]
+
+    def decode(self, where: slice, parent: Codes | None, out: Codes) -> None:
+        """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
+
+        Raises:
+            CorruptCheckpoint: a block is altered, or does not fit.
+        """
+        for place in range(where.start // self.step, -(-where.stop // self.step)):
+            part = slice(place * self.step - where.start, (place + 1) * self.step - where.start)
+            block, previous = self.blocks[place], None if parent is None else parent[part]
+            try:
+                if block is not None:
+                    self.coder.decode(self.reader.read(block), previous, out[part])
+                elif previous is not None:
+                    out[part] = previous
+                else:
+                    raise CodingError("it repeats previous codes, but has none")
+            except (CodingError, ValueError) as error:
+                raise CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}") from error
 
 
 def _block_elements(reader: ContainerReader) -> int:
