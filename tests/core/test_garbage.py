@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,20 @@ def test_pauses_nest() -> None:
     with collector_paused(), collector_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_a_fork_during_a_save_has_its_collector() -> None:
+    """As a data loader's thread makes them."""
+    found: list[int] = []
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    with collector_paused():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        assert not gc.isenabled()
+    assert found == [0]
