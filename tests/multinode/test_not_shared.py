@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 def test_ranks_that_wrote_nothing_find_out_too(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    status, output = run([*launch, str(ROOT / "tests" / "multinode" / "workers" / "apart.py"), str(tmp_path)])
+    worker = ROOT / "tests" / "multinode" / "workers" / "apart.py"
+    status, output = run([*launch, str(worker), str(tmp_path)], forked=True)
     assert status == 0, output
     told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert all("the checkpoint was committed, but host " in text for text in told)
