@@ -44,7 +44,7 @@ def write_number(buffer: Array, position: int, value: int) -> int:
 
 @jit
 def read_bits(buffer: Array, position: int, width: int) -> int:
-    """The `width` <= 16 bits at position of a padded array; zeros past its end."""
+    """Return the `width` <= 16 bits at a position, in bits, of a padded array; zeros past its end."""
     byte = position >> 3
     if byte + PADDING > buffer.size:
         return 0
@@ -55,7 +55,7 @@ def read_bits(buffer: Array, position: int, width: int) -> int:
 
 @jit
 def read_number(buffer: Array, position: int) -> tuple[int, int]:
-    """The Exp-Golomb code at position, (value, position after it); value -1 if there is none."""
+    """Return the Exp-Golomb code at a position as (value, position after it); value -1 if there is none."""
     k = 0
     while read_bits(buffer, position + k, 1) == 0:
         k += 1
@@ -66,11 +66,11 @@ def read_number(buffer: Array, position: int) -> tuple[int, int]:
 
 
 def padded(data: Array) -> U8:
-    """A copy of the uint8 vector that the readers may be given."""
+    """Return a copy of bytes, uint8 (n,), with the padding that the functions here read past its end."""
     return np.concatenate((data, np.zeros(PADDING, np.uint8)))
 
 
 def is_end(data: Array, position: int) -> bool:
-    """True if position is in the last byte of a padded array and only zero bits follow it."""
+    """Return whether a position is in the last byte of a padded array, with zero bits only after it."""
     bits = 8 * (data.size - PADDING)
     return bits - 8 < position <= bits and read_bits(data, position, bits - position) == 0

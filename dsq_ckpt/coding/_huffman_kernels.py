@@ -118,7 +118,7 @@ def tokenize(values: Array, n_values: int, run_length: bool, tokens: Array) -> i
 
 @jit
 def group_starts(parent: Array, n_groups: int) -> Array:
-    """Where each group starts, int64 (n_groups + 1,), groups in the order of the parent's codes."""
+    """Return the start of each group, int64 (n_groups + 1,), groups in the order of the parent's codes."""
     starts = np.zeros(n_groups + 1, np.int64)
     if n_groups == 1:
         starts[1] = parent.size

@@ -53,7 +53,7 @@ class Tables(NamedTuple):
     escaped: Array
 
     def from_row(self, row: int) -> Tables:
-        """The tables without the rows before this one."""
+        """Return the tables without the rows before this one."""
         return Tables(
             self.rows[row:],
             self.slots,
@@ -155,7 +155,7 @@ def _fill_tables(
 
 
 def make_tables(freqs: Array, firsts: Array, escape_freqs: Array) -> Tables:
-    """The tables of a model; its arrays are described in `rans1.Rans1Coder`."""
+    """Return the tables of a model, whose arrays `rans1.Rans1Coder` describes."""
     n_rows = freqs.shape[0]
     used = np.flatnonzero(firsts >= 0)
     n_slots = 1 + int((TOTAL + 1 - freqs[used, firsts[used]].astype(np.int64)).sum())

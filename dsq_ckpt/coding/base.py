@@ -28,9 +28,9 @@ class Coder(ABC):
     """A fitted model of codes given previous codes.
 
     Attributes:
-        name: the coder's name in the registry and in files.
-        contexts: size of the parent's alphabet, 0..256.
-        symbols: size of the alphabet of the codes, 1..256.
+        name: name of the coder in the registry and in files.
+        contexts: size of the alphabet of the parent's codes, 0 to 256.
+        symbols: size of the alphabet of the codes, 1 to 256.
     """
 
     name: ClassVar[str]

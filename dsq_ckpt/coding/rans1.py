@@ -108,7 +108,7 @@ class Rans1Coder(Coder):
 
 @jit
 def _grid_value(index: int) -> int:
-    """The frequency that index v means."""
+    """Return the frequency at an index of the grid."""
     return index if index < 16 else (8 + (index & 7)) << ((index >> 3) - 1)
 
 
