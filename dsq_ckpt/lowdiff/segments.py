@@ -29,9 +29,11 @@ LOG = "log"
 """Name of the directory of segments in a run directory."""
 _VERSION = 1
 _NOTE = 1 << 16
-_NAME = re.compile(r"(?P<session>[0-9a-f]{16})-(?P<first>\d{9,})-(?P<last>\d{9,})-(?P<rank>\d{5,})\.grads")
+SESSION = re.compile(r"[0-9a-f]{16}")
+"""Names of sessions."""
+_NAME = re.compile(rf"(?P<session>{SESSION.pattern})-(?P<first>\d{{9,}})-(?P<last>\d{{9,}})-(?P<rank>\d{{5,}})\.grads")
 _MOST_STEPS = 1 << 20  # per segment: readers allocate tables of steps, and a file name has no checksum
-_TEMPORARY = re.compile(rf"\.(?:{_NAME.pattern}|[0-9a-f]{{16}}\.closed)\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
+_TEMPORARY = re.compile(rf"\.(?:{_NAME.pattern}|{SESSION.pattern}\.closed)\.(?:dsq-)?[0-9a-f]{{8}}\.tmp")
 
 
 class Step(NamedTuple):

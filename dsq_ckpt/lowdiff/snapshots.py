@@ -191,9 +191,10 @@ class Snapshot:
             raise CorruptCheckpoint(f"'{self.path}': what belongs to the log does not parse: {error!r}") from error
         if version > _VERSION:
             raise UnsupportedFormat(f"'{self.path}' is of a log of version {version}, this reads {_VERSION}; upgrade")
-        session = meta.get("session", "")
-        if not isinstance(session, str):  # no segment would be of it, so that the log would end here without a word
-            raise CorruptCheckpoint(f"'{self.path}': its session is {str(session)[:100]!r}; expected a name")
+        session = meta.get("session")
+        if not (isinstance(session, str) and segments.SESSION.fullmatch(session)):
+            # No segment would be of it, so that the log would end here without a word.
+            raise CorruptCheckpoint(f"'{self.path}': its session is {str(session)[:100]!r}; expected 16 hex digits")
         return dict(meta)
 
 

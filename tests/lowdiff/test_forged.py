@@ -86,7 +86,8 @@ def test_what_the_last_step_left(tmp_path, change):
 
 @pytest.mark.parametrize("change", [
     {"state_keys": {"0.weight": ["step", "nothing"]}}, {"entries": [["0.weight"]]}, {"step": [0]},
-    {"session": ["a"]}, {"session": None}, {"states": {"scheduler": 3}}, {"hyper": [[]]}, {"plain": {"0.weight": 3}},
+    {"session": ["a"]}, {"session": None}, {"session": "float32"},
+    {"states": {"scheduler": 3}}, {"hyper": [[]]}, {"plain": {"0.weight": 3}},
 ], ids=str)
 def test_a_snapshot_names_itself(tmp_path, change):
     """What it says of the log is not what a log says."""
