@@ -21,7 +21,6 @@ from dsq_ckpt.api import background
 from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
-from dsq_ckpt.core.garbage import collector_paused
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.nesting import Path, empty_dicts
 from dsq_ckpt.core.subclasses import loading, refuse_cycles, storable
@@ -100,12 +99,13 @@ def save(
         >>> result.keyframe, result.bytes_written < result.bytes_logical
         (True, True)
     """
-    begin = _begun(
-        state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
-        pinned=pinned, no_dist=no_dist, history=history,
+    return save_with(
+        _begun(
+            state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
+            pinned=pinned, no_dist=no_dist, history=history,
+        ),
+        process_group=process_group, no_dist=no_dist,
     )
-    with collector_paused():
-        return save_with(begin, process_group=process_group, no_dist=no_dist)
 
 
 Begin = Callable[[], tuple[DSQStorageWriter, dict[str, Any]]]
