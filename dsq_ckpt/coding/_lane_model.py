@@ -15,7 +15,7 @@ MIN_BITS, MAX_BITS = 10, 15
 ESCAPE = 255
 _MAX_LEFT = 4095
 _NEVER = (1 << 63) - 1
-_FIRST, _MAX_GRID, _WIDTH = 127, 103, 7
+FIRST, MAX_GRID, WIDTH = 127, 103, 7
 
 
 @jit
@@ -27,7 +27,7 @@ def _grid_index(freq: int) -> int:
 
 
 @jit
-def _grid_value(index: int) -> int:
+def grid_value(index: int) -> int:
     return index if index < 16 else (8 + (index & 7)) << ((index >> 3) - 1)
 
 
@@ -40,18 +40,18 @@ def _share(counts: Array, first: int, bits: int, freqs: Array) -> None:
     for s in range(counts.size):
         freqs[s] = 0
         if counts[s] > 0 and s != first:
-            freqs[s] = _grid_value(_grid_index(max(1, counts[s] * slots // total)))
+            freqs[s] = grid_value(_grid_index(max(1, counts[s] * slots // total)))
             rest -= freqs[s]
     while rest < least:
         most = int(np.argmax(freqs))
-        below = _grid_value(_grid_index(freqs[most]) - 1)
+        below = grid_value(_grid_index(freqs[most]) - 1)
         rest += freqs[most] - below
         freqs[most] = below
     for near in (True, False):
         for s in range(counts.size):
             if freqs[s] == 0:
                 continue
-            above = _grid_value(_grid_index(freqs[s]) + 1)
+            above = grid_value(_grid_index(freqs[s]) + 1)
             left = rest - (above - freqs[s])
             if near:
                 wanted = 2 * counts[s] * slots >= (freqs[s] + above) * total
@@ -148,10 +148,10 @@ def write_rows(freqs: Array, firsts: Array, escape_freqs: Array, bits: Array, da
                 continue
             at = _bits.write_number(data, at, s - previous - 1)
             previous = s
-            v = _FIRST if s == firsts[r] else 0 if freqs[r, s] < 0 else _grid_index(freqs[r, s])
-            at = _bits.write_bits(data, at, v, _WIDTH)
+            v = FIRST if s == firsts[r] else 0 if freqs[r, s] < 0 else _grid_index(freqs[r, s])
+            at = _bits.write_bits(data, at, v, WIDTH)
         if escape_freqs[r] > 0:
-            at = _bits.write_bits(data, at, _grid_index(escape_freqs[r]), _WIDTH)
+            at = _bits.write_bits(data, at, _grid_index(escape_freqs[r]), WIDTH)
     return (at + 7) // 8
 
 
@@ -179,27 +179,27 @@ def _read_rows(data: Array, freqs: Array, firsts: Array, escape_freqs: Array, bi
         symbol, left, escaped = -1, 0, 0
         for _ in range(count):
             gap, at = _bits.read_number(data, at)
-            v = _bits.read_bits(data, at, _WIDTH)
-            at += _WIDTH
+            v = _bits.read_bits(data, at, WIDTH)
+            at += WIDTH
             symbol += gap + 1
             if gap < 0 or symbol >= symbols:
                 return -1
-            if v == _FIRST and firsts[r] < 0:
+            if v == FIRST and firsts[r] < 0:
                 firsts[r] = symbol
             elif v == 0:
                 freqs[r, symbol] = -1
                 escaped += 1
-            elif v <= _MAX_GRID:
-                freqs[r, symbol] = _grid_value(v)
+            elif v <= MAX_GRID:
+                freqs[r, symbol] = grid_value(v)
                 left += freqs[r, symbol]
             else:
                 return -1
         if escaped > 0:
-            v = _bits.read_bits(data, at, _WIDTH)
-            at += _WIDTH
-            if v == 0 or v > _MAX_GRID:
+            v = _bits.read_bits(data, at, WIDTH)
+            at += WIDTH
+            if v == 0 or v > MAX_GRID:
                 return -1
-            escape_freqs[r] = _grid_value(v)
+            escape_freqs[r] = grid_value(v)
             left += escape_freqs[r]
         if firsts[r] < 0 or left > _MAX_LEFT or left >= 1 << bits[r]:
             return -1

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from dsq_ckpt.coding import _bits
+from dsq_ckpt.coding._lane_model import FIRST, MAX_GRID, WIDTH, grid_value
 from dsq_ckpt.coding._rans1_kernels import INITIAL_STATE, TOTAL, TRUNCATED, decode_loop, make_tables
 from dsq_ckpt.coding.base import MAX_SYMBOLS, Coder
 from dsq_ckpt.core.arrays import U8, Array
@@ -19,9 +20,6 @@ from dsq_ckpt.kernels.jit import jit
 
 _VERSION = 1
 _HEADER = struct.Struct("<BHH")
-_WIDTH = 7
-_FIRST = 127
-_MAX_GRID = 103
 _SINGLE_LANE, _FOUR_LANES = 4096, 65536
 
 
@@ -107,12 +105,6 @@ class Rans1Coder(Coder):
 
 
 @jit
-def _grid_value(index: int) -> int:
-    """Return the frequency at an index of the grid."""
-    return index if index < 16 else (8 + (index & 7)) << ((index >> 3) - 1)
-
-
-@jit
 def _read_rows(bits: Array, freqs: Array, firsts: Array, escape_freqs: Array) -> int:
     """Fill the arrays of a model; return the position after the rows, or -1 if they are no model."""
     position = 0
@@ -125,27 +117,27 @@ def _read_rows(bits: Array, freqs: Array, firsts: Array, escape_freqs: Array) ->
         n_escaped = 0
         for _ in range(n_symbols):
             gap, position = _bits.read_number(bits, position)
-            index = _bits.read_bits(bits, position, _WIDTH)
-            position += _WIDTH
+            index = _bits.read_bits(bits, position, WIDTH)
+            position += WIDTH
             symbol += gap + 1
             if gap < 0 or symbol >= freqs.shape[1]:
                 return -1
-            if index == _FIRST and firsts[r] < 0:
+            if index == FIRST and firsts[r] < 0:
                 firsts[r] = symbol
             elif index == 0:
                 freqs[r, symbol] = -1
                 n_escaped += 1
-            elif index <= _MAX_GRID:
-                freqs[r, symbol] = _grid_value(index)
+            elif index <= MAX_GRID:
+                freqs[r, symbol] = grid_value(index)
                 rest -= freqs[r, symbol]
             else:
                 return -1
         if n_escaped > 0:
-            index = _bits.read_bits(bits, position, _WIDTH)
-            position += _WIDTH
-            if n_escaped < 2 or index == 0 or index > _MAX_GRID:
+            index = _bits.read_bits(bits, position, WIDTH)
+            position += WIDTH
+            if n_escaped < 2 or index == 0 or index > MAX_GRID:
                 return -1
-            escape_freqs[r] = _grid_value(index)
+            escape_freqs[r] = grid_value(index)
             rest -= escape_freqs[r]
         if n_symbols > 0:
             if firsts[r] < 0 or rest < 1:

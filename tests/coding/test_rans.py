@@ -181,7 +181,7 @@ def test_a_path_that_does_not_exist_is_refused_before_a_file_is_read(tmp_path):
 
 
 def test_a_library_of_other_sources_is_not_used(monkeypatch, caplog):
-    """It is said in one line; where there is no library nothing is said."""
+    """A warning of one line says so; without a library there is none."""
     if len(PATHS) == 1:
         pytest.skip("there is no compiled library")
     monkeypatch.setattr(_native, "_sources", lambda: "another")

@@ -397,7 +397,7 @@ def test_memory_of_a_damaged_chain_is_not_used(tmp_path):
 
 
 def untouched(file):
-    """What a file keeps as long as nobody writes it: inode, size and time of its content, not that of the last look."""
+    """Return the inode, size and modification time of a file, which stay as long as nobody writes it."""
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -22,16 +22,21 @@ EXPECTED_3 = json.loads((v3.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
+def check(path, like, expected, version):
+    """Verify a checkpoint of a former version, and compare what is loaded from it with what that version loaded."""
+    with Checkpoint(path) as checkpoint:
+        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
+        assert checkpoint.manifest.version == version
+    assert Manifest.read(path).depth == expected["depth"] and Manifest.read(path).refinement == expected["refinement"]
+    assert v1.digests(loaded(path, like)) == expected["full"]
+    assert v1.digests(loaded(path, like, refinement=False)) == expected["base"]
+
+
 @pytest.mark.parametrize("number", sorted(EXPECTED))
 def test_version_1(number):
     path, expected = v1.HERE / number, EXPECTED[number]
     like = v1.state_at(int(number))
-    with Checkpoint(path) as checkpoint:
-        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
-        assert checkpoint.manifest.version == 1
-    assert Manifest.read(path).depth == expected["depth"] and Manifest.read(path).refinement == expected["refinement"]
-    assert v1.digests(loaded(path, like)) == expected["full"]
-    assert v1.digests(loaded(path, like, refinement=False)) == expected["base"]
+    check(path, like, expected, 1)
     for fqn in LOSSY:  # and what was promised to be there is close to what was saved
         limit = 0.06 if Manifest.read(path).refinement == "kept" and fqn != "embed.weight" else 0.3
         assert relative_error(like["model"][fqn], loaded(path, like)["model"][fqn]) < limit, fqn
@@ -41,12 +46,7 @@ def test_version_1(number):
 def test_version_2(name):
     path, expected = v2.HERE / name, EXPECTED_2[name]
     like = v2.state_at(name.partition("-")[0], v2.KEPT[name])
-    with Checkpoint(path) as checkpoint:
-        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
-        assert checkpoint.manifest.version == 2
-    assert Manifest.read(path).depth == expected["depth"] and Manifest.read(path).refinement == expected["refinement"]
-    assert v1.digests(loaded(path, like)) == expected["full"]
-    assert v1.digests(loaded(path, like, refinement=False)) == expected["base"]
+    check(path, like, expected, 2)
     for fqn, value in like["model"].items():
         limit = 0.08 if name == "lc-merged" else 0.02 if "sums" in name else 0.2
         assert relative_error(value, loaded(path, like)["model"][fqn]) < limit, fqn
@@ -57,14 +57,10 @@ def test_version_3(name):
     """Blocks of 1 and 8 lanes, and refinement by rANS, of the coder before that of version 4."""
     path, expected = v3.HERE / name, EXPECTED_3[name]
     like = v3.state_at(int(name))
+    check(path, like, expected, 3)
     with Checkpoint(path) as checkpoint:
-        assert [problem for _, _, problem in checkpoint.verify() if problem] == []
-        assert checkpoint.manifest.version == 3
         contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
         assert any("unit" in record for record in contents["records"])
-    assert (Manifest.read(path).depth, Manifest.read(path).refinement) == (expected["depth"], expected["refinement"])
-    assert v1.digests(loaded(path, like)) == expected["full"]
-    assert v1.digests(loaded(path, like, refinement=False)) == expected["base"]
 
 
 @pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2),
