@@ -33,6 +33,16 @@ def _load(block: Array, at: int, size: int) -> int:
 
 
 @jit
+def _refill(x: int, block: Array, at: int) -> tuple[int, int]:
+    """Return a state after a step, and the place of the next word, or an error in its place."""
+    if x >= _LOW:
+        return x, at
+    if at + 2 > block.size:
+        return x, TRUNCATED
+    return x << 16 | _load(block, at, 2), at + 2
+
+
+@jit
 def _decode_group(
     tables: Any, parent: Array, out: Array, first: int, count: int, states: Array, block: Array, at: int
 ) -> int:
@@ -49,12 +59,9 @@ def _decode_group(
         entry = _i64(entries[(info >> 16 << 4) + place])
         freq = (_i64(1) << bits) - left if place == left else entry >> 8 & 0xFFF
         x = freq * q + slot - (entry >> 20)
-        if x < _LOW:
-            if at + 2 > block.size:
-                return TRUNCATED
-            x = x << 16 | _load(block, at, 2)
-            at += 2
-        states[j] = x
+        states[j], at = _refill(x, block, at)
+        if at < 0:
+            return at
         out[first + j] = entry & 0xFF
         escapes |= (entry & 0xFF) == _ESCAPE
     if not escapes:
@@ -74,12 +81,9 @@ def _decode_group(
             return IMPOSSIBLE
         out[first + j] = escaped[row * 256 + number]
         x = share * q + slot - number * share
-        if x < _LOW:
-            if at + 2 > block.size:
-                return TRUNCATED
-            x = x << 16 | _load(block, at, 2)
-            at += 2
-        states[j] = x
+        states[j], at = _refill(x, block, at)
+        if at < 0:
+            return at
     return at
 
 
