@@ -94,6 +94,7 @@ setup(
         "deepspeed": ["deepspeed"],
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
+        "remote": ["fsspec", "s3fs"],  # for s3:// paths; gcsfs (gs://) and adlfs (az://) are installed by themselves
         "gpu": [triton],  # where torch does not bring it along
         "docs": documentation,  # for `make docs`
         "dev": [
@@ -110,6 +111,9 @@ setup(
             "ninja",  # DeepSpeed builds its extensions with it
             "transformers",
             "accelerate",
+            "fsspec",
+            "s3fs",
+            "moto[server]",  # a server of S3 for tests
             "mpi4py",
             "mpich",  # an MPI of the tests' own: it starts in a fifth of a second, as root and without a network too
             triton,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         LoadFailed,
         LossyTensor,
         NonFiniteTensor,
+        NotLocal,
         SaveFailed,
         UnsupportedFormat,
     )
@@ -50,7 +51,7 @@ _MODULES = {
     "storage.description": ("describe",),
     "errors": (
         "CheckpointExists", "CheckpointNotFound", "CodingError", "ConfigError", "CorruptCheckpoint", "DSQError",
-        "LoadFailed", "LossyTensor", "NonFiniteTensor", "SaveFailed", "UnsupportedFormat",
+        "LoadFailed", "LossyTensor", "NonFiniteTensor", "NotLocal", "SaveFailed", "UnsupportedFormat",
     ),
     "engine.merging": ("merge",),
     "api.oneshot": ("compress",),
@@ -92,6 +93,7 @@ __all__ = [
     "LoadFailed",
     "LossyTensor",
     "NonFiniteTensor",
+    "NotLocal",
     "SaveFailed",
     "SaveHistory",
     "SaveResult",

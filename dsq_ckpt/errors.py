@@ -50,6 +50,10 @@ class LoadFailed(DSQError):
     """A load did not complete, for a reason outside of the checkpoint, such as a name that is not in it."""
 
 
+class NotLocal(DSQError):
+    """A path is a URL, and what was called works on local directories only."""
+
+
 def described(error: BaseException) -> str:
     """Return the class of an error and its text, if it has one: `KeyboardInterrupt` has none."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

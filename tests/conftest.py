@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import uuid
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported; tests are for two cores, two at once
@@ -18,6 +19,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.engine import warmup
 from tests.helpers import forks
+from tests.helpers.s3_server import SETTINGS, new_bucket, s3_server
 from tests.helpers.small_run import small_run
 
 if not torch.cuda.is_available():  # kernels for GPUs are interpreted then; Triton asks when it is imported
@@ -73,6 +75,27 @@ def _no_memory_of_other_tests():
     dsq_ckpt.forget()
     yield
     dsq_ckpt.forget()
+
+
+@pytest.fixture(scope="session")
+def s3_address():
+    """The address of a server of S3."""
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_address, monkeypatch):
+    """The URL of an empty bucket, which this process and its children can use."""
+    for name, value in {**SETTINGS, "AWS_ENDPOINT_URL": s3_address}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{new_bucket(s3_address)}"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request):
+    """The URL of an empty place on an object store."""
+    return request.getfixturevalue("bucket") if request.param == "s3" else f"memory://{uuid.uuid4().hex}"
 
 
 @pytest.fixture

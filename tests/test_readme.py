@@ -14,7 +14,7 @@ from dsq_ckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-OWN_TESTS = {"deepspeed", "lowdiff"}  # tests/deepspeed/test_docs.py, tests/lowdiff/test_docs.py
+OWN_TESTS = {"deepspeed", "lowdiff", "remote"}  # tests/*/test_docs.py, tests/engine/test_object_store.py
 PAGES = {"README": README} | {
     page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OWN_TESTS
 }

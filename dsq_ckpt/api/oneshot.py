@@ -27,6 +27,7 @@ from dsq_ckpt.convert.sources import Source as Opened
 from dsq_ckpt.core.arguments import expect_folds
 from dsq_ckpt.core.subclasses import by_parts
 from dsq_ckpt.core.trees import Tree, difference, merged, named_tree
+from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.collective import save_collectively
@@ -169,7 +170,7 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
     opened: Opened
     if isinstance(source, nn.Module | Mapping):
         opened = _whole(dict(source.state_dict() if isinstance(source, nn.Module) else source))
-    elif expanded(source).resolve() == target.resolve():
+    elif not is_url(source) and expanded(source).resolve() == target.resolve():
         raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:
         opened = open_source(source)

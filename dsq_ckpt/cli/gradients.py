@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
+from dsq_ckpt.core.urls import is_remote
 
 
 @dataclass
@@ -41,7 +42,7 @@ class LogSession:
 
 def sessions(run: Path) -> list[LogSession]:
     """Return the sessions of the gradient log in a run directory, oldest first; none if it has no log."""
-    if not (run / "log").is_dir():
+    if is_remote(run) or not (run / "log").is_dir():
         return []
     from dsq_ckpt.lowdiff import segments, snapshots  # imports torch, which runs without a log do not need
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from dsq_ckpt.cli import output
 from dsq_ckpt.cli.gradients import LogSession, sessions, show
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage.atomic_io import is_hidden
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.description import describe
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
@@ -145,7 +147,7 @@ class History:
             raise CheckpointNotFound(
                 f"'{run}' is a checkpoint; name its run directory '{run.absolute().parent}', or use dsq inspect"
             )
-        if not run.is_dir():
+        if not is_remote(run) and not run.is_dir():
             raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
         entries = [RunCheckpoint.read(path, manifest) for path, manifest in checkpoints(run, lambda *_: None)]
         damaged, incomplete = leftovers(run)
@@ -263,14 +265,15 @@ def print_incomplete(paths: list[Path]) -> None:
 def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
     """Return the directories of damaged checkpoints, with the problem, and of incomplete ones."""
     damaged, incomplete = [], []
-    for entry in sorted(run.iterdir()):
+    storage = storage_of(run)
+    for entry in sorted(run / found.name for found in storage.entries(run) if found.directory):
         try:
-            ours = entry.is_dir() and any(is_ours(name) for name in os.listdir(entry))
+            names = {found.name for found in storage.entries(entry)}
         except PermissionError:
             continue  # lost+found and the like
-        if not ours:
+        if not any(map(is_ours, names)):
             continue
-        if not os.path.lexists(entry / MANIFEST) or is_hidden(entry.name):
+        if MANIFEST not in names or is_hidden(entry.name):
             incomplete.append(entry)
             continue
         try:
@@ -282,6 +285,9 @@ def leftovers(run: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
 
 def disk_use(entries: list[RunCheckpoint]) -> int:
     """Return the bytes on disk of all checkpoints; a file with several links counts once."""
+    if entries and is_remote(entries[0].path):  # files of ancestors that were removed are kept as long as needed
+        files = {file.path_in(entry.path): file.size for entry in entries for file in entry.manifest.files}
+        return sum(files.values()) + sum(storage_of(entry.path).size(entry.path / MANIFEST) for entry in entries)
     found: dict[tuple[int, int], int] = {}
     for entry in entries:
         for name in [MANIFEST, *(file.name for file in entry.manifest.files)]:

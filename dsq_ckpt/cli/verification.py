@@ -11,6 +11,7 @@ from dsq_ckpt.cli import output
 from dsq_ckpt.cli.gradients import check
 from dsq_ckpt.cli.history import leftovers, print_incomplete
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -135,9 +136,9 @@ def verify(path: Path, deep: bool) -> Verification:
         reports = [Report(path)]
     else:
         reports = [Report(directory) for directory, _ in checkpoints(path, lambda *_: None)]
-        if path.is_dir():
+        if is_remote(path) or path.is_dir():
             damaged, incomplete = leftovers(path)
-            segments = check(path, deep)
+            segments = [] if is_remote(path) else check(path, deep)
             reports += [Report(entry, problems=[Problem("manifest.json", text)]) for entry, text in damaged]
         if not reports:
             Manifest.read(path)  # raises, and says what is there instead
@@ -160,23 +161,25 @@ def _read_manifest(report: Report) -> None:
 
 
 def _check_files(reports: list[tuple[Report, Manifest]]) -> None:
-    known: dict[tuple[int, int], tuple[int, str]] = {}
+    known: dict[object, tuple[int, str]] = {}
     total = sum({file.name: file.size for _, manifest in reports for file in manifest.files}.values())
     with output.meter("checksums", total) as meter:
         for report, manifest in reports:
             for file in manifest.files:
-                problem = _check_file(report.path / file.name, file, known, meter)
+                problem = _check_file(file.path_in(report.path), file, known, meter)
                 if problem is not None and not _dropped_meanwhile(report.path, file):
                     report.problems.append(Problem(file.name, problem))
 
 
 def _check_file(
-    path: Path, file: ManifestFile, known: dict[tuple[int, int], tuple[int, str]], meter: output.Meter
+    path: Path, file: ManifestFile, known: dict[object, tuple[int, str]], meter: output.Meter
 ) -> str | None:
-    """Return the problem of a file, if any; `known` holds sizes and checksums by inode."""
+    """Return the problem of a file, if any; `known` holds sizes and checksums by inode or URL."""
     try:
-        status = os.stat(path)
-        inode = (status.st_dev, status.st_ino)
+        inode: object = path
+        if not is_remote(path):
+            status = os.stat(path)
+            inode = (status.st_dev, status.st_ino)
         if inode not in known:
             known[inode] = file_checksum(path)
             meter.advance(file.size)

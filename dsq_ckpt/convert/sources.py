@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dsq_ckpt.convert import export
 from dsq_ckpt.convert.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
 from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import dtype_of
@@ -97,9 +98,10 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         LoadFailed: a file cannot be opened, holds more than plain data, or is no state dict, or `safetensors` is not
             installed.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise ConfigError(f"source {text!r}: expected a file or directory of the local file system; download it first")
+    if is_url(path):
+        raise ConfigError(
+            f"source {str(path)!r}: expected a file or directory of the local file system; download it first"
+        )
     path = expanded(path)
     try:
         if path.is_dir():

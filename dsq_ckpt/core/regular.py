@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dsq_ckpt.core.urls import RemoteError
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed
 
 _AT_ONCE = 64
@@ -152,7 +153,7 @@ def unreadable(path: Path, error: OSError) -> DSQError:
         return LoadFailed(
             f"'{path}' cannot be opened: {error.strerror}; close files, or raise the limit (ulimit -n), and load again"
         )
-    if error.errno in _OUTSIDE:
+    if error.errno in _OUTSIDE or isinstance(error, RemoteError):
         return LoadFailed(f"'{path}' cannot be read: {error.strerror}")
     return CorruptCheckpoint(
         f"'{path}' cannot be read ({error.strerror}) although the manifest names it; restore the file or load another "

@@ -37,7 +37,7 @@ from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import checkpoint_path
 
 Refinement = Literal["auto"] | bool
 
@@ -78,7 +78,7 @@ class DSQStorageReader(StorageReader):
         threads: int = 0,
         history: SaveHistory | None = None,
     ) -> None:
-        self.path = None if path is None else local_path(path)
+        self.path = None if path is None else checkpoint_path(path)
         if refinement not in (True, False, "auto"):
             raise ConfigError(f"refinement is {refinement!r}, expected True, False (the base layer alone) or 'auto'")
         self._refinement = refinement
@@ -99,12 +99,12 @@ class DSQStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a path is local, not a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return whether checkpoints can be at a path: all local ones, and URLs of fsspec."""
+        return "::" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = local_path(checkpoint_id)
+            self.path = checkpoint_path(checkpoint_id)
         self._save_id = None
 
     # No **kwargs: DCP would take them for leave to read on without the other ranks when this fails.

@@ -43,8 +43,8 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.storage.atomic_io import make_directory
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.paths import checkpoint_path
 
 
 class DSQStorageWriter(StorageWriter):
@@ -90,7 +90,7 @@ class DSQStorageWriter(StorageWriter):
         fractions: Fractions | None = None,
         history: SaveHistory | None = None,
     ) -> None:
-        self.path = None if path is None else local_path(path)
+        self.path = None if path is None else checkpoint_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree defines layer types")
         expect("history", history, SaveHistory | None, "a SaveHistory")
@@ -130,12 +130,12 @@ class DSQStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a path is local, not a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return whether checkpoints can be at a path: all local ones, and URLs of fsspec."""
+        return "::" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = local_path(checkpoint_id)
+            self.path = checkpoint_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         if isinstance(self._staged, StagedCopy):  # DCP's first call of a save, and the planner's is the next
@@ -225,7 +225,7 @@ class DSQStorageWriter(StorageWriter):
         with pipeline.workers() as workers:
             state = self._quantized(context, plan, planner, workers)
             if not plan.items:  # no manifest would ever name this rank's file
-                make_directory(pipeline.path, self.config.storage.fsync)
+                storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
                 return _done([])
             result = pipeline.write(context, self._rank, state, objects_of(plan.items, planner), workers)
         return _done(write_results(plan.items, result))
@@ -324,7 +324,7 @@ class DSQStorageWriter(StorageWriter):
 
         def given() -> tuple[RankSettings, bool, str]:
             if call is not None and call.checkpoint_id is not None:
-                self.path = local_path(call.checkpoint_id)
+                self.path = checkpoint_path(call.checkpoint_id)
             self._save = self._begin()
             return self._save.settings, call is not None and call.default_planner, save_id
 

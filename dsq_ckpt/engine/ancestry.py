@@ -19,6 +19,7 @@ import xxhash
 
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.engine.context import SaveContext
@@ -28,6 +29,7 @@ from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.links import copy_file, replace_by_link
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints
+from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.runs import canonical, run_of
 
 CHECKED_EVERY = 4
@@ -65,7 +67,7 @@ class _Check:
         return self._found
 
     def _run(self) -> None:
-        directory = Path(self._parent.path)
+        directory = expanded(self._parent.path)
         try:
             with Workers(1, 1) as workers:
                 found = damaged(directory, due(self._parent)[self._share], workers)
@@ -118,7 +120,7 @@ def with_sound_parent(
     _under_way[:] = [check for check in _under_way if check not in checks]
     if builds_on_damage:
         return replace(context, parent=None, model=None)
-    if parent is not None:
+    if parent is not None and not is_remote(expanded(parent.path)):  # object stores look after their bytes themselves
         _under_way.append(_Check(context, parent, comm.rank))
         del _under_way[:-_MOST]
     return context
@@ -147,10 +149,10 @@ def _reported(found: Findings, parent: ParentRef | None, workers: Workers) -> bo
 def _checked(parent: ParentRef, chosen: Callable[[], Sequence[ManifestFile]], workers: Workers) -> Findings:
     """Return the problems of some files of the parent, or of the manifest that lists them."""
     try:
-        found = damaged(Path(parent.path), chosen(), workers)
+        found = damaged(expanded(parent.path), chosen(), workers)
     except (DSQError, OSError) as error:
         found = {"": str(error)}
-    return _in(Path(parent.path), found)
+    return _in(expanded(parent.path), found)
 
 
 def _in(directory: Path, found: Mapping[str, str]) -> Findings:
@@ -172,7 +174,7 @@ def _gone(path: Path) -> bool:
 
 def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
     """Return the data files of a checkpoint that are to be checked with a delta against it, largest first."""
-    files = [file for file in Manifest.read(Path(parent.path)).files if file.role in ("own", "ancestor")]
+    files = [file for file in Manifest.read(expanded(parent.path)).files if file.role in ("own", "ancestor")]
     chosen = [file for file in files if everything or _is_due(file.name, parent.depth)]
     return sorted(chosen, key=lambda file: (-file.size, file.name))
 
@@ -180,7 +182,7 @@ def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
 def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) -> dict[str, str]:
     """Return the problems of files of a checkpoint, by file name."""
     found: dict[str, str] = {}
-    for name, problem in workers.map(lambda file: (file.name, problem_of(directory / file.name, file)), files):
+    for name, problem in workers.map(lambda file: (file.name, problem_of(file.path_in(directory), file)), files):
         let_signals_through()
         if problem is not None:
             found[name] = problem
@@ -194,7 +196,8 @@ def _is_due(name: str, depth: int) -> bool:
 def problem_of(path: Path, expected: ManifestFile) -> str | None:
     """Return the problem of a file, None if it is as it was written."""
     try:
-        _forget_pages(path)
+        if not is_remote(path):
+            _forget_pages(path)
         size, checksum = file_checksum(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
@@ -218,6 +221,8 @@ def _settled(directory: Path, name: str, problem: str) -> str:
     if not name:
         return f"the check of '{directory}' failed: {problem}"
     text = f"'{directory / name}' {problem}"
+    if is_remote(directory):
+        return f"{text}: checkpoints that need it cannot be read any more, unless the store keeps an older version"
     try:
         holders = {path: manifest for path, manifest in checkpoints(run_of(directory), lambda *_: None)}
         with suppress(CheckpointNotFound):  # deleted since

@@ -28,10 +28,11 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
+from dsq_ckpt.storage.backend import sizes, storage_of
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.runs import existing_run, run_of, warn_of_other
 from dsq_ckpt.storage.shard import RecordRef
 
@@ -71,7 +72,7 @@ def lineage(
     if parent is None or parent == "auto":
         last = _last(run, shapes, history, warns=parent is not None)
         return Lineage(last, last, _resumes(run, history) if last is None else last.lossy_resumes)
-    named = local_path(parent)
+    named = checkpoint_path(parent)
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
     # Whatever it is coded against, the state comes from what this process saved or loaded last.
@@ -140,19 +141,17 @@ def choose_parent(
     """
     if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.max_chain:
         return None
-    path = Path(base.path)
-    for file in Manifest.read(path).files:
-        if file.role not in ("own", "ancestor"):
-            continue
-        problem = None
-        try:
-            size = (path / file.name).stat().st_size
-            if size != file.size:
-                problem = f"has {size} instead of {file.size} bytes in"
-        except FileNotFoundError:
+    path = expanded(base.path)
+    needed = [file for file in Manifest.read(path).files if file.role in ("own", "ancestor")]
+    found = sizes([file.path_in(path) for file in needed])
+    for file in needed:
+        size, problem = found[file.path_in(path)], None
+        if isinstance(size, FileNotFoundError):
             problem = "lacks"
-        except OSError as error:
-            problem = f"cannot be used ({error.strerror}) for"
+        elif isinstance(size, OSError):
+            problem = f"cannot be used ({size.strerror}) for"
+        elif size != file.size:
+            problem = f"has {size} instead of {file.size} bytes in"
         if problem is not None:
             warn(f"the parent checkpoint '{path}' {problem} {file.name}; writing a keyframe instead of a delta")
             return None
@@ -180,7 +179,7 @@ class Parent:
         self.ref = ref
         self.model = model
         self._workers = workers
-        self.checkpoint = Checkpoint(Path(ref.path), lazy=True)
+        self.checkpoint = Checkpoint(expanded(ref.path), lazy=True)
         if self.checkpoint.manifest.save_id != ref.save_id:
             self.checkpoint.close()
             raise SaveFailed(
@@ -289,7 +288,7 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
     kept = [file for file in manifest.files if file.role != "refinement"]
     manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(directory, exclusive=False, fsync=fsync)
     for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
-        (directory / name).unlink(missing_ok=True)
+        storage_of(directory).remove(directory / name)
 
 
 def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
@@ -340,7 +339,7 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     found = list(checkpoints(directory, lambda path, error: problems.append((path, error))))
     older = set[str]().union(*(manifest.comes_after() for _, manifest in found))
     for path, error in problems:
-        saves = {entry.name[:16] for entry in path.glob("*.index")}
+        saves = {entry.name[:16] for entry in storage_of(path).entries(path) if entry.name.endswith(".index")}
         if not saves or not saves <= older:
             raise type(error)(
                 f"{error}; that checkpoint may be the newest of '{run}': restore or delete it, or name the checkpoint "

@@ -15,6 +15,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.engine import chain
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef
@@ -26,10 +27,15 @@ from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import without_effect
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst import Worst
+from dsq_ckpt.storage import references
 from dsq_ckpt.storage.atomic_io import sync_directory
+from dsq_ckpt.storage.backend import sizes
 from dsq_ckpt.storage.container import FileInfo, write_index
 from dsq_ckpt.storage.index import uncovered
+from dsq_ckpt.storage.links import holder_of
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
+from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.references import completed_meanwhile
 from dsq_ckpt.storage.runs import canonical, run_of
 from dsq_ckpt.storage.shard import Written
 from dsq_ckpt.version import __version__
@@ -81,14 +87,15 @@ def commit(
     """
     config = plan.config
     _check_complete(path, results, contents)
-    files = _data_files(context, results, contents)
-    absent = [file for file in files if _size(path / file.name) != file.size]
+    files = _data_files(path, context, results, contents)
+    found = sizes([file.path_in(path) for file in files])
+    absent = [file for file in files if found[file.path_in(path)] != file.size]
     if absent:
         raise SaveFailed(_incomplete(path, absent, results))
     index = _index(context, results, contents, plan)
     files.append(ManifestFile.of(write_index(path, context.save_id, index, config.storage.fsync), "index"))
     manifest = _manifest(path, options, context, results, plan, files)
-    flushed = _publish(path, manifest, options.overwrite, config)
+    flushed = _publish(path, manifest, options.overwrite, config, context.parent if _required(results) else None)
     _warn_of_idle(path, config, contents.tensors, context.layout.settings)
     return Committed(manifest, flushed)
 
@@ -125,7 +132,7 @@ def _written(results: Sequence[RankResult]) -> dict[ChunkKey | str, Written]:
 
 
 def _data_files(
-    context: SaveContext, results: Sequence[RankResult], contents: SaveContents
+    path: Path, context: SaveContext, results: Sequence[RankResult], contents: SaveContents
 ) -> list[ManifestFile]:
     """Return all files of the checkpoint but the index."""
     files = [ManifestFile.of(file, "own") for result in results for file in result.files]
@@ -135,8 +142,11 @@ def _data_files(
     if not required:
         return files
     assert context.parent is not None
-    known = {file.name: file for file in Manifest.read(Path(context.parent.path)).files}
-    files += [known[name].model_copy(update={"role": "ancestor"}) for name in required]
+    parent = expanded(context.parent.path)
+    known = {file.name: file for file in Manifest.read(parent).files}
+    for name in required:
+        update = {"role": "ancestor", "held_by": holder_of(known[name], parent, path)}
+        files.append(known[name].model_copy(update=update))
     return files
 
 
@@ -182,7 +192,7 @@ def _manifest(
     previous, previous_name = _previous(path, context.previous)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
-        parent=parent.save_id if parent else None, parent_name=_name_of(Path(parent.path)) if parent else None,
+        parent=parent.save_id if parent else None, parent_name=_name_of(expanded(parent.path)) if parent else None,
         previous=previous, previous_name=previous_name, depth=parent.depth + 1 if parent else 0,
         refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
         files=files, kinds=_kinds(results),
@@ -201,30 +211,32 @@ def _manifest(
 def _kinds(results: Sequence[RankResult]) -> dict[str, Sizes]:
     kinds: dict[str, Sizes] = {}
     for result in results:
-        for kind, sizes in result.kinds.items():
+        for kind, own in result.kinds.items():
             total = kinds.setdefault(kind, Sizes())
-            total.logical += sizes.logical
-            total.base += sizes.base
-            total.refinement += sizes.refinement
+            total.logical += own.logical
+            total.base += own.base
+            total.refinement += own.refinement
     return kinds
 
 
-def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig) -> bool:
+def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig, parent: ParentRef | None) -> bool:
     """Make the checkpoint visible; return whether its name is on the device.
 
     Raises:
         CheckpointExists: another save completed a checkpoint here meanwhile.
+        SaveFailed: the parent was removed meanwhile, and with it perhaps files that the checkpoint needs.
     """
+    if is_remote(path):
+        against = None if parent is None else (expanded(parent.path), parent.save_id)
+        references.publish(path, manifest, overwrite, against)
+        return True
     replaced = _replaced(path, manifest.files) if overwrite else []
     if config.storage.fsync:
         sync_directory(path)
     try:
         manifest.write(path, exclusive=not overwrite, fsync=config.storage.fsync)
     except FileExistsError as error:
-        raise CheckpointExists(
-            f"another save completed a checkpoint in '{path}' while this one was written; choose another path, or "
-            "overwrite it (overwrite=True)"
-        ) from error
+        raise CheckpointExists(completed_meanwhile(path)) from error
     except Unflushed as error:  # visible to everybody; taking it back could fail as well
         warn_safely(
             f"'{path}' is complete, but flushing its directory failed ({error.strerror}), so that a power failure "
@@ -261,6 +273,8 @@ def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], se
         f"quantize.groups: no tensor belongs to '{name}', so its settings have no effect; name layers by a rule, or "
         "pass model= for their types" for name in config.quantize.groups if name not in {*settings, *usual}
     ]
+    if is_remote(directory) and config.storage.keyframe_copies > 1:
+        texts.append("storage.replicate_keyframes: it has no effect on an object store, which keeps copies by itself")
     for text in texts:
         key = run_of(directory), text.partition(";")[0]
         if key not in _told:
@@ -274,22 +288,15 @@ def _incomplete(directory: Path, absent: Sequence[ManifestFile], results: Sequen
     wrote = {file.name: result for result in results for file in (*result.files, result.refinement) if file is not None}
     shown = []
     for file in absent[:3]:
-        size, author = _size(directory / file.name), wrote.get(file.name)
+        size, author = sizes([file.path_in(directory)])[file.path_in(directory)], wrote.get(file.name)
         notes = [f"written by rank {author.rank} on host {author.host}"] if author is not None else []
-        notes += [f"{size} of {file.size} bytes"] if size >= 0 else []
+        notes += [] if isinstance(size, OSError) else [f"{size} of {file.size} bytes"]
         shown.append(f"{file.name} ({', '.join(notes)})" if notes else file.name)
     more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
     text = f"after all ranks wrote, host {here}, which commits, lacks in '{directory}' {', '.join(shown)}{more}: "
     if any(wrote[file.name].host != here for file in absent if file.name in wrote):
         text += "the directory is not shared by all hosts; save to one that is; "
     return text + "the checkpoint was not committed"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _tied(results: Sequence[RankResult]) -> dict[str, str]:
@@ -316,7 +323,7 @@ def _previous(directory: Path, previous: ParentRef | None) -> tuple[str | None, 
     """
     if previous is None:
         return None, None
-    path = Path(previous.path)
+    path = expanded(previous.path)
     if canonical(path) == canonical(directory):
         replaced = Manifest.read(path)
         return replaced.previous, replaced.previous_name

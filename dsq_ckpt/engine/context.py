@@ -16,6 +16,7 @@ from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,6 @@ def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
 
 
 def _model(parent: ParentRef, layout: Layout) -> ParentModel:
-    with Checkpoint(Path(parent.path)) as checkpoint:
+    with Checkpoint(expanded(parent.path)) as checkpoint:
         # Codebooks of values do not fit differences, and those of other differences have other sizes.
         return ParentModel({}, {}, parent.depth) if layout.residual else checkpoint.model().usable_for(layout)

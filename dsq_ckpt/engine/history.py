@@ -25,7 +25,7 @@ from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.runs import run_of
 from dsq_ckpt.storage.shard import RecordRef
 
@@ -168,7 +168,7 @@ class SaveHistory:
                 if other.shapes is None and has_shapes(other):
                     self._complete(other)  # by another process
             if previous is not None:
-                new.previous, new.follows = previous.save_id, run_of(Path(previous.path)) == new.run
+                new.previous, new.follows = previous.save_id, run_of(expanded(previous.path)) == new.run
                 if (before := self.find(previous.save_id)) is not None:
                     self._complete(before)  # the coordinator read its manifest
             for other in self.checkpoints():
@@ -227,7 +227,7 @@ class SaveHistory:
 
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
         """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
-        run = None if path is None else run_of(local_path(path))
+        run = None if path is None else run_of(checkpoint_path(path))
         with self._lock:
             self._known[:] = [one for one in self._known if run is not None and one.run != run]
 

@@ -1,4 +1,8 @@
-"""Files that a new checkpoint has from its parent: links, and of keyframes as many copies as are asked for."""
+"""Files that a new checkpoint has from its parent: links, and of keyframes as many copies as are asked for.
+
+On an object store the manifest names the checkpoint of the run that has a file, so that only files of other runs are
+copied.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.links import NO_LINKS, copy_file, link_files
+from dsq_ckpt.storage.links import NO_LINKS, copy_file, holder_of, link_files, transfer
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 
 
@@ -28,6 +33,9 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
     Raises:
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
     """
+    if is_remote(target):
+        _copy_from_elsewhere(parent, target, names)
+        return
     if copies > 1:
         with CheckpointFiles(parent, lazy=True) as files:
             known = {file.name: file for file in files.manifest.files}
@@ -37,6 +45,13 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
             if not (target / name).exists():
                 _other_copy([holder / name for holder in holders], target / name, known[name], copies, fsync)
     link_files(parent, target, names, fsync)
+
+
+def _copy_from_elsewhere(parent: Path, target: Path, names: frozenset[str]) -> None:
+    """Copy files of a parent in another run, or on another backend, to an object store."""
+    for file in Manifest.read(parent).files:
+        if file.name in names and holder_of(file, parent, target) is None and file.path_in(parent).parent != target:
+            transfer(file.path_in(parent), target / file.name, file)
 
 
 def _newest_first(parent: Path, count: int) -> list[Path]:

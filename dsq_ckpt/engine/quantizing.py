@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from dsq_ckpt.quantization.global_sketch import build_global_sketch
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
+from dsq_ckpt.storage.paths import expanded
 
 
 @dataclass
@@ -73,7 +73,7 @@ def quantize(
     context = with_sound_parent(context, comm, workers, options.history)
     policy = all_exact if context.exact else options.policy
     if context.parent is None and context.previous is not None:
-        options.history.release_device_codes(Path(context.previous.path))
+        options.history.release_device_codes(expanded(context.previous.path))
     gradients = {
         item.key: found for item in (*local.items, *local.replicas)
         if item.kind == "weights" and (found := _gradient(item.key, local.gradients)) is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -38,7 +39,8 @@ class SaveResult:
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> SaveResult:
         """Return the result of a save that was just committed."""
-        written = manifest.bytes_in("own", "index", "refinement", "attachment") + (path / MANIFEST).stat().st_size
+        written = manifest.bytes_in("own", "index", "refinement", "attachment")
+        written += storage_of(path).size(path / MANIFEST)
         logical = sum(sizes.logical for sizes in manifest.kinds.values())
         return cls(
             path, manifest.save_id, written, logical, manifest.depth, manifest.seconds, manifest.refinement,

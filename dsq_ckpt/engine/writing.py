@@ -18,9 +18,10 @@ from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.inheritance import inherit
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FileInfo
 from dsq_ckpt.storage.manifest import Sizes
+from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.shard import ChunkRecord, ShardWriter, Written
 
 
@@ -72,7 +73,7 @@ def write_rank(
     storage = config.storage
     result, cache = RankResult(rank), ChunkCache()
     by_kind: dict[str, list[Written]] = defaultdict(list)
-    make_directory(path, storage.fsync)
+    storage_of(path).make_directory(path, storage.fsync)
     with ShardWriter(
         path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted
     ) as shard:
@@ -114,10 +115,10 @@ def write_rank(
         base_file, result.refinement, result.requires = shard.finish()
         if context.parent is not None and result.requires:
             inherit(
-                Path(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies, storage.fsync
+                expanded(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies, storage.fsync
             )
         if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
-            sync_directory(path)
+            storage_of(path).flush(path)
     result.files.append(base_file)
     for key, first in state.tied.items():
         result.written[key] = result.written[first]

@@ -13,6 +13,7 @@ import os
 import random
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -20,10 +21,12 @@ from typing import Any, NamedTuple
 import xxhash
 import zstandard
 
-from dsq_ckpt.core.regular import RegularFile, open_regular, unreadable
+from dsq_ckpt.core.regular import open_regular, unreadable
 from dsq_ckpt.core.strict_json import strict_json
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
-from dsq_ckpt.storage.atomic_io import AtomicFile, naming
+from dsq_ckpt.storage.atomic_io import naming
+from dsq_ckpt.storage.backend import storage_of
 
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
@@ -33,6 +36,7 @@ _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")
 _MAX_CONTENTS = 1 << 30
+_PIECE = 1 << 22
 _SMALL, _RATIO = 1 << 24, 1 << 10
 """Contents may be so many bytes, and so many more for each byte of the frame: few bytes cannot claim much memory."""
 
@@ -64,7 +68,7 @@ class ContainerWriter:
         self.path = directory / name
         self._hash = xxhash.xxh3_64()
         self._offset = 0
-        self._file = AtomicFile(self.path, fsync, buffering=1 << 20)
+        self._file = storage_of(self.path).create(self.path, fsync=fsync, buffering=1 << 20)
         self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0))
 
     def __enter__(self) -> ContainerWriter:
@@ -75,7 +79,7 @@ class ContainerWriter:
     ) -> None:
         self._file.discard()
         if error is not None:
-            self.path.unlink(missing_ok=True)
+            storage_of(self.path).remove(self.path)
 
     def add(self, data: bytes) -> Block:
         """Append a block."""
@@ -117,7 +121,7 @@ class ContainerReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = RegularFile(path)
+            self._file = storage_of(path).open(path)
         except OSError as error:
             raise unreadable(path, error) from error
         try:
@@ -189,7 +193,7 @@ def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: boo
     """Write the index of a checkpoint, complete or not at all."""
     data = pack_json(index)
     name = f"{save_id}.index"
-    with AtomicFile(directory / name, fsync, mark=save_id[:8]) as file:
+    with storage_of(directory).create(directory / name, fsync=fsync, mark=save_id[:8]) as file:
         file.stream.write(data)
         file.publish()
     return FileInfo(name, len(data), xxhash.xxh3_64_hexdigest(data))
@@ -236,6 +240,20 @@ def unpack_json(data: bytes, where: str) -> Any:
         raise CorruptCheckpoint(f"{where}: contents do not parse: {error}") from error
 
 
+def pieces(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file from its beginning on.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    file = storage_of(path).open(path)
+    try:
+        for start in range(0, file.size, _PIECE):
+            yield file.read(start, _PIECE)
+    finally:
+        file.close()
+
+
 def file_checksum(path: Path) -> tuple[int, str]:
     """Return size and xxh3-64 (hexadecimal) of a whole file.
 
@@ -243,8 +261,13 @@ def file_checksum(path: Path) -> tuple[int, str]:
         OSError: it cannot be read, or is no regular file.
     """
     digest, size = xxhash.xxh3_64(), 0
+    if is_remote(path):
+        for piece in pieces(path):
+            digest.update(piece)
+            size += len(piece)
+        return size, digest.hexdigest()
     with os.fdopen(open_regular(path), "rb") as file:
-        while piece := file.read(1 << 22):
+        while piece := file.read(_PIECE):
             digest.update(piece)
             size += len(piece)
     return size, digest.hexdigest()

@@ -6,7 +6,8 @@ import os
 import time
 from typing import Any
 
-from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import existing_path
 
 
@@ -25,7 +26,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     directory = existing_path(path)
     manifest = Manifest.read(directory)
-    overhead = (directory / "manifest.json").stat().st_size
+    overhead = storage_of(directory).size(directory / MANIFEST)
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
     kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
     return {

@@ -15,9 +15,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import xxhash
 
 from dsq_ckpt.coding import shuffle_decompress
-from dsq_ckpt.core.regular import read_regular, unreadable
+from dsq_ckpt.core.regular import unreadable
 from dsq_ckpt.errors import CheckpointNotFound, CodingError, CorruptCheckpoint, DSQError, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import Block, ContainerReader, file_checksum, unpack_json
 from dsq_ckpt.storage.index import check_index
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
@@ -214,7 +215,7 @@ class CheckpointFiles:
                 continue
             problem = None
             try:
-                size, checksum = file_checksum(self.directory / file.name)
+                size, checksum = file_checksum(file.path_in(self.directory))
             except OSError as error:
                 problem = f"cannot be read: {error.strerror}"
             else:
@@ -268,7 +269,7 @@ class CheckpointFiles:
         info = self.manifest.index
         path = self.directory / info.name
         try:
-            data = read_regular(path, info.size)
+            data = storage_of(path).read(path, info.size)
         except OSError as error:
             raise unreadable(path, error) from error
         if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
@@ -290,7 +291,7 @@ class CheckpointFiles:
             if name not in self._readers:
                 if name not in self._sizes:
                     raise CorruptCheckpoint(f"'{self.directory}': a record needs '{name}', which no manifest names")
-                reader = ContainerReader(self.directory / name)
+                reader = ContainerReader(self._sizes[name].path_in(self.directory))
                 try:
                     self._bind(reader, self._sizes[name])
                 except BaseException:

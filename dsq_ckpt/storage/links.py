@@ -1,4 +1,4 @@
-"""Files that several checkpoints share: hard links, and where they are not shared, copies."""
+"""Files that several checkpoints share: hard links, on object stores names of their holders, elsewhere copies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
+import xxhash
+
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.storage.atomic_io import AtomicFile, relink
-from dsq_ckpt.storage.container import file_checksum
-from dsq_ckpt.storage.manifest import ManifestFile, is_plain
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.container import file_checksum, pieces
+from dsq_ckpt.storage.manifest import Manifest, ManifestFile, is_plain
+from dsq_ckpt.storage.runs import run_of
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
 """Errors that say that a link cannot be made here, and not that anything is wrong."""
@@ -30,6 +35,10 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
         try:
             link_or_copy(source / name, target / name, fsync)
         except FileNotFoundError as error:
+            held = {file.name: file.path_in(source) for file in Manifest.read(source).files if file.held_by is not None}
+            if name in held:  # the run was copied from an object store, as it lies there
+                link_or_copy(held[name], target / name, fsync)
+                continue
             raise CorruptCheckpoint(
                 f"'{source / name}' is missing, but the new checkpoint is coded against it; "
                 "save with parent=None for a keyframe"
@@ -72,5 +81,33 @@ def copy_file(source: Path, target: Path, fsync: bool, expected: ManifestFile | 
         shutil.copyfileobj(origin, copy.stream, 1 << 22)
         copy.complete()
         if expected is not None and file_checksum(copy.hidden) != (expected.size, expected.checksum):
+            raise CorruptCheckpoint(f"'{source}' is not what was written: its checksum is wrong; nothing was copied")
+        copy.publish()
+
+
+def holder_of(file: ManifestFile, parent: Path, target: Path) -> str | None:
+    """Return the name of the checkpoint that a new one refers to for a file of its parent.
+
+    None: the new one has the file itself, by a link or a copy, as it always does on a local file system.
+    """
+    holder = file.path_in(parent).parent
+    shared = is_remote(target) and holder != target and holder.parent == run_of(target)
+    return holder.name if shared else None
+
+
+def transfer(source: Path, target: Path, expected: ManifestFile, fsync: bool = True) -> None:
+    """Copy a file between backends, complete or not at all.
+
+    Raises:
+        CorruptCheckpoint: it is not what was written.
+        OSError: it cannot be read or written.
+    """
+    digest, size = xxhash.xxh3_64(), 0
+    with storage_of(target).create(target, fsync=fsync) as copy:
+        for piece in pieces(source):
+            digest.update(piece)
+            size += len(piece)
+            copy.stream.write(piece)
+        if (size, digest.hexdigest()) != (expected.size, expected.checksum):
             raise CorruptCheckpoint(f"'{source}' is not what was written: its checksum is wrong; nothing was copied")
         copy.publish()

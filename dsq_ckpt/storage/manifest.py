@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from dsq_ckpt.config.renamed import current_keys
-from dsq_ckpt.core.regular import read_regular, unreadable
-from dsq_ckpt.core.strict_json import strict_json
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, UnsupportedFormat
-from dsq_ckpt.storage.atomic_io import AtomicFile, is_hidden, sync_directory
+from dsq_ckpt.core.regular import unreadable
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.storage.atomic_io import is_hidden
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
+from dsq_ckpt.storage.sealed import NO_CHECKSUM, checked, sealed
 
 MANIFEST = "manifest.json"
-_NO_CHECKSUM = "0" * 16
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MOST = 1 << 28
 """Bytes of a manifest: a million files."""
-_DEEP = 64
-_HEAD = re.compile(
-    rb'\s*\{\s*"format"\s*:\s*"dsq_ckpt"\s*,\s*"version"\s*:\s*(?P<version>\d{1,18})\s*,'
-    rb'(?:\s*"checksum"\s*:\s*"(?P<checksum>[0-9a-f]{16})")?'
-)
+_AT_ONCE = 16  # requests to an object store
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
 
@@ -62,6 +66,29 @@ class ManifestFile(BaseModel):
     role: Role
     contents: str | None = None
     """Checksum of a data file's table of contents, which vouches for its blocks; None in files of older versions."""
+    held_by: str | None = None
+    """Directory name of the checkpoint of the same run that the file lies in, on object stores, where files of
+    ancestors are not linked; None: it lies beside the manifest."""
+
+    @field_validator("held_by")
+    @classmethod
+    def _beside(cls, name: str | None) -> str | None:
+        if name is not None and not is_plain(name):
+            raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
+        return name
+
+    @model_validator(mode="after")
+    def _only_ancestors(self) -> ManifestFile:
+        if self.held_by is not None and self.role != "ancestor":
+            raise ValueError(f"'{self.name}' of the role '{self.role}' lies in another checkpoint")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        tree: dict[str, Any] = handler(self)
+        if self.held_by is None:
+            tree.pop("held_by", None)
+        return tree
 
     @field_validator("name")
     @classmethod
@@ -69,6 +96,10 @@ class ManifestFile(BaseModel):
         if name.startswith(".") or not is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name; a manifest may not point outside its directory")
         return name
+
+    def path_in(self, directory: Path) -> Path:
+        """Return the path of the file of the checkpoint in a directory."""
+        return (directory if self.held_by is None else directory.parent / self.held_by) / self.name
 
     @classmethod
     def of(cls, info: FileInfo, role: Role) -> ManifestFile:
@@ -119,7 +150,7 @@ class Manifest(BaseModel):
 
     format: Literal["dsq_ckpt"] = "dsq_ckpt"
     version: int = FORMAT_VERSION
-    checksum: str = _NO_CHECKSUM
+    checksum: str = NO_CHECKSUM
     """xxh3-64 of the file's bytes with sixteen zeros in this place."""
     save_id: str
     created: float = Field(ge=0, le=1e11)
@@ -224,13 +255,13 @@ class Manifest(BaseModel):
             Unflushed: it is there, but its name is not on the device.
             OSError: it cannot be written, and is not there.
         """
-        with AtomicFile(directory / MANIFEST, fsync) as file:
-            unsealed = self.model_copy(update={"checksum": _NO_CHECKSUM})
-            file.stream.write(_sealed(unsealed.model_dump_json(indent=1).encode()))
+        with storage_of(directory).create(directory / MANIFEST, fsync=fsync) as file:
+            unsealed = self.model_copy(update={"checksum": NO_CHECKSUM})
+            file.stream.write(sealed(unsealed.model_dump_json(indent=1).encode()))
             file.publish(exclusive)
             if fsync:
                 try:
-                    sync_directory(directory)
+                    storage_of(directory).flush(directory)
                 except OSError as error:
                     raise Unflushed(error.errno, error.strerror, str(directory)) from error
 
@@ -246,52 +277,17 @@ class Manifest(BaseModel):
         """
         path = directory / MANIFEST
         try:
-            text = read_regular(path, _MOST)
+            text = storage_of(path).read(path, _MOST)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFound(_missing(directory)) from error
         except OSError as error:
             raise unreadable(path, error) from error
-        tree = _checked(text, path)
+        tree = checked(text, path)
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
             first = error.errors()[0]
             raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-
-
-def _checked(text: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON of a manifest; check its version and checksum before anything else is parsed.
-
-    Raises:
-        CorruptCheckpoint, UnsupportedFormat: see `Manifest.read`.
-    """
-    head = _HEAD.match(text)
-    version = int(head["version"]) if head is not None else 0
-    if head is None or version < 1:
-        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it begins with {text[:60]!r}")
-    if version > FORMAT_VERSION:
-        raise UnsupportedFormat(
-            f"'{path}' has format version {version}, this dsq_ckpt reads up to {FORMAT_VERSION}; upgrade it"
-        )
-    stated = head["checksum"] or b""
-    if not stated or _sealed(text.replace(stated, _NO_CHECKSUM.encode(), 1)) != text:
-        raise CorruptCheckpoint(f"'{path}' does not have the checksum it states: it was altered, restore it")
-    try:
-        tree = strict_json(text)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: {error!r}") from error
-    level = [tree]
-    for _ in range(_DEEP):
-        level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
-                 if isinstance(part, dict | list)]
-    if level:  # other code walks it by recursion
-        raise CorruptCheckpoint(f"'{path}' is not a dsq_ckpt manifest: it is nested more than {_DEEP} deep")
-    return dict(tree)
-
-
-def _sealed(text: bytes) -> bytes:
-    """Return the text with its own xxh3-64 in place of the zeros, so that every byte of the file is covered."""
-    return text.replace(_NO_CHECKSUM.encode(), xxhash.xxh3_64_hexdigest(text).encode(), 1)
 
 
 def is_complete(directory: Path) -> bool:
@@ -302,7 +298,8 @@ def is_complete(directory: Path) -> bool:
     """
     path = directory / MANIFEST
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        storage_of(path).size(path)
+        return True
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -325,19 +322,40 @@ def checkpoints(
         DSQError: a manifest cannot be read, and `unreadable` is None.
     """
     found = []
+    for entry, manifest in _manifests(run):
+        if isinstance(manifest, Manifest):
+            found.append((entry, manifest))
+        elif isinstance(manifest, CheckpointNotFound):
+            pass  # it was deleted meanwhile
+        elif unreadable is None:
+            raise manifest
+        else:
+            unreadable(entry, manifest)
+    yield from _in_order(found)
+
+
+def _manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
+    """Yield the directories of a run that may be checkpoints, and the manifest of each, or why it cannot be read."""
+    if is_remote(run):
+        below = [run / entry.name for entry in storage_of(run).entries(run) if entry.directory]
+        with ThreadPoolExecutor(_AT_ONCE) as requests:
+            yield from zip(below, requests.map(_read, below), strict=True)
+        return
     for entry in run.iterdir() if run.is_dir() else ():
         if entry.name == "lost+found" or is_hidden(entry.name):  # of a file system, whose root this may be; a copy
             continue
         try:
             if is_complete(entry):
-                found.append((entry, Manifest.read(entry)))
-        except CheckpointNotFound:
-            pass  # it was deleted meanwhile
+                yield entry, Manifest.read(entry)
         except DSQError as error:
-            if unreadable is None:
-                raise
-            unreadable(entry, error)
-    yield from _in_order(found)
+            yield entry, error
+
+
+def _read(directory: Path) -> Manifest | DSQError:
+    try:
+        return Manifest.read(directory)
+    except DSQError as error:
+        return error
 
 
 def _in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
@@ -356,6 +374,8 @@ def _in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manife
 
 
 def _missing(directory: Path) -> str:
+    if is_remote(directory):
+        return _missing_remote(directory)
     if not directory.exists():
         return f"'{directory}' does not exist; name a checkpoint directory"
     if (directory / ".metadata").exists():
@@ -363,4 +383,16 @@ def _missing(directory: Path) -> str:
     inside = [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]
     if inside:
         return f"'{directory}' is a run directory, not a checkpoint; the newest checkpoint in it is '{inside[-1]}'"
+    return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"
+
+
+def _missing_remote(directory: Path) -> str:
+    entries = storage_of(directory).entries(directory)
+    if not entries:
+        return f"nothing is at '{directory}'; name a checkpoint"
+    if any(entry.name == ".metadata" for entry in entries):
+        return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint"
+    inside = [entry.name for entry in entries if entry.directory]
+    if inside:
+        return f"'{directory}' is a run, not a checkpoint; `dsq_ckpt.latest` gives the newest checkpoint in it"
     return f"'{directory}' holds no {MANIFEST}: not a dsq_ckpt checkpoint, or a save that did not complete"

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from dsq_ckpt.core.arguments import expect_path
+from dsq_ckpt.core.urls import RemotePath, is_url
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError
+
+_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://+[^/].*")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path that a user gave, with `~` and `~user` replaced by the home directory."""
-    return Path(os.path.expanduser(path))
+    """Return a path that a user gave: a URL, or a local path with `~` and `~user` replaced by the home directory.
+
+    Raises:
+        ConfigError: it is a URL without a bucket, or with "..", or one of another form.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    text = _LOCAL.sub("", os.fspath(path), count=1)
+    if not is_url(text):
+        return Path(os.path.expanduser(text))
+    if _URL.fullmatch(text) is None or ".." in text.split("/"):
+        raise ConfigError(f"path {text!r}: expected a URL such as 's3://bucket/run/step-000500', or a local directory")
+    return RemotePath(text)
 
 
 def absolute(path: Path) -> Path:
@@ -30,16 +46,30 @@ def absolute(path: Path) -> Path:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint directory that a user named, as an absolute path.
+    """Return the local checkpoint directory that a user named, as an absolute path.
 
     Raises:
         ConfigError: it is a URL, or empty, or relative to a directory that was deleted.
     """
     expect_path("path", path)
-    text = os.fspath(path)
-    if "://" in text or not text:
-        raise ConfigError(f"path {text!r}: expected a directory of the local file system")
-    return absolute(expanded(path))
+    if is_url(path) and not _LOCAL.match(str(path)):
+        raise ConfigError(f"path {str(path)!r}: expected a directory of the local file system")
+    return checkpoint_path(path)
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint directory that a user named: a URL, or an absolute path.
+
+    Raises:
+        ConfigError: it is empty, a URL of another form than expected, or relative to a directory that was deleted.
+    """
+    expect_path("path", path)
+    found = expanded(path)
+    if isinstance(found, RemotePath):
+        return found
+    if not os.fspath(path):
+        raise ConfigError(f"path {os.fspath(path)!r}: expected a directory of the local file system, or a URL")
+    return absolute(found)
 
 
 def existing_path(path: str | os.PathLike[str] | None) -> Path:
@@ -47,11 +77,11 @@ def existing_path(path: str | os.PathLike[str] | None) -> Path:
 
     Raises:
         CheckpointNotFound: it is None.
-        ConfigError: it is a URL, or empty.
+        ConfigError: it is empty.
     """
     if path is None:
         raise CheckpointNotFound(
             "no complete checkpoint: the path is None, as `dsq_ckpt.latest(run)` is for a run without one; check for "
             "None and begin a new run, or name a checkpoint directory"
         )
-    return local_path(path)
+    return checkpoint_path(path)

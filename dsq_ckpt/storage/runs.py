@@ -11,9 +11,11 @@ from itertools import islice
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import checkpoints, is_complete
-from dsq_ckpt.storage.paths import absolute, expanded
+from dsq_ckpt.storage.paths import absolute, checkpoint_path, expanded
 
 _SIBLINGS = 1000  # names that are compared with one that does not exist
 _ALIKE = 0.75
@@ -33,6 +35,12 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
         OSError: whether it exists is unknown.
     """
     directory = expanded(run)
+    if is_remote(directory):
+        if is_complete(checkpoint_path(directory)):
+            raise CheckpointNotFound(
+                f"'{directory}' is a checkpoint, not a run; name what it lies in, '{directory.parent}'"
+            )
+        return directory
     try:
         mode = os.stat(directory).st_mode
     except FileNotFoundError:
@@ -61,12 +69,11 @@ def warn_of_other(directory: Path) -> None:
     New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
     """
     runs, found = [], []
-    with suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in islice(entries, _SIBLINGS):
-            if not entry.is_dir():
-                found += [] if _BESIDE.fullmatch(entry.name) else [entry.name]
-            elif any(True for _ in checkpoints(Path(entry.path), lambda *_: None)):
-                runs.append(entry.name)
+    for entry in islice(storage_of(directory).entries(directory), _SIBLINGS):
+        if not entry.directory:
+            found += [] if _BESIDE.fullmatch(entry.name) else [entry.name]
+        elif any(True for _ in checkpoints(directory / entry.name, lambda *_: None)):
+            runs.append(entry.name)
     if runs:
         warn(
             f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{min(runs)}': "
@@ -104,7 +111,7 @@ def _lettered(name: str) -> str:
 
 def run_of(path: Path) -> Path:
     """Return the run directory of a checkpoint: the one it lies in, whatever links lead there."""
-    return Path(os.path.realpath(path.absolute().parent))
+    return path.parent if is_remote(path) else Path(os.path.realpath(path.absolute().parent))
 
 
 def canonical(path: Path) -> Path:

@@ -9,7 +9,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed, UnsupportedFormat
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    DSQError,
+    LoadFailed,
+    SaveFailed,
+    UnsupportedFormat,
+)
+from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.runs import canonical
@@ -50,9 +60,14 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
                 f"'{path}' lies in '{above}', which is a checkpoint itself and takes no other; save beside it, to "
                 f"'{above.with_name(path.name)}' for example"
             )
-    if not os.path.lexists(path):
+    if is_remote(path):
+        if attached:
+            raise SaveFailed(f"'{path}': files of DeepSpeed lie beside a checkpoint only in a local directory")
+        if not storage_of(path).entries(path):
+            return
+    elif not os.path.lexists(path):
         return
-    if not path.is_dir():
+    elif not path.is_dir():
         raise SaveFailed(f"'{path}' exists and is not a directory; choose another path for the checkpoint")
     if found := _foreign(path, attached):
         raise SaveFailed(_not_ours(path, found))
@@ -64,7 +79,7 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
 
 def _foreign(path: Path, attached: bool) -> list[str]:
     """Return the names in a directory that no save gives; none where a complete checkpoint lies."""
-    names = sorted(os.listdir(path))
+    names = sorted(entry.name for entry in storage_of(path).entries(path))
     if MANIFEST in names:
         try:
             Manifest.read(path)
@@ -121,7 +136,8 @@ class TargetDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._absent = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
+        above = () if is_remote(path) else (path, *path.parents)
+        self._absent = list(itertools.takewhile(lambda one: not one.exists(), above))
         self._since = time.time()
         self._claimed: tuple[str, Path | None] | None = None
 
@@ -140,6 +156,9 @@ class TargetDirectory:
         if self._claimed is None:
             return
         save_id, parent = self._claimed
+        if is_remote(self._path):
+            _discard_objects(self._path, save_id)
+            return
         with suppress(OSError, DSQError):
             inherited: set[str] = set()
             if parent is not None:
@@ -149,3 +168,21 @@ class TargetDirectory:
         with suppress(OSError):  # not empty: something else lives there
             for directory in self._absent:
                 directory.rmdir()
+
+
+def _discard_objects(path: Path, save_id: str) -> None:
+    """Remove the objects of a save that failed, all of which have its id; those of its parent stay where they are.
+
+    None is removed if the save may have been committed, though its last answer was lost.
+    """
+    storage = storage_of(path)
+    with suppress(CheckpointNotFound):
+        try:
+            if Manifest.read(path).save_id == save_id:
+                return
+        except (CorruptCheckpoint, LoadFailed):
+            return
+    with suppress(OSError):
+        for entry in storage.entries(path):
+            if entry.name.startswith(save_id):
+                storage.remove(path / entry.name)

@@ -143,7 +143,6 @@ def test_a_failed_background_save_raises_a_plain_error(tmp_path):
         dsq_ckpt.async_save(state, tmp_path / "1").result()
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x", ""])
-def test_paths_that_are_none(path):
+def test_an_empty_path_is_none():
     with pytest.raises(dsq_ckpt.ConfigError, match="local file system"):
-        dsq_ckpt.save({"w": noise(0)}, path)
+        dsq_ckpt.save({"w": noise(0)}, "")

@@ -305,7 +305,7 @@ def test_the_loser_of_a_race_is_told_that_the_checkpoint_exists(tmp_path, monkey
 
 def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch):
     """The checkpoint is there for everybody, but may not survive: what is older keeps its refinement."""
-    from dsq_ckpt.storage import manifest
+    from dsq_ckpt.storage import backend
 
     dsq_ckpt.save(state(), tmp_path / "1", config=CONFIG)
     flushing = {**CONFIG, "storage": {"fsync": True}}
@@ -313,7 +313,7 @@ def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch)
     def fail(directory):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(manifest, "sync_directory", fail)
+    monkeypatch.setattr(backend, "sync_directory", fail)
     with pytest.warns(UserWarning, match="flushing its directory failed"):
         dsq_ckpt.save(state(1), tmp_path / "2", config=flushing)
     monkeypatch.undo()

@@ -1,0 +1,62 @@
+"""Paths on object stores: values like any path, of which no call of the operating system can make use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PosixPath
+
+from dsq_ckpt.errors import NotLocal
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path that a user gave is a URL, such as s3://bucket/run."""
+    return isinstance(path, RemotePath) or "://" in os.fspath(path)
+
+
+class RemotePath(PosixPath):
+    """The URL of a checkpoint, of a run or of one of their files, such as s3://bucket/run/step-000500.
+
+    It is a `Path`, so that names, parents and joined paths are written once for all backends; what lies there is told
+    by `dsq_ckpt.storage.backend`. Whatever asks the operating system for such a path raises an error, so that a call
+    that works on local directories only says so.
+
+    Raises:
+        NotLocal: from any use as a path of the local file system.
+    """
+
+    def __str__(self) -> str:
+        protocol, _, rest = super().__str__().partition(":")
+        return f"{protocol}://{rest.lstrip('/')}"
+
+    def __fspath__(self) -> str:
+        raise NotLocal(f"'{self}' is a URL, and this works on local directories only: copy it with `dsq cp` first")
+
+    @property
+    def root_url(self) -> str:
+        """Protocol and bucket."""
+        return str(self if len(self.parts) <= 2 else self.parents[-1])
+
+    @property
+    def parent(self) -> RemotePath:
+        return super().parent if len(self.parts) > 2 else self
+
+    @property
+    def parents(self) -> Sequence[RemotePath]:
+        """The paths above, up to the bucket."""
+        return [above for above in super().parents if len(above.parts) >= 2]
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def is_symlink(self) -> bool:
+        return False
+
+
+class RemoteError(OSError):
+    """A request to an object store failed for a reason that says nothing about the file: access, bucket, network."""
+
+
+def is_remote(path: Path) -> bool:
+    """Return whether a path is on an object store."""
+    return isinstance(path, RemotePath)

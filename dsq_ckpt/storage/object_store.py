@@ -1,0 +1,322 @@
+"""Object stores by fsspec: s3://, gs://, az:// and whatever it has a package for.
+
+An object appears when its upload is complete, and its key is of one save, so nothing is written twice but a manifest.
+There are no links, renames and directories. Uploads go on while a rank codes; what fails for a moment is tried again,
+by fsspec's package and then here. A file system object serves all threads of a process, and none of its children.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeVar, cast
+
+from dsq_ckpt.core.urls import RemoteError, RemotePath
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
+from dsq_ckpt.storage.backend import Entry
+from dsq_ckpt.storage.read_ahead import ReadAhead
+
+_PIECE = 1 << 23
+"""Bytes that are handed to an upload at once; smaller files are sent by one request when they are complete."""
+_PIECES = 4  # waiting for an upload, after which the writer waits too
+_TRIES = 4
+_FIRST_WAIT = 0.25  # seconds
+_BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ECONNRESET, errno.ETIMEDOUT)
+# Names of classes of errors, whose packages are not imported here.
+_NETWORK = frozenset({
+    "EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "HTTPClientError", "FSTimeoutError",
+    "ServerDisconnectedError", "ServiceRequestError",
+})
+_ACCESS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ClientAuthenticationError"})
+_MOVED = getattr(errno, "EREMCHG", -1)
+_NO_BUCKET = re.compile(r"specified (?:bucket|container) does not exist|bucket not found|no such bucket")
+_T = TypeVar("_T")
+_made: dict[str, tuple[int, Any]] = {}
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class ObjectStore:
+    """The backend of all URLs."""
+
+    def entries(self, directory: Path) -> list[Entry]:
+        def listed() -> list[dict[str, Any]]:
+            system = _system(directory)
+            system.invalidate_cache()
+            found: list[dict[str, Any]] = system.ls(str(directory), detail=True)
+            return found
+
+        try:
+            found = _tried(listed, directory)
+        except FileNotFoundError:
+            return []
+        named = ((str(info["name"]).rstrip("/").rpartition("/")[2], info) for info in found)
+        return [
+            Entry(name, info["type"] == "directory", int(info.get("size") or 0), _changed(info))
+            for name, info in named
+            if name and str(info["name"]).strip("/") != _key(directory)  # a marker of the directory itself
+        ]
+
+    def size(self, file: Path) -> int:
+        info = _tried(lambda: _system(file).info(str(file)), file)
+        if info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(file))
+        return int(info["size"])
+
+    def read(self, file: Path, limit: int) -> bytes:
+        data: bytes = _tried(lambda: _system(file).cat_file(str(file)), file)
+        if len(data) > limit:
+            raise CorruptCheckpoint(
+                f"'{file}' has {len(data)} bytes, more than the {limit} that such a file may have"
+            )
+        return data
+
+    def open(self, file: Path) -> ReadAhead:
+        def fetch(start: int, stop: int) -> bytes:
+            return bytes(_tried(lambda: _system(file).cat_file(str(file), start=start, end=stop), file))
+
+        return ReadAhead(self.size(file), fetch)
+
+    def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> Upload:
+        return Upload(file)
+
+    def remove(self, file: Path) -> None:
+        with suppress(FileNotFoundError):
+            _tried(lambda: _system(file).rm_file(str(file)), file)
+
+    def make_directory(self, directory: Path, fsync: bool) -> None:
+        """Do nothing: keys need no directory."""
+
+    def flush(self, directory: Path) -> None:
+        """Do nothing: an upload that is complete is durable."""
+
+
+class Upload:
+    """An object that is being written; see `AtomicFile`. A thread sends what was written while more is made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._buffer = bytearray()
+        self._sent: Any = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[Any]] = deque()
+        self._done = False
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    @property
+    def stream(self) -> IO[bytes]:
+        """What is to be written to; it has no other method than `write`."""
+        return cast(IO[bytes], self)
+
+    def write(self, data: bytes) -> int:
+        """Append bytes.
+
+        Raises:
+            OSError: what was written before cannot be sent.
+        """
+        self._buffer += data
+        if len(self._buffer) >= _PIECE:
+            if self._thread is None:
+                self._sent = _tried(lambda: _system(self.path).open(str(self.path), "wb"), self.path)
+                self._thread = ThreadPoolExecutor(1, "dsq-upload")
+            while len(self._pending) >= _PIECES:
+                self._wait()
+            self._pending.append(self._thread.submit(self._sent.write, bytes(self._buffer)))
+            self._buffer.clear()
+        return len(data)
+
+    def complete(self) -> None:
+        """Do nothing: the object is complete when it is published."""
+
+    def publish(self, exclusive: bool = False) -> None:
+        """Send the rest; the object appears.
+
+        Args:
+            exclusive: replace nothing, as far as the store can tell; only for objects of one request.
+
+        Raises:
+            FileExistsError: with `exclusive`, there is another object of this name.
+        """
+        if self._thread is None:
+            self._put(bytes(self._buffer), exclusive)
+        else:
+            while self._pending:
+                self._wait()
+            if exclusive and _there(self.path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))
+            _once(lambda: self._sent.write(bytes(self._buffer)), self.path)
+            _once(self._sent.close, self.path)
+            self._thread.shutdown()
+        self._buffer.clear()
+        self._done = True
+
+    def discard(self) -> None:
+        """Give up the upload, unless it was published."""
+        if self._done:
+            return
+        self._done = True
+        self._buffer.clear()
+        if self._thread is None:
+            return
+        self._thread.shutdown(cancel_futures=True)
+        with suppress(Exception):  # what remains of it is for `dsq gc`, and parts for the store's own rules
+            self._sent.discard()
+        with suppress(AttributeError):
+            self._sent.closed = True  # else it would be completed when it is freed
+        with suppress(Exception):
+            _system(self.path).rm_file(str(self.path))
+
+    def _put(self, data: bytes, exclusive: bool) -> None:
+        mode = {"mode": "create"} if exclusive else {}
+        try:
+            _tried(lambda: _system(self.path).pipe_file(str(self.path), data, **mode), self.path)
+        except FileExistsError:
+            if _tried(lambda: _system(self.path).cat_file(str(self.path)), self.path) != data:  # not of a first try
+                raise
+
+    def _wait(self) -> None:
+        _once(self._pending.popleft().result, self.path)
+
+
+def _system(path: Path) -> Any:
+    """Return fsspec's file system for a URL.
+
+    Raises:
+        ConfigError: fsspec, or its package for the protocol, is not installed, or has wrong settings.
+    """
+    assert isinstance(path, RemotePath)
+    with _lock:
+        known = _made.get(path.root_url)
+        if known is not None and known[0] == os.getpid():
+            return known[1]
+        try:
+            from fsspec.core import url_to_fs
+
+            system, _ = url_to_fs(path.root_url, use_listings_cache=False, skip_instance_cache=True)
+        except (ImportError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"'{path}': this URL cannot be used ({error}); s3:// needs `pip install 'dsq_ckpt[remote]'`, other "
+                "protocols fsspec's package for them, such as gcsfs (gs://) or adlfs (az://)"
+            ) from error
+        _made[path.root_url] = os.getpid(), system
+        return system
+
+
+def _tried(call: Callable[[], _T], path: Path) -> _T:
+    """Return what a request gives, which may be made again; wait twice as long before each further try.
+
+    Raises:
+        OSError: it failed; the error names the URL, and says what to do.
+    """
+    for attempt in range(_TRIES):
+        try:
+            return call()
+        except Exception as error:
+            if attempt == _TRIES - 1 or not _may_pass(error):
+                raise _explained(error, path) from error
+        time.sleep(_FIRST_WAIT * 2**attempt * (1 + random.random()))
+    raise AssertionError("the last try returns or raises")
+
+
+def _once(call: Callable[[], _T], path: Path) -> _T:
+    """Return what a request gives that cannot be made again: a part, which fsspec's package itself sends again."""
+    try:
+        return call()
+    except Exception as error:
+        raise _explained(error, path) from error
+
+
+def _there(path: Path) -> bool:
+    try:
+        _tried(lambda: _system(path).info(str(path)), path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _names(error: BaseException | None) -> set[str]:
+    """Return the names of the classes of an error and of its causes."""
+    found: set[str] = set()
+    while error is not None:
+        found |= {kind.__name__ for kind in type(error).__mro__}
+        error = error.__cause__
+    return found
+
+
+def _may_pass(error: Exception) -> bool:
+    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+        return False
+    if _names(error) & _NETWORK:  # the package has tried long enough
+        return False
+    return isinstance(error, TimeoutError | ConnectionError) or (isinstance(error, OSError) and error.errno in _BUSY)
+
+
+def _explained(error: Exception, path: Path) -> Exception:
+    """Return the error to raise for a request that failed: an OSError that names the URL and what to do."""
+    if isinstance(error, ConfigError | RemoteError):
+        return error
+    text, names = f"{error}".strip() or type(error).__name__, _names(error)
+    low, url = text.lower(), str(path)
+    if isinstance(error, FileNotFoundError):
+        if _NO_BUCKET.search(low):
+            root = path.root_url if isinstance(path, RemotePath) else url
+            return RemoteError(errno.ENODEV, f"'{root}' does not exist ({text}): check the bucket's name", url)
+        return FileNotFoundError(errno.ENOENT, "there is no such object", url)
+    if isinstance(error, FileExistsError):
+        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url)
+    if "region" in low or getattr(error, "errno", None) == _MOVED:
+        hint = "check the region, such as AWS_DEFAULT_REGION, and the endpoint"
+        return RemoteError(errno.EINVAL, f"the bucket is in another region ({text}): {hint}", url)
+    if isinstance(error, PermissionError) or names & _ACCESS:
+        hint = "check the credentials, such as AWS_ACCESS_KEY_ID or AWS_PROFILE, and what they may do with the bucket"
+        return RemoteError(errno.EACCES, f"access is denied ({text}): {hint}", url)
+    if isinstance(error, TimeoutError | ConnectionError) or names & _NETWORK:
+        hint = "check the network and the endpoint, such as AWS_ENDPOINT_URL"
+        return RemoteError(errno.ETIMEDOUT, f"the object store does not answer ({text}): {hint}", url)
+    if isinstance(error, MemoryError):
+        return error
+    hint = "check credentials, region and endpoint, and try again"
+    return RemoteError(errno.EIO, f"a request to the object store failed ({type(error).__name__}: {text}): {hint}", url)
+
+
+def _changed(info: dict[str, Any]) -> float | None:
+    """Return when an object was written, by the names that packages of fsspec give it."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = info.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+        with suppress(ValueError):
+            if isinstance(value, str):
+                value = datetime.fromisoformat(value)
+            if isinstance(value, datetime):
+                return value.timestamp()
+    return None
+
+
+def _key(path: Path) -> str:
+    return str(path).partition("://")[2].strip("/")

@@ -1,0 +1,87 @@
+"""Ranges of a file that is far away, read in windows: a request takes as long as a megabyte."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+WINDOW = 1 << 21
+"""Bytes of a window; longer reads are requests of their own."""
+_HELD = 1 << 28
+"""Bytes of windows that a process keeps, those used last: a chain of checkpoints is read from many files at once."""
+
+
+class ReadAhead:
+    """A file that is read at any place by any thread; see `RegularFile`.
+
+    Args:
+        size: size of the file in bytes; it never changes.
+        fetch: returns the bytes from an offset up to, and without, another.
+    """
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        self.size = size
+        self._fetch = fetch
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer at the end of the file.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        stop = min(offset + size, self.size)
+        if stop <= offset:
+            return b""
+        if stop - offset > WINDOW:
+            return self._fetch(offset, stop)
+        parts = []
+        for place in range(offset // WINDOW, -(-stop // WINDOW)):
+            start = place * WINDOW
+            parts.append(self._window(place)[max(offset - start, 0) : stop - start])
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Forget what is held of the file."""
+        with _lock:
+            for key in [key for key in _windows if key[0] is self]:
+                del _windows[key]
+
+    def _window(self, place: int) -> bytes:
+        key = self, place
+        with _lock:
+            known = _windows.get(key)
+            if known is not None:
+                _windows.move_to_end(key)
+            else:
+                made: Future[bytes] = Future()
+                _windows[key] = made
+                while len(_windows) * WINDOW > _HELD:
+                    _windows.popitem(last=False)
+        if known is not None:
+            return known.result()
+        try:
+            data = self._fetch(place * WINDOW, min((place + 1) * WINDOW, self.size))
+        except BaseException as error:
+            with _lock:
+                _windows.pop(key, None)
+            made.set_exception(error)
+            raise
+        made.set_result(data)
+        return data
+
+
+_windows: OrderedDict[tuple[ReadAhead, int], Future[bytes]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """Reset a child, which lacks the threads that held the lock or were reading."""
+    global _lock
+    _lock = threading.Lock()
+    _windows.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,111 @@
+"""Checkpoints on object stores, which refer to files of their ancestors: commit, removal, and what is needed still.
+
+Nothing is locked. Two rules keep every file that a complete checkpoint needs:
+
+* A save writes its manifest, and looks then whether the manifest of its parent is still the one it was coded against.
+* Whoever removes or replaces a checkpoint removes or replaces its manifest, and looks then which files the manifests of
+  the run name. It deletes the others.
+
+So, whichever of the two comes first, either the save finds its parent gone, and takes its manifest back, or the other
+one finds the save's manifest, and keeps the files. Ancestors before the parent are named by the parent's manifest.
+Every key that holds data is of one save, and is never written again. Listings must show what was written before, as
+those of S3, Google Cloud Storage and Azure do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
+from dsq_ckpt.storage.runs import run_of
+
+
+def completed_meanwhile(path: Path) -> str:
+    """Return a message on a checkpoint that another save completed first."""
+    return (
+        f"another save completed a checkpoint in '{path}' while this one was written; choose another path, or "
+        "overwrite it (overwrite=True)"
+    )
+
+
+def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path, str] | None) -> None:
+    """Commit a checkpoint on an object store; remove what it replaces, as far as no other checkpoint needs that.
+
+    Args:
+        path: the checkpoint.
+        manifest: its manifest.
+        overwrite: replace a checkpoint at `path`.
+        parent: path and save id of the checkpoint that it is coded against.
+
+    Raises:
+        CheckpointExists: another save completed a checkpoint here meanwhile.
+        SaveFailed: the parent was removed or replaced meanwhile.
+    """
+    before = _manifest_at(path) if overwrite else None
+    try:
+        manifest.write(path, exclusive=not overwrite, fsync=False)
+    except FileExistsError as error:
+        raise CheckpointExists(completed_meanwhile(path)) from error
+    except OSError:
+        if Manifest.read(path).save_id != manifest.save_id:  # else only the answer was lost
+            raise
+    if parent is not None and parent[0] != path:
+        try:
+            found = Manifest.read(parent[0]).save_id
+            problem = None if found == parent[1] else f"was replaced by save {found}"
+        except DSQError as error:
+            problem = f"cannot be read any more ({error})"
+        if problem is not None:
+            if before is None:
+                storage_of(path).remove(path / MANIFEST)
+            else:
+                before.write(path, exclusive=False, fsync=False)
+            raise SaveFailed(
+                f"the parent checkpoint '{parent[0]}' {problem} while '{path}' was saved, and with it files may be "
+                "gone that this one needs: it was not committed; save again"
+            )
+    if before is not None:
+        remove_unneeded(path, {file.name for file in before.files if file.held_by is None})
+
+
+def _manifest_at(path: Path) -> Manifest | None:
+    with suppress(DSQError):  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
+        return Manifest.read(path)
+    return None
+
+
+def needed(run: Path) -> dict[str, set[str]]:
+    """Return the names of the files that complete checkpoints of a run need, by the directory that they lie in.
+
+    Raises:
+        DSQError: a manifest cannot be read, so any file may be needed.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, manifest in checkpoints(run):
+        for file in manifest.files:
+            found[file.held_by or path.name].add(file.name)
+    return found
+
+
+def remove_unneeded(path: Path, names: set[str]) -> list[Path]:
+    """Remove files of a checkpoint that was removed or replaced, but those that a checkpoint of the run needs.
+
+    What cannot be removed, and all if a manifest of the run cannot be read, is left to `dsq gc`, with a warning.
+
+    Returns:
+        The files that were removed.
+    """
+    removed: list[Path] = []
+    try:
+        kept = needed(run_of(path))[path.name]
+        for name in sorted(names - kept):
+            storage_of(path).remove(path / name)
+            removed.append(path / name)
+    except (DSQError, OSError) as error:
+        warn_safely(f"files of '{path}' that are not needed any more were not deleted: {error}")
+    return removed
