@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from dsq_ckpt.cli import json_files, output
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import expanded
@@ -292,8 +293,9 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Delete what interrupted saves, copies and exports left behind; say what is left, and why."""
-    from dsq_ckpt.storage import gc as collecting
+    from dsq_ckpt.storage import gc, remote_gc
 
+    collecting = remote_gc if is_remote(path) else gc
     left = collecting.left(path, older_than)
     orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
     freed = sum(orphan.bytes for orphan in orphans)
@@ -317,6 +319,18 @@ def gc(
     for entry in left:
         younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
         screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)
+
+
+@app.command()
+def rm(
+    checkpoints: Annotated[list[Path], _path("CHECKPOINT...", "Checkpoints to remove.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove checkpoints; files that others of the run need stay, and all other checkpoints load as before."""
+    from dsq_ckpt.cli import removing
+
+    removing.run(checkpoints, dry_run, as_json)
 
 
 @app.command()

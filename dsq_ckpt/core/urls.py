@@ -30,7 +30,7 @@ class RemotePath(PosixPath):
         return f"{protocol}://{rest.lstrip('/')}"
 
     def __fspath__(self) -> str:
-        raise NotLocal(f"'{self}' is a URL, and this works on local directories only: copy it with `dsq cp` first")
+        raise NotLocal(f"'{self}' is a URL, and this works on local directories only")
 
     @property
     def root_url(self) -> str:

@@ -340,7 +340,8 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
     """Return files of the overwritten checkpoint that the new one does not need."""
     kept = {file.name for file in files}
     try:
-        return [directory / file.name for file in Manifest.read(directory).files if file.name not in kept]
+        names = [file.name for file in Manifest.read(directory).files if file.name not in kept and file.held_by is None]
+        return [directory / name for name in set(names) - references.held_for_others(directory)]
     except DSQError:  # nothing is there, or nothing that says what is its own: that is for `dsq gc`
         return []
 

@@ -33,6 +33,7 @@ from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_backups, restore
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.references import held_for_others
 
 _DATA = r"[0-9a-f]{16}(?:-\d{5,}\.(?:dsq|refinement)|\.index)"
 _DATA_NAME = re.compile(_DATA)
@@ -285,7 +286,8 @@ def _unneeded(directory: Path) -> list[tuple[Orphan, float]]:
         orphan = Orphan(Path(entry.path), status.st_size, "temporary file" if temporary else reason)
         # Linking a file into a directory leaves its mtime alone and sets its ctime.
         orphans.append((orphan, max(status.st_mtime, status.st_ctime)))
-    return orphans
+    held = held_for_others(directory) if orphans else set[str]()
+    return [(orphan, changed) for orphan, changed in orphans if orphan.path.name not in held]
 
 
 def _needed_backups(directory: Path, manifest: Manifest) -> set[str]:

@@ -15,6 +15,8 @@ those of S3, Google Cloud Storage and Azure do.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
 from dsq_ckpt.storage.runs import run_of
+
+_AT_ONCE = 16
+_MOST = 1 << 28
 
 
 def completed_meanwhile(path: Path) -> str:
@@ -92,20 +97,52 @@ def needed(run: Path) -> dict[str, set[str]]:
     return found
 
 
-def remove_unneeded(path: Path, names: set[str]) -> list[Path]:
-    """Remove files of a checkpoint that was removed or replaced, but those that a checkpoint of the run needs.
+def kept(run: Path, files: Iterable[Path], but: Path) -> set[Path]:
+    """Return which of some files of a run its complete checkpoints need, one of them left out.
+
+    Raises:
+        DSQError: a manifest cannot be read, so any file may be needed.
+    """
+    others = {
+        file.path_in(path) for path, manifest in checkpoints(run) if path != but for file in manifest.files
+    }
+    return others & set(files)
+
+
+def held_for_others(directory: Path) -> set[str]:
+    """Return the names of files of a local checkpoint that manifests beside it refer to.
+
+    There are some only in a run that was copied from an object store as it lies there. Manifests that cannot be read
+    are passed over.
+    """
+    found: set[str] = set()
+    storage, run = storage_of(directory), directory.absolute().parent
+    for entry in storage.entries(run):
+        if entry.directory and entry.name != directory.name:
+            with suppress(OSError, DSQError):
+                if b'"held_by"' in storage.read(run / entry.name / MANIFEST, _MOST):
+                    files = Manifest.read(run / entry.name).files
+                    found |= {file.name for file in files if file.held_by == directory.name}
+    return found
+
+
+def remove_all(files: Iterable[Path]) -> None:
+    """Remove files, as many at a time as an object store takes requests.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as requests:
+        for _ in requests.map(lambda file: storage_of(file).remove(file), list(files)):
+            pass
+
+
+def remove_unneeded(path: Path, names: set[str]) -> None:
+    """Remove files of a checkpoint that was replaced, but those that a checkpoint of the run needs.
 
     What cannot be removed, and all if a manifest of the run cannot be read, is left to `dsq gc`, with a warning.
-
-    Returns:
-        The files that were removed.
     """
-    removed: list[Path] = []
     try:
-        kept = needed(run_of(path))[path.name]
-        for name in sorted(names - kept):
-            storage_of(path).remove(path / name)
-            removed.append(path / name)
+        remove_all(path / name for name in sorted(names - needed(run_of(path))[path.name]))
     except (DSQError, OSError) as error:
         warn_safely(f"files of '{path}' that are not needed any more were not deleted: {error}")
-    return removed

@@ -1,0 +1,87 @@
+"""Garbage on an object store: objects of interrupted saves, and of checkpoints that nobody needs any more.
+
+The rules are those of `gc`: only objects whose whole name has the form that a save gives are deleted; none that a
+manifest of the run names; none below a key with objects that are not ours, unless a manifest is there; and none before
+the youngest of them is older than `min_age_seconds`, since a save may be under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.storage import references
+from dsq_ckpt.storage.backend import Entry, storage_of
+from dsq_ckpt.storage.gc import HARMLESS, Left, Orphan, is_ours
+from dsq_ckpt.storage.manifest import MANIFEST
+from dsq_ckpt.storage.paths import expanded
+
+
+def garbage(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
+    """Find orphans in a checkpoint, or in a run and the checkpoints in it; see `gc.garbage`."""
+    return [orphan for found in _looked_at(path, min_age_seconds) if isinstance(found, list) for orphan in found]
+
+
+def collect(path: Path, min_age_seconds: float = 3600) -> list[Orphan]:
+    """Delete what `garbage` finds; returns what was deleted.
+
+    Raises:
+        OSError: an object cannot be deleted.
+    """
+    orphans = garbage(path, min_age_seconds)
+    references.remove_all(orphan.path for orphan in orphans)
+    return orphans
+
+
+def left(path: Path, min_age_seconds: float = 3600) -> list[Left]:
+    """Return what `garbage` passes over, and why."""
+    return [found for found in _looked_at(path, min_age_seconds) if isinstance(found, Left)]
+
+
+def _looked_at(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Left]:
+    """Yield, for each directory, its orphans, or why they are left.
+
+    Raises:
+        CheckpointNotFound: nothing is there.
+    """
+    path = expanded(path)
+    here = storage_of(path).entries(path)
+    if not here:
+        raise CheckpointNotFound(f"nothing is at '{path}'; name a run or a checkpoint")
+    below = [path / entry.name for entry in here if entry.directory]
+    listed = {path: here, **{one: storage_of(one).entries(one) for one in below}}  # before manifests are read
+    run = path if below else path.parent
+    try:
+        needed = references.needed(run)
+    except DSQError as error:
+        yield Left(run, f"a manifest cannot be read, so any object may be needed: {error}", False)
+        return
+    for directory, entries in listed.items():
+        names = {entry.name for entry in entries}
+        ours = [entry for entry in entries if is_ours(entry.name) and not entry.directory]
+        kept = needed.get(directory.name, set()) if directory.parent == run else set[str]()
+        unneeded = [entry for entry in ours if entry.name not in kept]
+        others = sorted(
+            entry.name for entry in entries
+            if not (entry.directory or entry in ours or entry.name == MANIFEST or HARMLESS.fullmatch(entry.name))
+        )
+        if not unneeded:
+            continue
+        if MANIFEST not in names and others:
+            yield Left(
+                directory, f"without a manifest, but with objects that are not ours, such as '{others[0]}': delete it "
+                "by hand if nothing in it is needed", False,
+            )
+        elif any(_young(entry, min_age_seconds) for entry in unneeded):
+            yield Left(directory, "its objects are too young: a save may be under way", True)
+        else:
+            reason = "not in a manifest" if MANIFEST in names or kept else "save did not complete"
+            yield sorted(Orphan(directory / entry.name, entry.size, reason) for entry in unneeded)
+
+
+def _young(entry: Entry, min_age_seconds: float) -> bool:
+    if entry.changed is None:  # the store does not tell
+        return min_age_seconds > 0
+    return time.time() - entry.changed < min_age_seconds

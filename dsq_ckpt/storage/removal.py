@@ -1,0 +1,82 @@
+"""Removal of a checkpoint: its manifest first, then what no other checkpoint of the run needs.
+
+Locally every checkpoint has links of its own to the files that it needs, so all files of the removed one go. On an
+object store others may refer to them (`references`); then they stay, until the last of these is removed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.storage import references
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.paths import existing_path
+from dsq_ckpt.storage.runs import canonical
+
+
+class Removed(NamedTuple):
+    """The result of a removal.
+
+    Attributes:
+        path: the checkpoint.
+        files: its files that were deleted, but for the manifest, or would be.
+        bytes: bytes of these files.
+        kept: its files that other checkpoints of the run need.
+    """
+
+    path: Path
+    files: list[Path]
+    bytes: int
+    kept: list[Path]
+
+
+def remove(path: Path, dry_run: bool = False) -> Removed:
+    """Remove a checkpoint; every other one stays complete.
+
+    Args:
+        path: a complete checkpoint.
+        dry_run: say what would be removed, remove nothing.
+
+    Raises:
+        CheckpointNotFound, CorruptCheckpoint: there is no checkpoint, or its manifest cannot be read.
+        ConfigError: DeepSpeed's file `latest` names it.
+        DSQError: the manifest of another checkpoint of the run cannot be read, so any file may be needed.
+        OSError: a file cannot be removed; `dsq gc` removes the rest.
+    """
+    path = canonical(existing_path(path))
+    if path.is_symlink():
+        raise ConfigError(f"'{path}' is a link to a checkpoint; name the checkpoint itself")
+    manifest, storage = Manifest.read(path), storage_of(path)
+    _refuse_latest(path)
+    if is_remote(path):
+        references.needed(path.parent)  # before anything is removed: all manifests can be read
+    if not dry_run:
+        storage.remove(path / MANIFEST)
+        storage.flush(path)
+    named = {file.path_in(path): file.size for file in manifest.files}
+    if is_remote(path):
+        kept = references.kept(path.parent, named, but=path)
+    else:
+        kept = {file for file in named if file.parent != path}
+        kept |= {path / name for name in references.held_for_others(path)} & set(named)
+    gone = {file: size for file, size in named.items() if file not in kept}
+    if not dry_run:
+        references.remove_all(gone)
+        if not is_remote(path):
+            with suppress(OSError):  # not empty: something else lives there
+                path.rmdir()
+    return Removed(path, sorted(gone), sum(gone.values()), sorted(kept))
+
+
+def _refuse_latest(path: Path) -> None:
+    """Refuse a tag that DeepSpeed would load next."""
+    if is_remote(path):
+        return
+    with suppress(OSError):
+        if (path.parent / "latest").read_text().strip() == path.name:
+            raise ConfigError(f"'{path.parent / 'latest'}' names '{path.name}' for DeepSpeed to load; change it first")

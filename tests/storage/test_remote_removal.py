@@ -1,0 +1,210 @@
+"""Removal and garbage on object stores: nothing goes that a complete checkpoint needs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dsq_ckpt
+from dsq_ckpt.cli import app
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.storage import remote_gc
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.removal import remove
+
+
+def state_of(step: int) -> dict:
+    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    moved = torch.randn(256, 256, generator=torch.Generator().manual_seed(step))
+    return {"w": values + 0.01 * step * moved, "step": step}
+
+
+def chain(run: str, length: int) -> list:
+    for step in range(1, length + 1):
+        dsq_ckpt.save(state_of(step), f"{run}/step-{step}")
+    return [checkpoint_path(f"{run}/step-{step}") for step in range(1, length + 1)]
+
+
+def loaded(path) -> dict:
+    found: dict = {}
+    dsq_ckpt.load(found, path, refinement=False)
+    return found
+
+
+def names_in(path) -> set[str]:
+    return {entry.name for entry in storage_of(path).entries(path)}
+
+
+def put(path, data: bytes = b"x") -> None:
+    with storage_of(path).create(path, fsync=False) as file:
+        file.stream.write(data)
+        file.publish()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_checkpoints_are_removed_in_any_order(order, tmp_path):
+    paths = chain(f"memory://{tmp_path.name}/run", 3)
+    values = [loaded(path) for path in paths]
+    left = dict(zip(paths, values, strict=True))
+    for number in order:
+        remove(paths[number])
+        del left[paths[number]]
+        for path, value in left.items():
+            assert torch.equal(loaded(path)["w"], value["w"])
+        with pytest.raises(CheckpointNotFound):
+            loaded(paths[number])
+    assert not any(names_in(path) for path in paths)
+
+
+def test_a_removal_says_what_stays(store):
+    paths = chain(f"{store}/run", 3)
+    tried = remove(paths[0], dry_run=True)
+    assert loaded(paths[0])
+    done = remove(paths[0])
+    assert tried == done
+    assert [file.name for file in done.kept] == [
+        file.name for file in Manifest.read(paths[2]).files if file.held_by == "step-1"
+    ]
+    assert names_in(paths[0]) == {file.name for file in done.kept}
+    assert dsq_ckpt.latest(f"{store}/run") == str(paths[2])
+    # the run goes on, and the last one that needs the files of the first takes them along
+    dsq_ckpt.forget()
+    dsq_ckpt.load({}, paths[2])
+    chained = dsq_ckpt.save(state_of(4), f"{store}/run/step-4")
+    assert chained.depth == 3
+    for path in (*paths[1:], chained.path):
+        remove(path)
+    assert storage_of(paths[0]).entries(paths[0].parent) == []
+
+
+def test_the_command(store):
+    paths = chain(f"{store}/run", 3)
+    result = CliRunner().invoke(app, ["rm", "--json", str(paths[0]), str(paths[2])])
+    assert result.exit_code == 0, result.output
+    first, last = json.loads(result.stdout)
+    assert (len(first["kept"]), len(last["kept"])) == (1, 2)
+    assert loaded(paths[1])["step"] == 2
+    result = CliRunner().invoke(app, ["rm", str(paths[1])])
+    assert result.exit_code == 0, result.output
+    assert "4 file(s)" in result.output or "3 file(s)" in result.output
+    assert CliRunner().invoke(app, ["rm", str(paths[1])]).exit_code == 1
+
+
+def test_nothing_is_removed_while_a_manifest_cannot_be_read(store):
+    paths = chain(f"{store}/run", 3)
+    put(paths[1] / MANIFEST, b"{}")
+    with pytest.raises(CorruptCheckpoint, match="step-2"):
+        remove(paths[0])
+    assert loaded(paths[2])["step"] == 3
+    assert not remote_gc.collect(paths[0].parent, 0)
+    (left,) = remote_gc.left(paths[0].parent, 0)
+    assert "any object may be needed" in left.reason
+
+
+def test_local_checkpoints_are_removed_too(tmp_path):
+    paths = chain(str(tmp_path / "run"), 3)
+    values = loaded(paths[2])
+    done = remove(paths[0])
+    assert not done.kept
+    assert not paths[0].exists()
+    (paths[1] / "notes.txt").write_text("mine")
+    remove(paths[1])
+    assert [entry.name for entry in paths[1].iterdir()] == ["notes.txt"]
+    assert torch.equal(loaded(paths[2])["w"], values["w"])
+
+
+def test_links_and_the_tag_that_deepspeed_loads_are_refused(tmp_path):
+    (path,) = chain(str(tmp_path / "run"), 1)
+    (tmp_path / "run" / "linked").symlink_to("step-1")
+    with pytest.raises(ConfigError, match="is a link"):
+        remove(tmp_path / "run" / "linked")
+    (tmp_path / "run" / "latest").write_text("step-1\n")
+    with pytest.raises(ConfigError, match="change it first"):
+        remove(path)
+    assert loaded(path)
+
+
+def test_garbage_is_what_no_manifest_names(store):
+    paths = chain(f"{store}/run", 3)
+    storage = storage_of(paths[0])
+    storage.remove(paths[0] / MANIFEST)  # as by other means than `dsq rm`: two checkpoints need its base file
+    put(paths[2] / "0123456789abcdef-00000.dsq")
+    put(paths[2] / "mine.txt")
+    put(checkpoint_path(f"{store}/run/killed/0123456789abcdef-00001.dsq"))
+    put(checkpoint_path(f"{store}/run/else/0123456789abcdef-00001.dsq"))
+    put(checkpoint_path(f"{store}/run/else/photo.jpg"))
+    run = paths[0].parent
+    assert remote_gc.garbage(run) == []  # too young
+    assert {left.path.name for left in remote_gc.left(run) if left.young} == {"step-1", "step-3", "killed"}
+    result = CliRunner().invoke(app, ["gc", "--older-than", "0s", str(run)])
+    assert result.exit_code == 0, result.output
+    assert "photo.jpg" in result.output
+    assert "killed/0123456789abcdef-00001.dsq" in result.output
+    assert len(names_in(paths[0])) == 1
+    assert "mine.txt" in names_in(paths[2])
+    assert not names_in(run / "killed")
+    assert len(names_in(run / "else")) == 2
+    for path in paths[1:]:
+        assert loaded(path)["w"].shape == (256, 256)
+    assert not remote_gc.garbage(run, 0)
+
+
+def test_garbage_of_one_checkpoint(store):
+    paths = chain(f"{store}/run", 2)
+    storage_of(paths[0]).remove(paths[0] / MANIFEST)
+    removed = remote_gc.collect(paths[0], 0)
+    assert {orphan.path.name.rpartition(".")[2] for orphan in removed} == {"index", "refinement"}
+    assert loaded(paths[1])["step"] == 2
+    with pytest.raises(CheckpointNotFound, match="nothing is at"):
+        remote_gc.garbage(checkpoint_path(f"{store}/nowhere"))
+
+
+@pytest.mark.parametrize("when", ["before the commit", "after the commit"])
+def test_a_removal_beside_a_save(store, monkeypatch, when):
+    """Whichever comes first: the save fails, or its checkpoint has all that it needs."""
+    paths = chain(f"{store}/run", 2)
+    written = Manifest.write
+
+    def write(self, directory, **options):
+        monkeypatch.setattr(Manifest, "write", written)
+        if when == "before the commit":
+            remove(paths[1])
+        written(self, directory, **options)
+
+    monkeypatch.setattr(Manifest, "write", write)
+
+    def save():
+        return dsq_ckpt.save(state_of(3), f"{store}/run/step-3")
+
+    if when == "before the commit":
+        with pytest.raises(SaveFailed, match="save again"):
+            save()
+        assert dsq_ckpt.latest(f"{store}/run") == str(paths[0])
+    else:
+        result = save()
+        remove(paths[1])
+        assert loaded(result.path)["step"] == 3
+
+
+def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
+    import fsspec
+
+    chain(f"{store}/run", 3)
+    system, root = fsspec.core.url_to_fs(f"{store}/run", skip_instance_cache=True)
+    system.get(root, str(tmp_path / "run"), recursive=True)
+    paths = [tmp_path / "run" / f"step-{step}" for step in (1, 2, 3)]
+    value = loaded(paths[2])["w"]
+    done = remove(paths[0])
+    assert len(done.kept) == 1
+    result = CliRunner().invoke(app, ["gc", "--older-than", "0s", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    dsq_ckpt.save(state_of(9), paths[1], overwrite=True, parent=None)
+    assert torch.equal(loaded(paths[2])["w"], value)
+    remove(paths[2])
+    assert loaded(paths[1])["step"] == 9
