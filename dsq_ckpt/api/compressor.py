@@ -179,7 +179,8 @@ class Compressor:
             extra: more to save, e.g. the step or the state of a scheduler.
             overwrite: replace a complete checkpoint at `path`.
             pinned: keep its refinement layer for good.
-            background: return when codes are there; entropy coding and files follow in a thread.
+            background: return when the search is done, or the state is copied (see `async_save`); the rest follows in
+                a thread.
 
         Returns:
             What was written, as of `dsq_ckpt.save`; with `background` a future of it, whose `result()` raises what the

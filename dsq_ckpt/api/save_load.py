@@ -185,11 +185,11 @@ def async_save(
     processes: bool = False,
     history: SaveHistory | None = None,
 ) -> Future[SaveResult]:
-    """Save in the background; training goes on as soon as the codes are there.
+    """Save in the background; training goes on as soon as the state is copied, or quantized.
 
-    The call returns after sketch, quantization and the copy of what is stored exactly; entropy coding and files follow
-    in a thread on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the
-    one before it.
+    The configuration's `storage.stage` chooses what the call waits for: by default it copies a state on the CPU, in
+    memory that is kept for the next save, and quantizes one on a GPU, or with `processes`. All else follows in a thread
+    on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the one before it.
 
     Returns:
         A future of what `save` returns; its `result()` raises what the save raised.
@@ -235,16 +235,19 @@ def save_async_with(
     if no_dist:
         silence()
     writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=group, processes=processes)
+    planner = NestedSavePlanner()
     with plain_errors(SaveFailed, comm.rank), explain_exit():
         response = dcp.async_save(
-            state_dict, storage_writer=writer, planner=NestedSavePlanner(), async_checkpointer_type=kind,
-            no_dist=no_dist, process_group=group,
+            state_dict, storage_writer=writer, planner=planner, async_checkpointer_type=kind, no_dist=no_dist,
+            process_group=group,
         )
     inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     outer: Future[SaveResult] = Future()
 
     def pass_on(done: Future[Any]) -> None:
         error = done.exception()
+        planner.state_dict = {}  # the ending thread keeps planner and copy, whose memory the next save needs
+        writer.release()
         if isinstance(error, CheckpointException):
             writer.discard()
             plain = plain_error(error, SaveFailed, None if processes else comm.rank)

@@ -373,6 +373,7 @@ def bench(
         typer.Option("--dir", parser=expanded, metavar="PATH", help="Where to write; default: a temporary directory."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
+    stall: Annotated[bool, typer.Option("--stall", help="Only how long training waits for async_save.")] = False,
     json_file: Annotated[Path | None, typer.Option(
         "--json", parser=expanded, metavar="PATH", help="Write the result to this file too."
     )] = None,
@@ -381,7 +382,7 @@ def bench(
     from dsq_ckpt.cli import benchmark
 
     where = directory or Path(tempfile.gettempdir())
-    result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats)
+    result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats, stall_only=stall)
     benchmark.print_bench(result, output.console())
     if json_file is not None:
         json_files.write(json_file, result)

@@ -25,6 +25,7 @@ from rich.table import Table
 from dsq_ckpt import kernels
 from dsq_ckpt.api import save_load as api
 from dsq_ckpt.cli.bench_coding import COUNT, STREAMS, coding_work
+from dsq_ckpt.cli.bench_stall import STALL, stalls
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.coding import RansCoder, _native
@@ -47,6 +48,7 @@ _TARGETS = {  # name: (target, whether more is better)
     "load after 32 deltas / dcp.load": (2.0, False),
     "load keyframe, cold / dcp.load, cold": (1.0, False),
     "save memory / fp32 bytes": (0.6, False),
+    f"{STALL} / of dcp.async_save": (1.0, False),
 }
 
 _DEPTHS = (8, 32)
@@ -60,7 +62,9 @@ _CODER_TARGETS = {  # of its paths with vectors
 }
 
 
-def run_bench(parameters: int, threads: int, directory: Path, moments: bool = True, repeats: int = 5) -> dict[str, Any]:
+def run_bench(
+    parameters: int, threads: int, directory: Path, moments: bool = True, repeats: int = 5, stall_only: bool = False
+) -> dict[str, Any]:
     """Run everything; returns medians, spreads and the machine, ready for JSON.
 
     Args:
@@ -69,13 +73,17 @@ def run_bench(parameters: int, threads: int, directory: Path, moments: bool = Tr
         directory: where checkpoints are written, so on the disk that is to be measured.
         moments: whether the state holds Adam's moments.
         repeats: runs per figure.
+        stall_only: only measure how long training waits for asynchronous saves.
     """
     rows: dict[str, dict[str, float]] = {}
-    _kernels(min(parameters, 25_000_000), repeats, rows)
-    _coding(max(repeats, 15), rows)
-    _clustering(repeats, rows)
+    if not stall_only:
+        _kernels(min(parameters, 25_000_000), repeats, rows)
+        _coding(max(repeats, 15), rows)
+        _clustering(repeats, rows)
     for with_moments in (False, True) if moments else (False,):
-        _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
+        if not stall_only:
+            _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
+        _stalls(parameters, with_moments, threads, directory, repeats, rows)
     return {
         "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
@@ -214,6 +222,19 @@ def _checkpoints(
     for name in seconds:
         rows[f"{name}, s{suffix}"] = _summary(seconds[name][1:])
     rows[f"save memory / fp32 bytes{suffix}"] = _summary(memory[1:])
+
+
+def _stalls(
+    parameters: int, moments: bool, threads: int, directory: Path, repeats: int, rows: dict[str, dict[str, float]]
+) -> None:
+    state = synthetic_state(parameters, moments)
+    config = DSQConfig().with_values(**{"storage.threads": threads})
+    directory.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = stalls((state, _drift(state, 1)), config, directory, repeats)
+    suffix = " (weights + moments)" if moments else ""
+    rows.update({name + suffix: _summary(values) for name, values in found.items()})
 
 
 def synthetic_state(parameters: int, moments: bool) -> dict[str, torch.Tensor]:

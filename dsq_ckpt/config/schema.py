@@ -228,7 +228,9 @@ class StorageConfig(_Strict):
     on_device: StrictBool = Field(
         True, description="quantize CUDA tensors on their GPU; false: copy them to the host first"
     )
-
+    stage: Literal["auto", "copy", "quantize"] = Field(
+        "auto", description="what training waits for in an asynchronous save; auto: the shorter one that memory allows"
+    )
     replicate_keyframes: StrictBool | Annotated[int, Field(ge=1, le=8)] = Field(
         False, description="files that all deltas of a chain need exist in two copies (true), or in so many"
     )

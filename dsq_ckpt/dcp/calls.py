@@ -1,7 +1,7 @@
 """Arguments of the DCP call that a stager or writer works for, read from the stack.
 
 DCP passes the state dict to a stager and nothing else, though how it may be staged depends on the planner and the group
-of the save. The arguments found here select one of two ways of staging that give the same checkpoint, and let wrong
+of the save. The arguments found here select one of the ways of staging, which give the same checkpoint, and let wrong
 calls fail early. Where a later torch hides the call, the state dict is copied, which works without them.
 
 Nor does it pass the planner to the methods of a writer that plan, although plans that the planner cached are empty.
@@ -25,6 +25,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dsq_ckpt.dcp.nested import NestedSavePlanner
+from dsq_ckpt.errors import SaveFailed
+
+NO_COLLECTIVES = (
+    "use_collectives=False lets every rank save a checkpoint of its own: leave it out, or save with no_dist=True, each "
+    "rank to a directory of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,23 @@ class AsyncCall:
             )
         except KeyError:  # another version's names
             return None
+
+    def check(self, no_dist: bool) -> None:
+        """Check, on all ranks alike, that the call can work; before anything is done.
+
+        Args:
+            no_dist: the writer's argument.
+
+        Raises:
+            SaveFailed: it cannot.
+        """
+        alone = self.no_dist or no_dist
+        if not self.use_collectives and not alone and len(ranks_of(self.process_group)) > 1:
+            raise SaveFailed(NO_COLLECTIVES)
+        if self.processes and alone and len(ranks_of(None)) > 1:
+            raise SaveFailed(
+                "no_dist=True, but DCP's background process is started by all ranks together; save in a thread"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,16 @@ def _locals_of(code: CodeType) -> Mapping[str, Any] | None:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return None if frame is None else frame.f_locals
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a process group, as ranks of the default group; [0] if torch.distributed is not in use."""
+    return dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return the rank of this process in a group; 0 if torch.distributed is not in use."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def plans_by_default(planner: SavePlanner | None) -> bool:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dsq_ckpt.config.schema import TensorConfig
-from dsq_ckpt.core.nesting import Nesting
-from dsq_ckpt.core.subclasses import object_named
+from dsq_ckpt.dcp.calls import AsyncCall
+from dsq_ckpt.dcp.copies import rebuilt
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.engine.chunks import QuantizedChunk
 from dsq_ckpt.engine.consistency import RankSettings
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.history import Outline, SaveHistory
+from dsq_ckpt.engine.history import ChunkCache, Outline, SaveHistory
 from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.errors import SaveFailed
@@ -95,6 +93,16 @@ class StagedCopy:
     failure: str | None
     process: int = field(default_factory=os.getpid)
 
+    @classmethod
+    def begun(
+        cls, call: AsyncCall | None, save_id: str, history: SaveHistory, path: Path, failure: str | None
+    ) -> StagedCopy:
+        """Return the save to `path` that a call begins; None: the call is not known."""
+        made = cls(save_id, None if call is None else call.process_group, history, history.outline(), failure)
+        if call is None or call.processes:  # this process learns in no other way what was saved
+            history.add_pending(path, save_id, ChunkCache())
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "group": None}  # groups do not cross processes
 
@@ -108,17 +116,6 @@ class StagedCopy:
             raise SaveFailed(f"the state dict cannot be copied for a save in the background: {self.failure}")
         if self.process != os.getpid():
             self.history.adopt(self.known)
-
-
-def copied(state_dict: dict[str, Any], shared: bool) -> dict[str, Any]:
-    """Return a copy of a state dict on the CPU, in shared memory if it is for another process; made by DCP's stager."""
-    stager = DefaultStager(StagingOptions(
-        use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
-    ))
-    try:
-        return stager.stage(state_dict)  # type: ignore[return-value]
-    finally:
-        stager.close()
 
 
 class StagedTensor(torch.Tensor):
@@ -171,20 +168,16 @@ def staged_state_dict(
     state_dict: dict[str, Any], items: list[WriteItem], payloads: dict[ChunkKey, Payload]
 ) -> dict[str, Any]:
     """Return the state dict with every tensor replaced by its staged chunks and every object copied."""
-    flat, mappings = flatten_state_dict(state_dict)
     by_name: dict[str, list[WriteItem]] = {}
     for item in items:
         if item.tensor_data is not None:
             by_name.setdefault(item.index.fqn, []).append(item)
-    staged: dict[str, Any] = {}
-    for fqn, value in flat.items():
-        if isinstance(value, torch.Tensor):  # without items where another rank writes it: its place must remain
-            mine = by_name.get(fqn, [])
-            staged[fqn] = StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
-        else:
-            with object_named(fqn):
-                staged[fqn] = copy.deepcopy(value)
-    return Nesting.of(state_dict, mappings).nested(staged)
+
+    def codes(fqn: str, value: torch.Tensor) -> StagedTensor:
+        mine = by_name.get(fqn, [])  # none where another rank writes it: its place must remain
+        return StagedTensor(value.size(), value.dtype, mine, [payloads[key_of(item)] for item in mine])
+
+    return rebuilt(state_dict, lambda flat: {fqn: codes(fqn, value) for fqn, value in flat.items()})
 
 
 def staged_payloads(items: list[SaveItem], plan: QuantizationPlan) -> QuantizedState:
@@ -217,6 +210,12 @@ def staged_payloads(items: list[SaveItem], plan: QuantizationPlan) -> QuantizedS
 
 def _tensor(payload: ExactCopy) -> torch.Tensor:
     return payload.tensor
+
+
+def refuse_mixed(alike: int, ranks: int) -> None:
+    """Refuse a save that some ranks staged and others did not."""
+    if alike != ranks:
+        raise SaveFailed("some ranks called dcp.async_save and others dcp.save: all must call the same")
 
 
 def check_arrival(staged: Sequence[frozenset[ChunkKey | str]], plans: Sequence[SavePlan]) -> None:

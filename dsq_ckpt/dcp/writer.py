@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,17 +23,24 @@ from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
-from dsq_ckpt.dcp.calls import AsyncCall
+from dsq_ckpt.dcp.calls import NO_COLLECTIVES, AsyncCall, rank_in, ranks_of
+from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead, release_spare
 from dsq_ckpt.dcp.items import check_promised, contents_of, objects_of, write_results
 from dsq_ckpt.dcp.planner_data import planner_json
 from dsq_ckpt.dcp.plans import items_beside, items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.quantized_staging import stage_codes
-from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, copied, staged_payloads
-from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, gather_from_all_ranks
+from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, refuse_mixed, staged_payloads
+from dsq_ckpt.distributed.comm import (
+    Communicator,
+    SingleProcess,
+    communicator,
+    gather_from_all_ranks,
+    run_on_all_ranks,
+)
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
+from dsq_ckpt.engine.history import SaveHistory, default_history
 from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.pipeline import SavePipeline
@@ -45,6 +52,7 @@ from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
 
 class DSQStorageWriter(StorageWriter):
@@ -108,6 +116,7 @@ class DSQStorageWriter(StorageWriter):
         self._save: SavePipeline | None = None
         self._written: SavePipeline | None = None
         """The save whose files were written last; `stage` may have begun another one since."""
+        self._copy: dict[str, Any] = {}
         self._staged: StagedCodes | StagedCopy | None = None
         self._rank = 0
         self._used: str | None = None
@@ -121,7 +130,7 @@ class DSQStorageWriter(StorageWriter):
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
         options = replace(self._options, policy=as_configured) if staged else self._options
-        left = {"_group": None, "_cached": None, "async_call": None}
+        left: dict[str, Any] = {"_group": None, "_cached": None, "_copy": {}, "async_call": None}
         return {**self.__dict__, **left, "_options": options, "_gradients": gradients}
 
     @property
@@ -157,9 +166,9 @@ class DSQStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         began_at(self._line)
         if not kwargs.get("use_collectives", True) and not self.no_dist and len(ranks_of(self._group)) > 1:
-            raise SaveFailed(_NO_COLLECTIVES)
+            raise SaveFailed(NO_COLLECTIVES)
         rank = kwargs.get("rank")
-        self._rank = rank if rank is not None else _rank_in(self._group)
+        self._rank = rank if rank is not None else rank_in(self._group)
         self._written = None
         if self._staged is None:  # else `stage` began the save
             self._save = self._begin()
@@ -190,12 +199,12 @@ class DSQStorageWriter(StorageWriter):
                     "process_group of the save, and no_dist if that is given to DCP"
                 )
             arriving = [offer.content for offer in offers if isinstance(offer.content, frozenset)]
-            _refuse_mixed(len(arriving), len(plans))
+            refuse_mixed(len(arriving), len(plans))
             check_arrival(arriving, plans)
             context = self._pipeline.resume(context)
         else:
             layouts = [offer.content for offer in offers if isinstance(offer.content, Layout)]
-            _refuse_mixed(len(layouts), len(plans))
+            refuse_mixed(len(layouts), len(plans))
             if (agreed := found.agreed()) is not None:
                 layouts = [agreed]
             else:  # a planner may give other names in its global plan, and other ranks may have other tensors
@@ -297,10 +306,10 @@ class DSQStorageWriter(StorageWriter):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict that training can no longer change.
 
-        Where the save is known to be planned as DCP does it by default, tensors are sketched and quantized here, which
-        is collective over the writer's process group, and entropy coding and files are left to the background. Any
-        other planner must see the tensors themselves: then this makes a copy, and all else is done in the background
-        as in a synchronous save.
+        Where the save is known to be planned as DCP does it by default, `storage.stage` says how: tensors are copied,
+        and all else is done in the background as in a synchronous save; or they are sketched and quantized here, which
+        is collective over the writer's process group, and coded and written in the background. Any other planner must
+        see the tensors themselves, so these are copied.
 
         Raises:
             CheckpointExists: a complete checkpoint is there and is not to be overwritten; on other ranks SaveFailed.
@@ -310,10 +319,10 @@ class DSQStorageWriter(StorageWriter):
             raise SaveFailed(
                 "this writer's last asynchronous save is not written, or failed; use a new DSQStorageWriter for each"
             )
-        self._line = calling_line()
+        self._line, self._copy = calling_line(), {}
         call = self.async_call or AsyncCall.of_stack()
         if call is not None:
-            self._check(call)
+            call.check(self.no_dist)
             if call.processes:
                 replace_dead(communicator(None))
         alone = self.no_dist or (call is not None and call.no_dist)
@@ -321,52 +330,62 @@ class DSQStorageWriter(StorageWriter):
         if comm is None and call is not None and ranks_of(self._group) == ranks_of(call.process_group):
             comm = communicator(self._group)
         save_id = uuid.uuid4().hex[:16]
+        searches = self._options.policy is not as_configured
 
-        def given() -> tuple[RankSettings, bool, str]:
+        def given() -> tuple[RankSettings, str, bool, CopyCost | None]:
             if call is not None and call.checkpoint_id is not None:
                 self.path = checkpoint_path(call.checkpoint_id)
             self._save = self._begin()
-            return self._save.settings, call is not None and call.default_planner, save_id
+            if comm is not None and comm.rank == 0:
+                refuse_checkpoint(self._save.path, self._options.overwrite)
+            default = call is not None and call.default_planner
+            return self._save.settings, save_id, default, None if searches else CopyCost.of(state_dict)
 
         found = gather_from_all_ranks(comm or SingleProcess(), given)
         refuse_different([settings for settings, *_ in found])
         if comm is not None:
-            if all(default for _, default, _ in found):  # ranks with different planners must not part here
-                staged, self._staged = stage_codes(state_dict, self._pipeline, self._gradients, comm)
-                return staged
-            save_id = found[0][2]
-        if self._options.policy is not as_configured:
+            save_id = found[0][1]
+        if comm is not None and all(default for *_, default, _ in found):  # others must not part from these here
+            processes = call is not None and call.processes
+            if copies_instead(self.config.storage.stage, [cost for *_, cost in found], processes, comm.rank):
+                copy = run_on_all_ranks(comm, lambda: self._copied(copied_by_name, state_dict))
+                return self._leave(copy, call, save_id)
+            release_spare()
+            staged, self._staged = stage_codes(state_dict, self._pipeline, self._gradients, comm)
+            return staged
+        if searches:
             raise SaveFailed(
                 "a search evaluates the model on the training thread, before DCP plans, which is possible only with "
                 "DCP's default planner and where writer and save have the same ranks: leave out planner= of "
                 "dcp.async_save, or save synchronously"
             )
-        return self._stage_copy(state_dict, call, save_id)
-
-    def _stage_copy(self, state_dict: dict[str, Any], call: AsyncCall | None, save_id: str) -> dict[str, Any]:
         failure: str | None = None
-        copy: dict[str, Any] = {}
+        copy = {}
         try:
-            copy = copied(state_dict, call is not None and call.processes)
-            self._gradients = {name: average.clone() for name, average in self._gradients.items()}
+            copy = self._copied(copied, state_dict)
         except Exception as error:  # raised in DCP's next collective, which the other ranks enter
             failure = f"{type(error).__name__}: {error}"
-        group = None if call is None else call.process_group
-        history = self.history
-        self._staged = StagedCopy(save_id, group, history, history.outline(), failure)
-        if call is None or call.processes:  # this process learns in no other way what was saved
-            history.add_pending(self._pipeline.path, save_id, ChunkCache())
+        return self._leave(copy, call, save_id, failure)
+
+    def _copied(
+        self, copied: Callable[[dict[str, Any]], dict[str, Any]], state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return a copy of a state dict; gradients are copied too."""
+        copy = copied(state_dict)
+        self._gradients = {name: average.clone() for name, average in self._gradients.items()}
         return copy
 
-    def _check(self, call: AsyncCall) -> None:
-        """Raise for calls that cannot work, on all ranks alike, before anything is done."""
-        alone = call.no_dist or self.no_dist
-        if not call.use_collectives and not alone and len(ranks_of(call.process_group)) > 1:
-            raise SaveFailed(_NO_COLLECTIVES)
-        if call.processes and alone and len(ranks_of(None)) > 1:
-            raise SaveFailed(
-                "no_dist=True, but DCP's background process is started by all ranks together; save in a thread"
-            )
+    def _leave(
+        self, copy: dict[str, Any], call: AsyncCall | None, save_id: str, failure: str | None = None
+    ) -> dict[str, Any]:
+        """Return a copy that is left to the background."""
+        self._copy = copy
+        self._staged = StagedCopy.begun(call, save_id, self.history, self._pipeline.path, failure)
+        return copy
+
+    def release(self) -> None:
+        """Drop the copy that was made of the state dict, once the save has ended; the next copy may take its memory."""
+        self._copy.clear()
 
     def _begin(self) -> SavePipeline:
         if self.path is None:
@@ -382,27 +401,7 @@ class DSQStorageWriter(StorageWriter):
         return layout_of_plan(items, self._options, bool(self._gradients), others)
 
 
-_NO_COLLECTIVES = (
-    "use_collectives=False lets every rank save a checkpoint of its own: leave it out, or save with no_dist=True, each "
-    "rank to a directory of its own"
-)
-
-
-def _refuse_mixed(alike: int, ranks: int) -> None:
-    if alike != ranks:
-        raise SaveFailed("some ranks called dcp.async_save and others dcp.save: all must call the same")
-
-
 def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
     future.set_result(results)
     return future
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a process group, as ranks of the default group; [0] if torch.distributed is not in use."""
-    return dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
-
-
-def _rank_in(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0

@@ -336,11 +336,17 @@ def test_log_says_which_columns_are_ratios(trained):
 
 def test_bench(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(bench, "run_bench", lambda *arguments, repeats: asked.append((*arguments, repeats)) or {"x": 1})
+
+    def run_bench(*arguments, **options):
+        asked.append((*arguments, options))
+        return {"x": 1}
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
     monkeypatch.setattr(bench, "print_bench", lambda result, console: console.print(f"result {result['x']}"))
     arguments = ["--parameters", "2e6", "--threads", 3, "--dir", tmp_path, "--json", tmp_path / "bench.json"]
     assert printed("bench", *arguments) == "result 1\n"
-    assert asked == [(2_000_000, 3, tmp_path, 5)]
+    assert printed("bench", "--stall", *arguments) == "result 1\n"
+    assert asked == [(2_000_000, 3, tmp_path, {"repeats": 5, "stall_only": stall}) for stall in (False, True)]
     assert json.loads((tmp_path / "bench.json").read_text()) == {"x": 1}
 
 

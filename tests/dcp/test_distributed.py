@@ -29,7 +29,7 @@ def test_placements_and_groups(tmp_path):
 
 
 def test_async(tmp_path):
-    assert checks(torchrun("background", 2, tmp_path)) == 6
+    assert checks(torchrun("background", 2, tmp_path)) == 8
 
 
 def test_planners(tmp_path):

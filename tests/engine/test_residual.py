@@ -160,15 +160,17 @@ def test_nothing_is_decoded_while_the_values_are_in_memory(tmp_path, monkeypatch
     chain_of(tmp_path / "run", states)
 
 
+@pytest.mark.parametrize("stage", ["copy", "quantize"])
 @pytest.mark.parametrize("mode", ["all", "mixed"])
-def test_async(run, tmp_path, mode):
+def test_async(run, tmp_path, mode, stage):
     _, states, truth = run
+    config = {**CONFIG, "storage": {"stage": stage}}
     for number, state in enumerate(states):
         copy = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
         if mode == "mixed" and number % 2:
             dsq_ckpt.save(copy, tmp_path / f"{number}", config=CONFIG)
         else:
-            future = dsq_ckpt.async_save(copy, tmp_path / f"{number}", config=CONFIG)
+            future = dsq_ckpt.async_save(copy, tmp_path / f"{number}", config=config)
             for value in copy.values():
                 if isinstance(value, torch.Tensor):
                     value.fill_(1e9)  # training goes on

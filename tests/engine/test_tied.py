@@ -37,7 +37,7 @@ def trained(model, steps=30):
     return optimizer
 
 
-@pytest.mark.parametrize("how", ["save", "async", "compressor"])
+@pytest.mark.parametrize("how", ["save", "copy", "quantize", "compressor"])
 def test_tied_weights_are_stored_once(tmp_path, how):
     model = Tied()
     optimizer = trained(model)
@@ -46,7 +46,8 @@ def test_tied_weights_are_stored_once(tmp_path, how):
     elif how == "save":
         dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "a", model=model)
     else:
-        dsq_ckpt.async_save({"model": model.state_dict()}, tmp_path / "a", model=model).result()
+        config = {"storage": {"stage": how}}
+        dsq_ckpt.async_save({"model": model.state_dict()}, tmp_path / "a", model=model, config=config).result()
     assert Manifest.read(tmp_path / "a").kinds["weights"].logical == 4 * (128 * 96 + 96 * 96)
     got = {"model": Tied(1, tied=False).state_dict()}
     dsq_ckpt.load(got, tmp_path / "a")
@@ -87,7 +88,7 @@ def test_memory_given_to_the_next_is_no_tie(tmp_path, background):
     assert all(relative_error(value, back[name]) < 0.05 for name, value in state.items())
 
 
-@pytest.mark.parametrize("how", ["save", "async"])
+@pytest.mark.parametrize("how", ["save", "copy", "quantize"])
 @pytest.mark.parametrize("exact", ["small", "*embed.weight", "*head.weight"])
 def test_tied_weights_that_are_exact(tmp_path, how, exact):
     """Because they are small, or by a rule that names one of them, the first or the second."""
@@ -97,7 +98,7 @@ def test_tied_weights_that_are_exact(tmp_path, how, exact):
     if how == "save":
         dsq_ckpt.save(state, tmp_path / "a", config=config)
     else:
-        dsq_ckpt.async_save(state, tmp_path / "a", config=config).result()
+        dsq_ckpt.async_save(state, tmp_path / "a", config={**config, "storage": {"stage": how}}).result()
     kinds = Manifest.read(tmp_path / "a").kinds
     assert (kinds["weights"].logical, kinds["exact"].logical) == (4 * 96 * 96, 4 * value.numel())
     assert differences(loaded(tmp_path / "a", state), state) == ["hidden.weight"]
@@ -144,14 +145,17 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("how", ["save", "async"])
+@pytest.mark.parametrize("how", ["save", "copy", "quantize"])
 @pytest.mark.parametrize("case", SHARED)
 def test_memory_of_several_names_is_stored_as_the_strictest_asks(tmp_path, how, case):
     """Else a load into tied tensors leaves in them what the laxer name gave, if that comes last."""
     state, quantize = SHARED[case]
     state = {**state, "other.weight": torch.randn(96, 96)}
-    save = dsq_ckpt.save if how == "save" else lambda *args, **kw: dsq_ckpt.async_save(*args, **kw).result()
-    save(state, tmp_path / "a", config={"quantize": quantize})
+    if how == "save":
+        dsq_ckpt.save(state, tmp_path / "a", config={"quantize": quantize})
+    else:
+        config = {"quantize": quantize, "storage": {"stage": how}}
+        dsq_ckpt.async_save(state, tmp_path / "a", config=config).result()
     lossy = {name for name in state if name.startswith("other") or name.endswith("exp_avg_sq")}
     assert set(differences(loaded(tmp_path / "a", state), state)) == lossy
 

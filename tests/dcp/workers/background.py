@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,14 @@ def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
     return values
 
 
-def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool) -> None:
+def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool, stage: str) -> None:
     """A chain of asynchronous saves while training goes on; equal to the synchronous one, bit for bit."""
     fresh()
     futures = []
+    config = {**FINE, "storage": {"stage": stage}}
     for step in range(len(values)):
         state = state_at(step, size)
-        futures.append(dsq_ckpt.async_save(state, root / str(step), config=FINE, processes=processes, pinned=True))
+        futures.append(dsq_ckpt.async_save(state, root / str(step), config=config, processes=processes, pinned=True))
         train_on(state)
     for step, future in enumerate(futures):
         future.result(timeout=240)
@@ -107,7 +109,7 @@ def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool) 
         same(read(root / str(step), size), values[step])
     names = {file.name for file in Manifest.read(root / "0").files} | {"manifest.json"}
     assert names == {path.name for path in (root / "0").iterdir()}
-    done(f"chain, processes={processes}")
+    done(f"chain, processes={processes}, {stage}")
 
 
 def mixed(root: Path, values: list[dict[str, Any]], size: int) -> None:
@@ -185,8 +187,8 @@ if __name__ == "__main__":
     base = Path(sys.argv[1])
     with world() as (me, ranks):
         decoded = reference(base / "reference", 4, ranks)
-        chain(base / "threads", decoded, ranks, processes=False)
-        chain(base / "processes", decoded, ranks, processes=True)
+        for way, how in product(("threads", "processes"), ("copy", "quantize")):
+            chain(base / way / how, decoded, ranks, processes=way == "processes", stage=how)
         mixed(base / "mixed", decoded, ranks)
         failing(base / "failing", me, ranks)
         plain_calls(base / "plain", decoded, ranks)

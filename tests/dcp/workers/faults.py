@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.dcp import quantized_staging
+from dsq_ckpt.dcp import quantized_staging, writer
 from dsq_ckpt.engine import chain, commit, inheritance, pipeline, quantizing
 from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
@@ -181,15 +182,17 @@ def parents(root: Path, earlier: Earlier, rank: int, size: int) -> None:
 def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """One rank fails in the call of an asynchronous save, or in its background."""
     earlier.read(earlier.paths[1])
-    for culprit in range(size):
+    staged = {"quantize": (quantized_staging, "staged_state_dict"), "copy": (writer, "copied_by_name")}
+    for culprit, (stage, own) in product(range(size), staged.items()):
         for target, name in (
-            (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"),
-            (quantized_staging, "staged_state_dict"), (pipeline, "write_rank"), (ContainerWriter, "finish"),
+            (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"), own,
+            (pipeline, "write_rank"), (ContainerWriter, "finish"),
         ):
-            path = root / f"staging-{culprit}-{name}"
+            path = root / f"staging-{culprit}-{stage}-{name}"
 
             def save() -> Any:
-                return dsq_ckpt.async_save(state_at(2, rank, size), path).result(timeout=240)  # noqa: B023
+                config = {"storage": {"stage": stage}}  # noqa: B023
+                return dsq_ckpt.async_save(state_at(2, rank, size), path, config=config).result(timeout=240)  # noqa: B023
 
             with broken(rank == culprit, target, name, fault()):
                 fails_everywhere(save, "Input/output")

@@ -150,11 +150,12 @@ def failures(root: Path, background: Any, rank: int) -> None:
                          says)
         fails_everywhere(lambda p=planner: thread(p()), says)
 
-    # Tensors were staged for DCP's planner, and another one gets them.
+    # Tensors were quantized for DCP's planner, and another one gets them.
+    quantized = {"storage": {"stage": "quantize"}}
     wrong = (Balancing, "'w.weight' at (0, 0), staged by rank 1, is in no rank's plan"), (Losing, "'z'"), (Half, "'x'")
     for other, says in wrong:
         def mixed_up(other: Any = other) -> None:
-            writer = DSQStorageWriter(root / "a")
+            writer = DSQStorageWriter(root / "a", quantized)
             writer.async_call = AsyncCall(default_planner=True)
             dcp.save(writer.stage(state()), storage_writer=writer, planner=other())
 

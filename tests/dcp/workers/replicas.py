@@ -68,12 +68,12 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
 
 
 def tied(run: Path, rank: int) -> None:
-    """Weights that are tied are stored once, though replicas are dealt to all ranks."""
+    """Weights that are tied are stored once, though replicas are dealt to all ranks, if they are staged as codes."""
     fresh()
     model = Tied()
     wrapped = DistributedDataParallel(model)
     state = {"model": get_model_state_dict(wrapped)}
-    dsq_ckpt.async_save(state, run / "0", model=model).result()
+    dsq_ckpt.async_save(state, run / "0", model=model, config={"storage": {"stage": "quantize"}}).result()
     manager = ConfigManager(model, lambda: float(model.hidden.weight.square().mean() + model.embed.weight.abs().mean()))
     save_with(lambda: (DSQStorageWriter(run / "1", model=model, policy=manager), state), staged=True)
     for name in "01":

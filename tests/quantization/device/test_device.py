@@ -77,10 +77,10 @@ def states() -> list[dict[str, Any]]:
     return [first, second, third, copy.deepcopy(third)]
 
 
-def staged(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """An asynchronous save whose state is gone as soon as the call returns."""
+def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any]) -> None:
+    """An asynchronous save whose state is gone as soon as the call returns, as codes: so are states on a GPU staged."""
     state = copy.deepcopy(state)
-    response = dsq_ckpt.async_save(state, path, **options)
+    response = dsq_ckpt.async_save(state, path, config={**config, "storage": {"stage": "quantize"}})
     for value in tensors(state).values():
         value.zero_()
     response.result()

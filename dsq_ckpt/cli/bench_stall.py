@@ -1,0 +1,67 @@
+"""How long training waits for an asynchronous save, for `dsq bench`: beside `dcp.async_save`, in the same run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dsq_ckpt.api import save_load as api
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.engine.history import SaveHistory
+
+STALL = "stall of async_save"
+STAGES = {", quantize": "quantize", "": "auto"}
+"""`storage.stage` by what its rows are called."""
+
+
+def stalls(
+    states: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]], config: DSQConfig, directory: Path, repeats: int
+) -> dict[str, list[float]]:
+    """Return seconds of calls of `async_save`, and their ratios to calls of `dcp.async_save`.
+
+    Args:
+        states: of one shape, saved in turns, so that all saves but the first are deltas.
+        config: configuration of the saves, except for `storage.stage`.
+        directory: on the disk that is to be measured.
+        repeats: runs per figure, after one that compiles kernels and takes the memory that is kept.
+    """
+    found: dict[str, list[float]] = {}
+    for name, stage in STAGES.items():
+        staged, history = config.with_values(**{"storage.stage": stage}), SaveHistory()
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            for number in range(repeats + 1):
+                state, plain, own = states[number % 2], Path(scratch) / "plain", Path(scratch) / "run" / f"{number}"
+                peer = _seconds(lambda: dcp.async_save(
+                    state, storage_writer=dcp.FileSystemWriter(plain, sync_files=True), no_dist=True  # noqa: B023
+                ))
+                shutil.rmtree(plain)
+                ours = _seconds(
+                    lambda: api.async_save(state, own, config=staged, no_dist=True, history=history)  # noqa: B023
+                )
+                if not number:
+                    continue
+                for key, value in (
+                    (f"{STALL}{name} / of dcp.async_save", ours / peer), (f"{STALL}{name}, s", ours),
+                    ("stall of dcp.async_save, s", peer),
+                ):
+                    found.setdefault(key, []).append(value)
+    return found
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """Return how long a call takes that begins a save; the save is waited for."""
+    os.sync()
+    start = time.perf_counter()
+    future: Future[Any] = call()
+    seconds = time.perf_counter() - start
+    future.result()
+    return seconds

@@ -1,0 +1,64 @@
+"""Memory that a process can still take, by the system and by the control groups (cgroups) that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Names(NamedTuple):
+    """Files of a control group: its limit, its usage, and what of the usage the kernel can drop, in memory.stat."""
+
+    limit: str
+    usage: str
+    droppable: str
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process can take before others have to give some back; None: not known (no Linux).
+
+    Args:
+        root: root of the file system.
+    """
+    meminfo = _numbers(root / "proc/meminfo")
+    if "MemAvailable:" not in meminfo:
+        return None
+    free = [meminfo["MemAvailable:"] * 1024]
+    for group, names in _control_groups(root):
+        try:
+            limit, usage = int((group / names.limit).read_text()), int((group / names.usage).read_text())
+        except (OSError, ValueError):  # another host's path, or no limit ("max")
+            continue
+        free.append(limit - usage + _numbers(group / "memory.stat").get(names.droppable, 0))
+    return max(0, min(free))
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """Yield the control groups of this process that may limit its memory, and those around them."""
+    mounted = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, names = (mounted / "memory", _V1) if controllers else (mounted, _V2)
+        group = base / path.lstrip("/")
+        yield group, names
+        yield from ((parent, names) for parent in group.parents if parent.is_relative_to(base))
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the first number of each line of a file, by the word before it; empty if it cannot be read."""
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,250 @@
+"""Copies of state dicts for saves in the background, in memory that one save leaves to the next.
+
+A copy into memory that was used before takes a third of the time of one into new memory, whose pages the system has to
+find and clear first.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+from dsq_ckpt.core.memory import available_memory
+from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.core.subclasses import checked, object_named
+from dsq_ckpt.errors import SaveFailed
+
+_spare: dict[int, list[torch.Tensor]] = {}
+"""Memory of earlier copies, by its size in bytes: uint8, flat."""
+
+_ALONE = 1 << 24
+"""Bytes up to which one thread copies: to wait for others to be scheduled takes longer where cores are busy."""
+
+
+class CopyCost(NamedTuple):
+    """The memory that a copy of the state of one rank takes.
+
+    Attributes:
+        host: name of the host that it is on.
+        size: bytes of the copy; None: a copy is not possible (`ShardedTensor`), or not cheaper, since a tensor is not
+            on the CPU, or since the tensors are small parts of their memory, which is copied as a whole.
+        spare: bytes of earlier copies that it may take the place of.
+        available: bytes that the rank can still take; None: not known.
+    """
+
+    host: str
+    size: int | None
+    spare: int
+    available: int | None
+
+    @classmethod
+    def of(cls, state_dict: dict[str, Any]) -> CopyCost:
+        """Return the cost of a copy of a state dict of this rank."""
+        spare = sum(size * len(some) for size, some in _spare.items())
+        return cls(platform.node(), _size(state_dict), spare, available_memory())
+
+
+def copies_instead(how: str, costs: Sequence[CopyCost | None], processes: bool, rank: int) -> bool:
+    """Return whether a state is to be copied instead of quantized while training waits; the same on all ranks.
+
+    Args:
+        how: `storage.stage` of the configuration.
+        costs: costs of all ranks, in rank order; None: the rank searches, which training has to wait for.
+        processes: the save is done by DCP's background process, to which a copy is copied again, in shared memory.
+        rank: this rank, of which 0 says what the memory is too small for.
+    """
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs) or how == "quantize":
+        return False
+    if how == "copy":
+        return True
+    sizes = [cost.size for cost in known if cost.size is not None]
+    if processes or len(sizes) < len(known):
+        return False
+    lacking = _shortage(known)
+    if lacking is not None and rank == 0:
+        warn_safely(
+            f"{lacking}: this asynchronous save quantizes while training waits, which takes longer and less memory; "
+            "storage.stage: quantize does so always, and says nothing"
+        )
+    return lacking is None
+
+
+def _shortage(costs: Sequence[CopyCost]) -> str | None:
+    """Return which host lacks the memory for the copies of its ranks, for people; None: none does."""
+    for host in dict.fromkeys(cost.host for cost in costs):
+        ranks = [cost for cost in costs if cost.host == host]
+        left = min((cost.available for cost in ranks if cost.available is not None), default=None)
+        # Half a copy more is for the codes of this save, and for what training takes meanwhile.
+        needed = sum((cost.size or 0) * 3 // 2 - min(cost.spare, cost.size or 0) for cost in ranks)
+        if left is not None and needed > left:
+            return f"{host} has {left / 2**30:.3g} GiB of memory left, and to copy the state needs {needed / 2**30:.3g}"
+    return None
+
+
+def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict on the CPU, of the same structure, as DCP's stager makes it."""
+    return _staged(state_dict, flatten_state_dict(state_dict)[0])
+
+
+def copied_by_name(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict on the CPU, without attributes that a program gave to its tensors.
+
+    Raises:
+        SaveFailed: an object or a tensor cannot be copied, or a tensor cannot be stored; it is named.
+    """
+    def tensors(flat: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        bare = {fqn: _bare(fqn, checked(fqn, tensor)) for fqn, tensor in flat.items()}
+        return _staged(bare, bare)
+
+    return rebuilt(state_dict, tensors)
+
+
+def rebuilt(
+    state_dict: dict[str, Any], replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a state dict with other tensors, and a copy of every object.
+
+    Args:
+        state_dict: the original.
+        replaced: returns what takes the place of the tensors, by name.
+
+    Raises:
+        SaveFailed: an object cannot be copied; it is named.
+    """
+    flat, mappings = flatten_state_dict(state_dict)
+    staged: dict[str, Any] = {}
+    tensors = replaced({fqn: value for fqn, value in flat.items() if isinstance(value, torch.Tensor)})
+    for fqn, value in flat.items():
+        if fqn in tensors:
+            staged[fqn] = tensors[fqn]
+        else:
+            with object_named(fqn):
+                staged[fqn] = copy.deepcopy(value)
+    return Nesting.of(state_dict, mappings).nested(staged)
+
+
+def release_spare() -> None:
+    """Free the memory that is kept for the next copy."""
+    _spare.clear()
+
+
+class _Stager(StateDictStager):
+    """DCP's stager, with memory of earlier copies; an instance makes one copy.
+
+    Memory that several storages share, as of two views of a NumPy array, is shared by their copies too.
+    """
+
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        super().__init__()
+        global _spare
+        self._spare, _spare = _spare, {}  # of no use to this copy is of no use to the next
+        self._regions = _regions(flat)
+        self._leased: dict[_Place, Any] = {}
+
+    def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
+        if not storage.nbytes():
+            return super()._stage_untyped_storage(storage, non_blocking)
+        place = storage.device, storage.data_ptr()
+        region, size = self._regions.get(place, (place, storage.nbytes()))
+        if region not in self._leased:
+            self._leased[region] = self._lease(size)
+        start = storage.data_ptr() - region[1]
+        target = self._leased[region][start : start + storage.nbytes()]
+        if storage.nbytes() < _ALONE and storage.device.type == "cpu":
+            target[:] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            return torch.from_numpy(target).untyped_storage()
+        copy = torch.from_numpy(target).untyped_storage()
+        copy.copy_(storage, non_blocking)
+        return copy
+
+    def _lease(self, size: int) -> Any:
+        """Return memory as an array of bytes, which is given back when the last tensor in it is freed."""
+        try:
+            whole = self._spare[size].pop()
+        except LookupError:
+            whole = torch.empty(size, dtype=torch.uint8)
+        lease = whole.numpy()
+        weakref.finalize(lease, _give_back, whole).atexit = False
+        return lease
+
+
+_Place = tuple[torch.device, int]
+"""The beginning of a range of memory: device and address."""
+
+
+def _regions(flat: Mapping[str, Any]) -> dict[_Place, tuple[_Place, int]]:
+    """Return the beginning and size of the memory that each storage shares with others, by the storage's beginning."""
+    storages: dict[_Place, int] = {}
+    for storage in _storages(flat):
+        place = storage.device, storage.data_ptr()
+        storages[place] = max(storages.get(place, 0), storage.nbytes())
+    regions: dict[_Place, tuple[_Place, int]] = {}
+    inside: list[_Place] = []
+    for place in sorted(storages, key=lambda one: (str(one[0]), one[1])):
+        device, start = place
+        end = start + storages[place]
+        if inside and inside[0][0] == device and start < inside[0][1] + regions[inside[0]][1]:
+            inside.append(place)
+            end = max(end, inside[0][1] + regions[inside[0]][1])
+        else:
+            inside = [place]
+        regions |= dict.fromkeys(inside, (inside[0], end - inside[0][1]))
+    return regions
+
+
+def _give_back(whole: torch.Tensor) -> None:
+    _spare.setdefault(whole.numel(), []).append(whole)
+
+
+def _staged(state_dict: dict[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+    stager = _Stager(flat)
+    try:
+        return stager.stage(state_dict)
+    finally:
+        stager.close()
+
+
+def _bare(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    if _local(tensor) is None:
+        raise SaveFailed(
+            f"'{fqn}' is of class {type(tensor).__name__}, which DCP's stager does not copy: leave storage.stage at "
+            "auto, or set it to quantize"
+        )
+    return tensor.detach()
+
+
+def _size(state_dict: dict[str, Any]) -> int | None:
+    """Return the bytes of all memory that the tensors of a state dict lie in; None as in `CopyCost`."""
+    flat = flatten_state_dict(state_dict)[0]
+    tensors = [_local(value) for value in flat.values() if isinstance(value, torch.Tensor)]
+    local = [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cpu"]
+    if len(local) < len(tensors):
+        return None
+    size = sum(size for start, (region, size) in _regions(flat).items() if start == region)
+    return None if size > 2 * sum(tensor.numel() * tensor.itemsize for tensor in local) else size
+
+
+def _storages(flat: Mapping[str, Any]) -> Iterator[torch.UntypedStorage]:
+    for value in flat.values():
+        if isinstance(value, torch.Tensor) and (tensor := _local(value)) is not None:
+            with suppress(Exception):  # a subclass or layout without memory of its own
+                yield tensor.untyped_storage()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor in this rank's memory; None: there may be others, which DCP's stager does not know."""
+    if isinstance(tensor, ShardedTensor):
+        return None
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
