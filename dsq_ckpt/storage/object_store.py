@@ -76,13 +76,13 @@ class ObjectStore:
         ]
 
     def size(self, file: Path) -> int:
-        info = _tried(lambda: _system(file).info(str(file)), file)
+        info = self._asked(lambda: _system(file).info(str(file)), file)
         if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(file))
         return int(info["size"])
 
     def read(self, file: Path, limit: int) -> bytes:
-        data: bytes = _tried(lambda: _system(file).cat_file(str(file)), file)
+        data: bytes = self._asked(lambda: _system(file).cat_file(str(file)), file)
         if len(data) > limit:
             raise CorruptCheckpoint(
                 f"'{file}' has {len(data)} bytes, more than the {limit} that such a file may have"
@@ -94,6 +94,13 @@ class ObjectStore:
             return bytes(_tried(lambda: _system(file).cat_file(str(file), start=start, end=stop), file))
 
         return ReadAhead(self.size(file), fetch)
+
+    def _asked(self, call: Callable[[], Any], file: Path) -> Any:
+        try:
+            return _tried(call, file)
+        except RemoteError:
+            self.entries(file.parent)  # an answer about one object may say no reason; that to a listing does
+            raise
 
     def create(self, file: Path, *, fsync: bool, mark: str | None = None, buffering: int = -1) -> Upload:
         return Upload(file)
@@ -289,12 +296,12 @@ def _explained(error: Exception, path: Path) -> Exception:
         return FileNotFoundError(errno.ENOENT, "there is no such object", url)
     if isinstance(error, FileExistsError):
         return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url)
-    if "region" in low or getattr(error, "errno", None) == _MOVED:
-        hint = "check the region, such as AWS_DEFAULT_REGION, and the endpoint"
-        return RemoteError(errno.EINVAL, f"the bucket is in another region ({text}): {hint}", url)
     if isinstance(error, PermissionError) or names & _ACCESS:
         hint = "check the credentials, such as AWS_ACCESS_KEY_ID or AWS_PROFILE, and what they may do with the bucket"
         return RemoteError(errno.EACCES, f"access is denied ({text}): {hint}", url)
+    if "region" in low or getattr(error, "errno", None) == _MOVED:
+        hint = "check the region, such as AWS_DEFAULT_REGION, and the endpoint"
+        return RemoteError(errno.EINVAL, f"the bucket is in another region ({text}): {hint}", url)
     if isinstance(error, TimeoutError | ConnectionError) or names & _NETWORK:
         hint = "check the network and the endpoint, such as AWS_ENDPOINT_URL"
         return RemoteError(errno.ETIMEDOUT, f"the object store does not answer ({text}): {hint}", url)

@@ -57,12 +57,13 @@ def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path,
     except FileExistsError as error:
         raise CheckpointExists(completed_meanwhile(path)) from error
     except OSError:
-        if Manifest.read(path).save_id != manifest.save_id:  # else only the answer was lost
+        found = _manifest_at(path)
+        if found is None or found.save_id != manifest.save_id:  # else only the answer was lost
             raise
     if parent is not None and parent[0] != path:
         try:
-            found = Manifest.read(parent[0]).save_id
-            problem = None if found == parent[1] else f"was replaced by save {found}"
+            there = Manifest.read(parent[0]).save_id
+            problem = None if there == parent[1] else f"was replaced by save {there}"
         except DSQError as error:
             problem = f"cannot be read any more ({error})"
         if problem is not None:
