@@ -151,6 +151,13 @@ class _Stager(StateDictStager):
         self._spare, _spare = _spare, {}  # of no use to this copy is of no use to the next
         self._regions = _regions(flat)
         self._leased: dict[_Place, Any] = {}
+        self._resolved: list[torch.Tensor] = []  # alive, since what is copied is known by its identity
+
+    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+        if x.is_conj() or x.is_neg():  # views whose memory has other values than they have
+            x = x.resolve_conj().resolve_neg()
+            self._resolved.append(x)
+        return super()._offload_tensor(x, memo, non_blocking)
 
     def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
         if not storage.nbytes():

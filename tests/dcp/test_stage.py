@@ -20,6 +20,7 @@ from dsq_ckpt.dcp import copies
 from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.manifest import Manifest
+from tests.dcp.planners import Balancing
 from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
 from tests.helpers.training import Net, loss_of
 
@@ -134,6 +135,19 @@ def test_the_copy_shares_memory_as_the_state_does():
         found["array"].fill_(8)
         assert bool((found["turned"] == 7).all() and (found["row"] == 7).all() and (found["part"] == 8).all())
         assert torch.equal(found["apart"], whole) and float(array[10]) == 10
+
+
+@pytest.mark.parametrize("planner", [None, Balancing])
+def test_views_that_negate_or_conjugate_keep_their_values(tmp_path, planner):
+    """The memory of such a view has other values than the view."""
+    values = torch.randn(50, dtype=torch.complex64)
+    state = {"conjugate": values.conj(), "negative": values.conj().imag, "values": values}
+    kept = {name: value.clone().resolve_conj().resolve_neg() for name, value in state.items()}
+    writer = dsq_ckpt.DSQStorageWriter(tmp_path / "a", config("copy"))
+    future = dcp.async_save(state, storage_writer=writer, planner=planner and planner(), no_dist=True)
+    values.zero_()
+    future.result()
+    assert differences(loaded(tmp_path / "a", kept), kept) == []
 
 
 def test_a_rule_for_one_name_holds_for_the_memory_of_two(tmp_path):
