@@ -339,7 +339,10 @@ def cp(
     target: Annotated[Path, _path("DST", "The directory to make; it must not exist.")],
     as_json: Json = False,
 ) -> None:
-    """Copy a checkpoint, or a run with its hard links; every checksum is verified, and DST appears complete or not."""
+    """Copy a checkpoint, or a run with its hard links; every checksum is verified, and DST appears complete or not.
+
+    From and to URLs: the checkpoints of a run alone, each complete, and without any file twice.
+    """
     from dsq_ckpt.storage import copying
 
     with output.meter("copying", copying.size_of(source)) as meter:
@@ -350,7 +353,7 @@ def cp(
     screen = output.console()
     screen.print(
         f"{done.path}: {done.checkpoints} checkpoint(s), {output.size(done.bytes)} in {done.files} file(s), "
-        f"{done.links} hard link(s) to them", soft_wrap=True,
+        f"{done.links} {'reference' if is_remote(target) else 'hard link'}(s) to them", soft_wrap=True,
     )
     for entry in done.left_out:
         screen.print(f"left out: {entry}: no complete checkpoint, or no file", soft_wrap=True)

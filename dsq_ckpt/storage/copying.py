@@ -1,5 +1,7 @@
 """Copies of checkpoints and runs that keep hard links: files that several checkpoints need are copied once.
 
+Where one side is an object store, `transferring` does it.
+
 Every file of a checkpoint is compared with its checksum while it is copied. The copy appears complete or not at all.
 """
 
@@ -13,12 +15,15 @@ from typing import IO, NamedTuple
 
 import xxhash
 
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
+from dsq_ckpt.storage import transferring
 from dsq_ckpt.storage.atomic_io import flush, is_hidden, naming, new_directory, sync_directory
 from dsq_ckpt.storage.foreign_files import replaced_plain
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete
-from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.transferring import Transfer, is_shared_by_reference
 
 _PIECE = 1 << 22
 _ATTEMPTS = 3
@@ -63,21 +68,33 @@ def copy(
         CorruptCheckpoint: a file is not what its manifest says; there is no copy.
         SaveFailed: `target` lies in `source`.
     """
-    origin, goal = local_path(source), local_path(target)
+    origin, goal = checkpoint_path(source), checkpoint_path(target)
+    if is_remote(origin) or is_remote(goal):
+        return _between(origin, goal, progress)
     if not origin.is_dir():
         raise CheckpointNotFound(f"'{origin}' is not a directory; name a checkpoint or a run directory")
     if os.path.lexists(goal):
         raise CheckpointExists(f"'{goal}' exists; name the directory that is to be made")
     if goal.parent.resolve().is_relative_to(origin.resolve()):
         raise SaveFailed(f"'{goal}' lies in '{origin}', which is to be copied; copy it to somewhere else")
+    if is_shared_by_reference(origin):
+        return _between(origin, goal, progress)
     with new_directory(goal) as hidden:
         work = _Copy(origin, progress)
         work.directory(origin, hidden)
     return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out)
 
 
+def _between(origin: Path, goal: Path, progress: Callable[[int], None] | None) -> Copied:
+    work = Transfer(origin, progress)
+    work.run(goal)
+    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out)
+
+
 def size_of(source: Path) -> int:
     """Return the bytes of all files below a directory; one with several names counts once."""
+    if is_remote(source):
+        return transferring.size_of(source)
     found = {}
     for place, _, names in os.walk(source):
         for name in names:

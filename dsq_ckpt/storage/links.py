@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -95,7 +96,9 @@ def holder_of(file: ManifestFile, parent: Path, target: Path) -> str | None:
     return holder.name if shared else None
 
 
-def transfer(source: Path, target: Path, expected: ManifestFile, fsync: bool = True) -> None:
+def transfer(
+    source: Path, target: Path, expected: ManifestFile, progress: Callable[[int], None] | None = None
+) -> None:
     """Copy a file between backends, complete or not at all.
 
     Raises:
@@ -103,11 +106,13 @@ def transfer(source: Path, target: Path, expected: ManifestFile, fsync: bool = T
         OSError: it cannot be read or written.
     """
     digest, size = xxhash.xxh3_64(), 0
-    with storage_of(target).create(target, fsync=fsync) as copy:
+    with storage_of(target).create(target, fsync=True) as copy:
         for piece in pieces(source):
             digest.update(piece)
             size += len(piece)
             copy.stream.write(piece)
+            if progress is not None:
+                progress(len(piece))
         if (size, digest.hexdigest()) != (expected.size, expected.checksum):
             raise CorruptCheckpoint(f"'{source}' is not what was written: its checksum is wrong; nothing was copied")
         copy.publish()

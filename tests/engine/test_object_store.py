@@ -309,7 +309,7 @@ def test_verify_finds_an_altered_object(store):
     assert "2 of 2 checkpoint(s) damaged" in result.output
 
 
-@pytest.mark.parametrize("command", ["merge URL out", "compress URL out", "cp URL out"])
+@pytest.mark.parametrize("command", ["merge URL out", "compress URL out"])
 def test_commands_for_local_directories_say_so(store, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = chain(f"{store}/run", 1)[0]

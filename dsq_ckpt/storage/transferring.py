@@ -1,0 +1,146 @@
+"""Copies of checkpoints and runs between a disk and object stores, or between two of these.
+
+Every file is compared with its checksum on its way, and copied once for the whole run. On a disk the other checkpoints
+get hard links to it, on an object store their manifests name the checkpoint that has it. A copy on a disk appears
+complete or not at all; to an object store checkpoints are copied one by one, oldest first, each with its manifest last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.storage.atomic_io import new_directory
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage.links import link_or_copy, transfer
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, checkpoints, is_complete
+from dsq_ckpt.storage.references import remove_all
+
+_ATTEMPTS = 3
+
+
+class Transfer:
+    """A copy of a checkpoint, or of the checkpoints of a run.
+
+    Args:
+        origin: a checkpoint or a run.
+        progress: called with the number of bytes of each write.
+
+    Attributes:
+        checkpoints: number of checkpoints in the copy.
+        files: number of files written.
+        bytes: bytes of the files written.
+        links: number of further names or references to files that were written already.
+        left_out: what lies in the run and was not copied.
+    """
+
+    def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
+        self.checkpoints = self.files = self.bytes = self.links = 0
+        self.left_out: list[Path] = []
+        self._origin, self._progress = origin, progress
+        self._written: dict[tuple[str, str], Path] = {}
+        """Where the copy has a file, by name and checksum; names of data files are of one save."""
+        self._made: list[Path] = []
+
+    def run(self, goal: Path) -> None:
+        """Make the copy.
+
+        Raises:
+            CheckpointExists: something is at `goal`.
+            CheckpointNotFound: there is no complete checkpoint.
+            CorruptCheckpoint: a manifest cannot be read, or a file is not what its manifest says; there is no copy.
+            SaveFailed: `goal` lies in what is to be copied.
+            OSError: a file cannot be read or written; there is no copy.
+        """
+        if goal.is_relative_to(self._origin):
+            raise SaveFailed(f"'{goal}' lies in '{self._origin}', which is to be copied; copy it to somewhere else")
+        found = [self._origin] if is_complete(self._origin) else [path for path, _ in checkpoints(self._origin)]
+        if not found:
+            Manifest.read(self._origin)  # raises, and says what is there instead
+            raise CheckpointNotFound(f"'{self._origin}' changed while it was read; copy it again")
+        with self._appearing(goal) as made:
+            for path in found:
+                self._checkpoint(path, made if path == self._origin else made / path.name)
+        if found != [self._origin]:
+            names = {path.name for path in found}
+            entries = storage_of(self._origin).entries(self._origin)
+            self.left_out += [self._origin / entry.name for entry in entries if entry.name not in names]
+
+    @contextmanager
+    def _appearing(self, goal: Path) -> Iterator[Path]:
+        """Yield where the copy is to be made; an error leaves nothing of it."""
+        if not is_remote(goal):
+            with new_directory(goal) as hidden:
+                storage_of(hidden).make_directory(hidden, True)
+                yield hidden
+            return
+        if storage_of(goal).entries(goal):
+            raise CheckpointExists(f"'{goal}' exists; name what is to be made")
+        try:
+            yield goal
+        except BaseException:
+            with suppress(OSError):
+                remove_all(path for path in self._made if path.name == MANIFEST)
+                remove_all(path for path in self._made if path.name != MANIFEST)
+            raise
+
+    def _checkpoint(self, source: Path, target: Path) -> None:
+        """Copy a checkpoint; begin again if its manifest was replaced meanwhile, as when its refinement goes."""
+        storage_of(target).make_directory(target, True)
+        for attempt in range(_ATTEMPTS):
+            manifest = Manifest.read(source)
+            try:
+                files = [self._file(source, target, file) for file in manifest.files]
+            except (OSError, CorruptCheckpoint):
+                if attempt + 1 < _ATTEMPTS and Manifest.read(source).checksum != manifest.checksum:
+                    continue
+                raise
+            break
+        named = {file.name for file in files}
+        remove_all(path for path in self._made if path.parent == target and path.name not in named)
+        copied = manifest.model_copy(update={"files": files})
+        self._made.append(target / MANIFEST)
+        copied.write(target, exclusive=True, fsync=True)
+        self.checkpoints += 1
+        self.files += 1
+        self.left_out += [
+            source / entry.name for entry in storage_of(source).entries(source)
+            if entry.name not in {MANIFEST, *(file.name for file in manifest.files)} and not is_ours(entry.name)
+        ]
+
+    def _file(self, source: Path, target: Path, file: ManifestFile) -> ManifestFile:
+        """Copy a file, or refer to what was copied of it; its entry in the manifest of the copy."""
+        here = file.model_copy(update={"held_by": None})
+        known = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
+        if known is None or known.parent == target:
+            if known is None:
+                self._made.append(target / file.name)
+                transfer(file.path_in(source), target / file.name, file, progress=self._progress)
+                self._written[file.name, file.checksum] = target / file.name
+                self.files, self.bytes = self.files + 1, self.bytes + file.size
+            return here
+        self.links += 1
+        if is_remote(target):
+            return file.model_copy(update={"held_by": known.parent.name, "role": "ancestor"})
+        link_or_copy(known, target / file.name, True)
+        return here
+
+
+def is_shared_by_reference(origin: Path) -> bool:
+    """Return whether manifests of a local checkpoint or run name other checkpoints, as copied from an object store."""
+    found = [Manifest.read(origin)] if is_complete(origin) else [
+        manifest for _, manifest in checkpoints(origin, lambda *_: None)
+    ]
+    return any(file.held_by is not None for manifest in found for file in manifest.files)
+
+
+def size_of(origin: Path) -> int:
+    """Return the bytes of all files that a copy writes."""
+    found = [Manifest.read(origin)] if is_complete(origin) else [
+        manifest for _, manifest in checkpoints(origin, lambda *_: None)
+    ]
+    return sum({file.name: file.size for manifest in found for file in manifest.files}.values())

@@ -1,0 +1,149 @@
+"""`dsq cp` between a disk and object stores: the same values, nothing twice, complete checkpoints or none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dsq_ckpt
+from dsq_ckpt.cli import app
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.storage import transferring
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.copying import copy
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
+from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.removal import remove
+from tests.storage.test_remote_removal import chain, loaded, names_in, put, state_of
+
+
+@pytest.fixture
+def place(tmp_path, store):
+    """Gives a new place of a kind."""
+    return lambda kind, name: checkpoint_path(str(tmp_path / name) if kind == "disk" else f"{store}/{name}")
+
+
+def _size(run) -> int:
+    """Bytes of all files, hard links once."""
+    if isinstance(run, type(checkpoint_path("memory://a"))):
+        return sum(
+            entry.size for path in [entry.name for entry in storage_of(run).entries(run)]
+            for entry in storage_of(run).entries(run / path) if entry.name != MANIFEST
+        )
+    found = {one.stat().st_ino: one.stat().st_size for one in run.rglob("*") if one.is_file() and one.name != MANIFEST}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
+def test_a_run_is_copied_as_it_is(place, kinds):
+    source, target = place(kinds[0], "run"), place(kinds[1], "copied")
+    paths = chain(str(source), 4)
+    done = copy(source, target)
+    assert done.checkpoints == 4
+    assert done.links == 1 + 2 + 3
+    assert _size(source) == _size(target) == done.bytes
+    for path in paths:
+        ours, other = Manifest.read(target / path.name), Manifest.read(path)
+        assert torch.equal(loaded(target / path.name)["w"], loaded(path)["w"])
+        assert ours.model_dump(exclude={"files", "checksum"}) == other.model_dump(exclude={"files", "checksum"})
+    assert [path.name for path, _ in checkpoints(target)] == [path.name for path in paths]
+    result = CliRunner().invoke(app, ["verify", str(target)])
+    assert result.exit_code == 0, result.output
+    dsq_ckpt.forget()
+    dsq_ckpt.load({}, target / "step-4")
+    assert dsq_ckpt.save(state_of(5), target / "step-5").depth == 4
+
+
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
+def test_a_checkpoint_is_copied_with_all_that_it_needs(place, kinds):
+    source, target = place(kinds[0], "run"), place(kinds[1], "kept/one")
+    paths = chain(str(source), 3)
+    value = loaded(paths[2])["w"]
+    copy(paths[2], target)
+    for path in paths:
+        remove(path)
+    assert torch.equal(loaded(target)["w"], value)
+    assert {file.held_by for file in Manifest.read(target).files} == {None}
+
+
+def test_what_a_removed_checkpoint_left_is_held_by_the_first_that_needs_it(place):
+    source, target = place("store", "run"), place("store", "copied")
+    paths = chain(str(source), 3)
+    value = loaded(paths[2])["w"]
+    remove(paths[0])
+    copy(source, target)
+    remove(paths[1])
+    remove(paths[2])
+    assert torch.equal(loaded(target / "step-3")["w"], value)
+    assert not names_in(target / "step-1")
+
+
+def test_a_synchronized_run_becomes_one_with_links(place, tmp_path, store):
+    import fsspec
+
+    paths = chain(f"{store}/run", 3)
+    system, root = fsspec.core.url_to_fs(f"{store}/run", skip_instance_cache=True)
+    system.get(root, str(tmp_path / "run"), recursive=True)
+    result = CliRunner().invoke(app, ["cp", str(tmp_path / "run"), str(tmp_path / "linked")])
+    assert result.exit_code == 0, result.output
+    for path in paths:
+        assert torch.equal(loaded(tmp_path / "linked" / path.name)["w"], loaded(path)["w"])
+        assert {file.held_by for file in Manifest.read(tmp_path / "linked" / path.name).files} == {None}
+
+
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk")])
+def test_a_damaged_file_is_not_copied(place, kinds):
+    source, target = place(kinds[0], "run"), place(kinds[1], "copied")
+    paths = chain(str(source), 3)
+    file = next(file for file in Manifest.read(paths[2]).files if file.role == "own")
+    put(paths[2] / file.name, bytes(file.size))
+    with pytest.raises(CorruptCheckpoint, match=file.name):
+        copy(source, target)
+    assert storage_of(target).entries(target) == []
+    assert storage_of(target).entries(target / "step-1") == []
+
+
+def test_what_is_not_copied_is_told(place):
+    source, target = place("disk", "run"), place("store", "copied")
+    chain(str(source), 1)
+    (source / "notes.txt").write_text("mine")
+    (source / "killed").mkdir()
+    (source / "killed" / "0123456789abcdef-00000.dsq").write_text("x")
+    assert {path.name for path in copy(source, target).left_out} == {"notes.txt", "killed"}
+    with pytest.raises(CheckpointExists, match="exists"):
+        copy(source, target)
+    with pytest.raises(CheckpointNotFound):
+        copy(source / "killed", place("store", "other"))
+    with pytest.raises(SaveFailed, match="lies in"):
+        copy(target, target / "below")
+
+
+def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
+    source, target = place("store", "run"), place("store", "copied")
+    paths = chain(str(source), 2)
+    sent = transferring.transfer
+
+    def transfer(origin, *arguments, **options):
+        if origin.name.endswith(".refinement"):
+            monkeypatch.setattr(transferring, "transfer", sent)
+            from dsq_ckpt.engine.chain import drop_refinements
+
+            assert drop_refinements(paths[1], 1, False) == [paths[0]]
+        sent(origin, *arguments, **options)
+
+    monkeypatch.setattr(transferring, "transfer", transfer)
+    copy(source, target)
+    assert Manifest.read(target / "step-1").refinement == "dropped"
+    assert loaded(target / "step-1")["step"] == 1
+    assert not any(name.endswith(".refinement") for name in names_in(target / "step-1"))
+
+
+def test_the_command(place, store, tmp_path):
+    chain(str(tmp_path / "run"), 2)
+    result = CliRunner().invoke(app, ["cp", str(tmp_path / "run"), f"{store}/copied"])
+    assert result.exit_code == 0, result.output
+    assert "2 checkpoint(s)" in result.output
+    result = CliRunner().invoke(app, ["cp", f"{store}/copied/step-2", str(tmp_path / "back")])
+    assert result.exit_code == 0, result.output
+    assert loaded(tmp_path / "back")["step"] == 2
