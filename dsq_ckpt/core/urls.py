@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path, PosixPath
+from typing import Any, NoReturn
 
 from dsq_ckpt.errors import NotLocal
 
@@ -26,11 +27,14 @@ class RemotePath(PosixPath):
     """
 
     def __str__(self) -> str:
-        protocol, _, rest = super().__str__().partition(":")
+        text = super().__str__()
+        if not self.parts or not self.parts[0].endswith(":"):  # relative to another
+            return text
+        protocol, _, rest = text.partition(":")
         return f"{protocol}://{rest.lstrip('/')}"
 
     def __fspath__(self) -> str:
-        raise NotLocal(f"'{self}' is a URL, and this works on local directories only")
+        self._refuse()
 
     @property
     def root_url(self) -> str:
@@ -51,6 +55,18 @@ class RemotePath(PosixPath):
 
     def is_symlink(self) -> bool:
         return False
+
+    # Newer versions of Python pass the text of a path to the operating system here, not the path.
+    def iterdir(self) -> NoReturn:
+        self._refuse()
+
+    def glob(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse()
+
+    rglob = walk = glob
+
+    def _refuse(self) -> NoReturn:
+        raise NotLocal(f"'{self}' is a URL, and this works on local directories only")
 
 
 class RemoteError(OSError):

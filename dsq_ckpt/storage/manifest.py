@@ -32,6 +32,7 @@ from dsq_ckpt.storage.sealed import NO_CHECKSUM, checked, sealed
 
 MANIFEST = "manifest.json"
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
 _MOST = 1 << 28
 """Bytes of a manifest: a million files."""
 _AT_ONCE = 16  # requests to an object store
@@ -79,8 +80,8 @@ class ManifestFile(BaseModel):
 
     @model_validator(mode="after")
     def _only_ancestors(self) -> ManifestFile:
-        if self.held_by is not None and self.role != "ancestor":
-            raise ValueError(f"'{self.name}' of the role '{self.role}' lies in another checkpoint")
+        if self.held_by is not None and not (self.role == "ancestor" and _BASE_NAME.fullmatch(self.name)):
+            raise ValueError(f"{self.name!r} of the role '{self.role}' lies elsewhere; base files alone may")
         return self
 
     @model_serializer(mode="wrap")

@@ -260,6 +260,15 @@ def test_manifests_lead_nowhere_else(store):
             file.publish()
         with pytest.raises(CorruptCheckpoint, match="may not point there"):
             Manifest.read(path)
+    name = next(file.name for file in manifest.files if file.held_by is not None)
+    for other in ("manifest.json", "notes.txt", name.replace(".dsq", ".refinement")):
+        forged = text.replace(f'"{name}"'.encode(), f'"{other}"'.encode())
+        forged = sealed(forged.replace(manifest.checksum.encode(), NO_CHECKSUM.encode(), 1))
+        with storage_of(path).create(path / MANIFEST, fsync=False) as file:
+            file.stream.write(forged)
+            file.publish()
+        with pytest.raises(CorruptCheckpoint, match="base files alone may"):
+            Manifest.read(path)
 
 
 def test_checkpoints_are_in_the_order_of_their_saves(store):

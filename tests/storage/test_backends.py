@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import numpy as np
@@ -149,7 +150,11 @@ def test_no_more_than_the_limit_is_read(storage, directory):
 
 def test_the_operating_system_takes_no_url():
     path = RemotePath("s3://bucket/run/step-1")
-    for use in (path.exists, path.is_dir, path.stat, path.unlink, path.mkdir, path.read_bytes, path.iterdir):
+    uses = (
+        path.exists, path.is_dir, path.stat, path.unlink, path.mkdir, path.read_bytes, path.iterdir, path.resolve,
+        lambda: path.glob("*"), lambda: path.rglob("*"),
+    )
+    for use in uses:
         with pytest.raises(NotLocal, match="s3://bucket/run/step-1"):
             list(use() or ())
 
@@ -163,4 +168,6 @@ def test_urls_are_paths():
     assert is_remote(path / "a")
     assert is_remote(path.absolute())
     assert path.root_url == "s3://bucket"
+    assert str((path / "a").relative_to(path)) == "a"
+    assert pickle.loads(pickle.dumps(path)) == path
     assert checkpoint_path("file:///tmp/run") == checkpoint_path("/tmp/run")
