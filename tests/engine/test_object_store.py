@@ -16,6 +16,7 @@ from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
 from dsq_ckpt.storage.paths import checkpoint_path
 from tests.helpers.processes import ROOT, run
+from tests.storage.format import independent_reader
 
 
 def state_of(step: int) -> dict:
@@ -214,6 +215,11 @@ def test_a_run_synchronized_to_a_disk_loads_and_goes_on(store, tmp_path):
     system.get(root, str(tmp_path / "run"), recursive=True)
     local = tmp_path / "run" / "step-3"
     assert alike(loaded(local), loaded(paths[2]))
+    found = independent_reader.Reader(local)
+    assert found.index["tensors"].keys() == {"w", "bias"}
+    held = [name for name, entry in found.files.items() if "held_by" in entry]
+    assert len(held) == 2
+    assert all(found.container(name).contents["save"] == name[:16] for name in held)
     dsq_ckpt.forget()
     dsq_ckpt.load({}, local)
     result = dsq_ckpt.save(state_of(4), tmp_path / "run" / "step-4")

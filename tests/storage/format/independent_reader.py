@@ -172,6 +172,10 @@ class Reader:  # a checkpoint directory
         require(len(self.files) == len(self.manifest["files"]), "names of files differ")
         for name in self.files:
             require(name != "" and name[0] != "." and not set(name) & set("/\\\0"), "name of a file")
+            held_by: Any = self.files[name].get("held_by")
+            if held_by is not None:
+                require(held_by not in ("", ".", "..") and not set(held_by) & set("/\\\0"), "name of a directory")
+                require(self.files[name]["role"] == "ancestor" and name.endswith(".dsq"), "what another directory has")
         indices = [entry for entry in self.files.values() if entry["role"] == "index"]
         require(len(indices) == 1, "one index")
         index = indices[0]
@@ -189,7 +193,9 @@ class Reader:  # a checkpoint directory
     def container(self, name: str) -> Container:
         if name not in self._containers:
             require(name in self.files, f"the manifest names {name}")
-            file, entry = Container(self.directory / name), self.files[name]
+            entry = self.files[name]
+            held_by = entry.get("held_by")
+            file = Container((self.directory if held_by is None else self.directory.parent / held_by) / name)
             require(len(file.raw) == entry["size"], "size of a file")
             require(entry.get("contents") in (None, file.checksum), "checksum of contents")
             save, rank, kind = re.split("[-.]", name)
