@@ -87,7 +87,7 @@ def print_contents(path: Path, manifest: Manifest) -> None:
         "elements: k is 1000; levels: values besides zero\n"
         "step: of a lattice, in units of the tensors once divided by their powers of two\n"
         "bits/element, rel. error (root mean square): of the base layer; refined: rel. error with the refinement layer;"
-        " update: rel. error that a restore gives Adam's next update"
+        " update: rel. error that a restore gives the optimizer's next update"
     )
     for name, group in sorted(manifest.groups.items()):
         whole = group.relative_error if group.refined_error is None else group.refined_error

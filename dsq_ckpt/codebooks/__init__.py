@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit, Measured, Weighing
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit, Measured, RefinementFit, Weighing
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook, register_codebook
 
@@ -19,6 +19,7 @@ __all__ = [
     "Histogram",
     "LevelFit",
     "Measured",
+    "RefinementFit",
     "Weighing",
     "register_codebook",
 ]

@@ -76,6 +76,20 @@ NOTHING = LevelFit(np.array([1.0]))
 """For a group without a value: any level does."""
 
 
+class RefinementFit(NamedTuple):
+    """How cells are refined.
+
+    Attributes:
+        bits: Of a symbol: a cell has 2**bits parts.
+        widened: Factor, at least 1, by which a cell is wider than its values. Its parts are too, and fewer are in use.
+        error: Relative error of the optimizer's next update, None if it is not known.
+    """
+
+    bits: int
+    widened: float = 1.0
+    error: float | None = None
+
+
 class Weighing(NamedTuple):
     """Fractions of a group that sensitivity, the size of averaged gradients, decides about element by element.
 
@@ -90,8 +104,8 @@ class Weighing(NamedTuple):
     prunes: bool
 
 
-Coordinates = Literal["values", "update", "octaves"]
-ONLY_FOR: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq"}
+Coordinates = Literal["values", "update", "octaves", "relative"]
+ONLY_FOR: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq", "relative": "momentum"}
 """The kind of tensors that coordinates other than the values themselves exist for."""
 
 
@@ -105,7 +119,8 @@ class CodebookConfig(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     coordinates: ClassVar[Coordinates] = "values"
-    """What is quantized: the values, first moments in units of Adam's update, or the octaves of second moments."""
+    """What is quantized: the values, first moments in units of Adam's update, the octaves of second moments, or values
+    in root mean squares of their tensor."""
 
     fit: str
 
@@ -140,20 +155,18 @@ class CodebookConfig(BaseModel, ABC):
 
     @property
     def update_bound(self) -> float:
-        """Relative error of Adam's next update that the refinement layer is to keep; 0: no bound."""
+        """Relative error of the optimizer's next update that the refinement layer is to keep; 0: no bound."""
         return 0.0
 
-    def refinement(self, most: int, squared_error: Callable[[int], float]) -> tuple[int, float | None]:
+    def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:
         """Choose how many bits refine a code.
 
         Args:
             most: Bits that are configured, at most.
-            squared_error: Mean squared error with so many bits, relative to the mean square of the values.
-
-        Returns:
-            The bits, and the relative error of Adam's next update with them, or None if it is not known.
+            squared_error: Mean squared error with so many bits, in cells wider than their values by a factor; relative
+                to the mean square of the values.
         """
-        return most, None
+        return RefinementFit(most)
 
     def as_fine_as(self, other: CodebookConfig) -> bool:
         """Return whether no value is stored with a larger error than by `other`; tied tensors take the finest."""

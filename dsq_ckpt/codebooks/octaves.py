@@ -25,8 +25,6 @@ def _error_of_one(low: float, high: float) -> float:
 
 ERROR = _error_of_one(2**-0.5, 2**0.5)
 """Relative error of `CENTRE` times a power of two for the values of its octave."""
-UNIT_ERROR = _error_of_one(2**-0.25, 2**0.25)
-"""Relative error of 1 / sqrt(v) where sqrt(v) is taken to be the unit of its octave."""
 
 
 @register_codebook

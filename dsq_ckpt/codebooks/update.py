@@ -1,46 +1,37 @@
-"""First moments in units of Adam's update: the default for `exp_avg`."""
+"""First moments in units of the optimizer's update: the defaults for `exp_avg` and for SGD's momentum."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, LevelFit
+from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, LevelFit, RefinementFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.lattice import multiples
-from dsq_ckpt.codebooks.octaves import UNIT_ERROR
 from dsq_ckpt.codebooks.registry import register_codebook
 
-_LEVELS = 31  # on each side; Adam's update is seldom above one and hardly ever above ten
+_LEVELS = 31  # on each side, far beyond any update
+_WIDER = (2**0.25, 2**0.5, 2**0.75)  # between one number of bits and the next
 
 
-@register_codebook
-class Update(CodebookConfig):
-    """First moments in units of the update: cells of m / sqrt(v), with sqrt(v) of the same element by its octave."""
+class _ByError(CodebookConfig, ABC):
+    """Wide cells, which cost history next to nothing, and as few refinement bits as keep the error of the next update.
 
-    coordinates: ClassVar[Coordinates] = "update"
+    A first moment of ten steps ago says nothing about today's. So most of it is in the refinement layer, which the
+    newest checkpoints alone have.
+    """
 
-    fit: Literal["update"] = "update"
-    step: float = Field(1.0, gt=0, le=4, description="cell width; the refinement layer divides cells evenly")
+    step: float = Field(4.0, gt=0, le=8, description="cell width; the refinement layer divides cells evenly")
     error: float = Field(
-        0.25, ge=0, le=1, description="relative error that a restore may give Adam's next update: the refinement takes "
-        "as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
+        0.25, ge=0, le=1, description="relative error that a restore may give the optimizer's next update: the "
+        "refinement takes as few bits as keep it, at most refinement_bits; 0: refinement_bits as they are"
     )
-
     rate_distortion: float = Field(
         0.02, ge=0, le=2, description="lambda: squared steps of distortion that one bit is worth"
     )
-
-    @model_validator(mode="after")
-    def _error_can_be_kept(self) -> Update:
-        if 0 < self.error <= 0.1:  # somewhat above UNIT_ERROR
-            raise ValueError(
-                f"error is {self.error:g}, and the octaves of second moments alone change the update by 10%: choose "
-                "more, 0 (no bound), or store exp_avg and exp_avg_sq with method exact"
-            )
-        return self
 
     def propose(self, histogram: Histogram) -> LevelFit:
         """Return multiples of the step."""
@@ -56,13 +47,32 @@ class Update(CodebookConfig):
         """As configured."""
         return self.error
 
-    def refinement(self, most: int, squared_error: Callable[[int], float]) -> tuple[int, float | None]:
-        """Choose as few bits as keep the bound, by the error of Adam's next update, m / sqrt(v).
-
-        The quantized value is m over the unit of v; what is lost besides is the place of v within its octave.
-        """
+    def refinement(self, most: int, squared_error: Callable[[int, float], float]) -> RefinementFit:
+        """Choose the widest parts that keep the bound, by the error of what is quantized, which is the update."""
         for bits in range(0 if self.error else most, most + 1):
-            error = (squared_error(bits) + UNIT_ERROR**2) ** 0.5
+            error, widened = squared_error(bits, 1.0) ** 0.5, 1.0
             if error <= self.error:
                 break
-        return bits, error
+        for wider in _WIDER if bits else ():
+            if (larger := squared_error(bits, wider) ** 0.5) <= self.error:
+                error, widened = larger, wider
+        return RefinementFit(bits, widened, error)
+
+
+@register_codebook
+class Update(_ByError):
+    """Adam's first moments: cells of m / sqrt(v) of the same element."""
+
+    coordinates: ClassVar[Coordinates] = "update"
+
+    fit: Literal["update"] = "update"
+
+
+@register_codebook
+class Relative(_ByError):
+    """Momentum without a second moment, as of SGD: cells in root mean squares of each tensor."""
+
+    coordinates: ClassVar[Coordinates] = "relative"
+
+    fit: Literal["relative"] = "relative"
+    step: float = Field(16.0, gt=0, le=64, description="cell width; the refinement layer divides cells evenly")

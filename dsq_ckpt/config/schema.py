@@ -17,7 +17,7 @@ from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook
-from dsq_ckpt.codebooks.update import Update
+from dsq_ckpt.codebooks.update import Relative, Update
 from dsq_ckpt.config.renamed import RENAMED, current_keys
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
@@ -75,6 +75,7 @@ BY_SIZE = {
     "exp_avg_sq": TensorConfig(
         codebook=KMeans(bins=4, protect=0.0005, domain="log", rate_distortion=0.05), refinement_bits=1
     ),
+    "momentum": TensorConfig(codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4),
 }
 """Moments by their size alone: once the defaults, which blocks that give another codebook, or its numbers, go over."""
 
@@ -93,11 +94,9 @@ class QuantizeConfig(_Strict):
     """What is lossy, and how."""
 
     weights: TensorConfig = TensorConfig()
-    exp_avg: TensorConfig = TensorConfig(codebook=Update(), refinement_bits=6)
+    exp_avg: TensorConfig = TensorConfig(codebook=Update(), refinement_bits=8)
     exp_avg_sq: TensorConfig = TensorConfig(codebook=Octaves(), refinement_bits=0)
-    momentum: TensorConfig = TensorConfig(
-        codebook=KMeans(bins=2, protect=0.0005, rate_distortion=0.05), refinement_bits=4
-    )
+    momentum: TensorConfig = TensorConfig(codebook=Relative(), refinement_bits=8)
     groups: dict[str, TensorConfig] = Field(
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
     )

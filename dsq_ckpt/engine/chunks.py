@@ -106,7 +106,8 @@ def _frame(item: SaveItem, tensor: torch.Tensor) -> Frame | None:
             f"'{item.key.fqn}' has a chunk of shape {tuple(tensor.shape)}, and '{item.second_moment.fqn}', which "
             f"measures it, one of {tuple(squares.shape)}; save both in the same layout, or store exp_avg exactly"
         )
-    return UpdateFrame(item.second_moment.fqn, squares.to(tensor.device).contiguous().view(-1))
+    squares = squares.to(tensor.device).contiguous().view(-1)
+    return UpdateFrame(item.second_moment.fqn, squares, item.second_moment.exact)
 
 
 def quantized(

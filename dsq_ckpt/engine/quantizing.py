@@ -250,10 +250,12 @@ def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
         if fitted.update_error is None or not most or not codebook.update_bound:
             continue
         if fitted.update_error > codebook.update_bound:
+            kind = group.partition("/")[0]
             warn(
-                f"a restore from this checkpoint changes Adam's next update in '{group}' by {fitted.update_error:.0%}, "
-                f"more than the {codebook.update_bound:.0%} of quantize.exp_avg.codebook.error: raise "
-                f"quantize.exp_avg.refinement_bits, which is {most}, or store exp_avg with method exact"
+                f"a restore from this checkpoint changes the optimizer's next update in '{group}' by "
+                f"{fitted.update_error:.0%}, more than the {codebook.update_bound:.0%} of "
+                f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {most}, or store "
+                f"{kind} with method exact"
             )
 
 

@@ -17,7 +17,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from dsq_ckpt.config.schema import BY_SIZE, DSQConfig, QuantizeConfig, Rule, TensorConfig
+from dsq_ckpt.codebooks.update import Relative
+from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
@@ -47,6 +48,7 @@ class Assignment:
         config: None where it is exact.
         settings: the entry of `groups` it looked at.
         second_moment: name of the tensor that its values are measured by, or None.
+        second_exact: whether that tensor is stored as it is.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class Assignment:
     config: TensorConfig | None
     settings: str | None = None
     second_moment: str | None = None
+    second_exact: bool = False
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
@@ -113,14 +116,16 @@ def assign(
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
     own = f"/{fqn}" if config.granularity == "tensor" else ""
-    second = None
+    second, second_exact = None, False
     if chosen.codebook.coordinates == "update":
-        second = _second_moment(fqn, shape, dtype, config, types) if measured else None
+        if measured:
+            second, second_exact = _second_moment(fqn, shape, dtype, config, types)
         if second is None:
-            chosen = chosen.model_copy(update={"codebook": BY_SIZE["exp_avg"].codebook})
+            alone = Relative(error=chosen.codebook.update_bound)
+            chosen = chosen.model_copy(update={"codebook": alone})
     if chosen.codebook.coordinates != "values":
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
-    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
+    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second, second_exact)
 
 
 def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
@@ -134,14 +139,14 @@ def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings
 
 def _second_moment(
     fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None
-) -> str | None:
-    """Return the second moment of a first one, if it is stored in a way that keeps its octaves."""
+) -> tuple[str | None, bool]:
+    """Return the second moment of a first one, if it is stored by its octaves or exactly, and which of these."""
     name = second_moment_of(fqn)
     if name is None:
-        return None
+        return None, False
     kept = assign(name, shape, dtype, config, types).config
     octaves = kept is None or (kept.method == "quantize" and kept.codebook.coordinates == "octaves")
-    return name if octaves else None
+    return (name, kept is None) if octaves else (None, False)
 
 
 def second_moment_of(fqn: str) -> str | None:

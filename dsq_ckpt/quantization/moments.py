@@ -2,15 +2,15 @@
 
 Adam moves a parameter by u = m / (sqrt(v) + eps). What counts about v is its ratio to the true value, and about m its
 error in units of sqrt(v) of the *same element*: a cell of fixed width is too coarse for one element and wasted on the
-next. So v is coded as its octave, and m is divided by the root of its element's octave before it is quantized.
+next. So v is coded as its octave, and m is divided by sqrt(v) before it is quantized.
 
-Both maps are functions of the exponent bits of v alone. A reader that has decoded v, which keeps its octave, can
-therefore undo the division, and a rank that writes m needs nothing of v but its values.
+A reader multiplies by the root of v as it was decoded. So m / sqrt(v) comes back as it was quantized, and the error of
+v does not add to that of the next update. A rank that writes m needs nothing of v but its values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,8 +35,8 @@ def _units() -> F32:
 
 
 UNITS = _units()
-"""float32[256]: what a first moment is measured in, by the biased exponent of its second moment: sqrt(v) of the middle
-of the octave, in float32."""
+"""float32[256]: what a reader multiplies a first moment by, by the biased exponent of its decoded second moment:
+sqrt(v) of the middle of the octave, in float32."""
 
 
 class Frame(Protocol):
@@ -84,28 +84,34 @@ class OctaveFrame:
 
 @dataclass(frozen=True)
 class UpdateFrame:
-    """A value is divided by the unit of its second moment: first moments.
+    """A value is divided by the root of its second moment: first moments.
 
     Attributes:
         second_moment: Name of the tensor of second moments.
         squares: Its chunk, flat, on the device of the values.
+        exact: Whether second moments are stored as they are. A reader still goes by their octaves, and so does this.
     """
 
     second_moment: str
     squares: torch.Tensor
+    exact: bool = False
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
-        """Return m / sqrt(v), with v at the middle of its octave."""
+        """Return m / sqrt(v), float32; NaN where v is negative, infinite or NaN: then m is stored exactly, as v is."""
         squares = self.squares[where].to(torch.float32)
         if flat.device.type == "cpu":
             out = np.empty(len(flat), np.float32)
-            _divide(flat.to(torch.float32).numpy(), squares.numpy().view(np.uint32), UNITS, out)
+            _divide(flat.to(torch.float32).numpy(), squares.numpy(), UNITS, self.exact, out)
             return torch.from_numpy(out)
-        return flat.to(torch.float32) / units_on(flat.device)[(squares.view(torch.int32) >> 23) & 0xFF]
+        exponent = (squares.view(torch.int32) >> 23) & 0xFF
+        units = units_on(flat.device)[exponent]
+        if not self.exact:
+            units = torch.where(exponent == 0, units, torch.sqrt(squares))
+        return flat.to(torch.float32) / torch.where((squares >= 0) & (exponent != _NOT_FINITE), units, torch.nan)
 
     def part(self, where: slice) -> UpdateFrame:
         """Return the frame of the same elements of the second moments."""
-        return UpdateFrame(self.second_moment, self.squares[where])
+        return replace(self, squares=self.squares[where])
 
 
 def units_on(device: torch.device) -> torch.Tensor:
@@ -134,9 +140,12 @@ def _octave_keys(bits: Any, out: Any) -> None:
 
 
 @jit(error_model="numpy")
-def _divide(values: Any, squares: Any, units: Any, out: Any) -> None:
+def _divide(values: Any, squares: Any, units: Any, by_octave: bool, out: Any) -> None:
+    bits = squares.view(np.uint32)
     for i in range(len(values)):
-        out[i] = values[i] / units[(squares[i] >> np.uint32(23)) & np.uint32(0xFF)]
+        exponent = (bits[i] >> np.uint32(23)) & np.uint32(0xFF)
+        unit = units[exponent] if by_octave or exponent == 0 else np.sqrt(squares[i])
+        out[i] = values[i] / unit if squares[i] >= 0 and exponent != _NOT_FINITE else np.float32(np.nan)
 
 
 @jit(error_model="numpy")

@@ -1,8 +1,9 @@
 """Scales of tensors before they are quantized, from the octaves of their values and of their gradients.
 
 A tensor's `exponent` is log2 of the factor taken out of it, a multiple of 1/4. In k-means groups it only moves
-outliers into their group's range. On a lattice it sets the step: rate theory wants it proportional to one over the root
-of the curvature, for which the root of the mean squared gradient stands in (docs/design.md has the measurements).
+outliers into their group's range. Relative momentum is measured by its own size. On a lattice it sets the step: rate
+theory wants it proportional to one over the root of the curvature, for which the root of the mean squared gradient
+stands in (docs/design.md has the measurements).
 """
 
 from __future__ import annotations
@@ -72,12 +73,16 @@ def choose_scales(
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
     """
     scaled, unit, wanted = _by_gradient(octaves, tensors, groups, gauges)
+    relative = {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
+    for fqn, group in tensors.items():
+        if group in relative and (energy := _mean(_without_few(octaves[fqn]), 2)):
+            wanted[fqn] = float(np.clip(round(2 * float(np.log2(energy))) / 4, -100, 100))
     refit = {group for group in groups if group not in books}
     rescaled = set()
     members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
     for group in groups:
         names = members[group]
-        if group in scaled:
+        if group in scaled or group in relative:
             drift = [abs(wanted[fqn] - before.get(fqn, 0.0)) for fqn in names if fqn in wanted]
             rescaled |= {group} if max(drift, default=0.0) >= _DRIFT else set()
             continue

@@ -130,7 +130,7 @@ class GroupReport(BaseModel):
     refined_error: float | None = None
     """The same with the refinement layer; None where there is none, or where an older version wrote this."""
     update_error: float | None = None
-    """Relative error of Adam's next update after a restore; None for groups other than first moments in its units."""
+    """Relative error of the optimizer's next update after a restore; None except for first moments in its units."""
     worst_tensor: str | None = None
     worst_error: float | None = None
     """Tensor with the largest relative error, with the refinement layer where there is one; estimated from sketches."""

@@ -17,7 +17,7 @@ from pydantic import Field
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, codebooks
-from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, LevelFit, base, register_codebook
+from dsq_ckpt.codebooks import CODEBOOKS, CodebookConfig, LevelFit, RefinementFit, base, register_codebook
 from dsq_ckpt.config.systems import SYSTEMS, System, register_system
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
@@ -198,9 +198,13 @@ def test_a_proposal_that_is_no_codebook(tmp_path, monkeypatch, outside, proposal
 
 
 def test_more_refinement_than_is_configured(tmp_path, monkeypatch, outside):
-    monkeypatch.setattr(outside.Powers, "refinement", lambda self, most, squared_error: (most + 1, None))
+    monkeypatch.setattr(outside.Powers, "refinement", lambda self, most, squared_error: RefinementFit(most + 1))
     with pytest.raises(dsq_ckpt.DSQError, match="codebook 'powers' asks for 4 refinement bits, of 3 at most"):
         dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
+    for factor in (0.5, float("nan")):
+        monkeypatch.setattr(outside.Powers, "refinement", lambda *_, factor=factor: RefinementFit(2, factor))
+        with pytest.raises(dsq_ckpt.DSQError, match=f"codebook 'powers' widens cells {factor} times"):
+            dsq_ckpt.save(outside.state_at(0), tmp_path / "a", config=POWERS)
 
 
 def test_what_cannot_be_registered(outside):

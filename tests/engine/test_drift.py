@@ -54,7 +54,7 @@ def test_a_steady_group_keeps_its_chain(tmp_path):
     assert [Manifest.read(tmp_path / str(number)).depth for number in range(4)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("block", [{"refinement_bits": 4}, {"codebook": {"bins": 2}}, {"method": "quantize"}])
+@pytest.mark.parametrize("block", [{"refinement_bits": 8}, {"codebook": {"step": 16.0}}, {"method": "quantize"}])
 def test_a_part_of_a_block_keeps_the_rest(block):
     config = dsq_ckpt.DSQConfig.create({"quantize": {"momentum": block}})
     assert config == dsq_ckpt.DSQConfig()

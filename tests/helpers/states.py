@@ -12,7 +12,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 import dsq_ckpt
 
 KEEP_ONE = {"refinement": {"keep_last": 1}}
-FINE = {"quantize": {"exp_avg": {"refinement_bits": 4}, "exp_avg_sq": {"refinement_bits": 3, "codebook": {"bins": 6}}}}
+FINE = {"quantize": {
+    "exp_avg": {"codebook": {"error": 0.05}}, "exp_avg_sq": {"refinement_bits": 3, "codebook": {"bins": 6}},
+}}
 """Fine enough to tell moments that are wrong from those that are rough, as they are by default."""
 
 

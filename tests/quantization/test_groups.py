@@ -24,10 +24,10 @@ F32 = torch.float32
     ("model.just_enough.weight", (64, 64), "weights/linear"),
     ("model.column.weight", (8192, 1), "exact"),
     ("model._fsdp_wrapped_module._flat_param", (100_000,), "weights/other"),
-    ("optimizer.state.layers.0.wq.weight.exp_avg", (256, 256), "exp_avg/linear"),
+    ("optimizer.state.layers.0.wq.weight.exp_avg", (256, 256), "exp_avg/linear/relative"),
     ("optimizer.state.layers.0.wq.weight.exp_avg_sq", (256, 256), "exp_avg_sq/linear/octaves"),
     ("optim.state.wte.weight.max_exp_avg_sq", (1000, 64), "exp_avg_sq/embedding/octaves"),
-    ("optimizer.state.conv.weight.momentum_buffer", (64, 64, 3, 3), "momentum/conv"),
+    ("optimizer.state.conv.weight.momentum_buffer", (64, 64, 3, 3), "momentum/conv/relative"),
     ("optimizer.state.wq.weight.step", (), "exact"),
     ("optimizer.state.wq.weight.preconditioner", (256, 256), "exact"),  # unknown state has no known bound
     ("optimizer.state.norm.weight.exp_avg", (8192,), "exp_avg/small"),

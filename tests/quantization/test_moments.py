@@ -76,7 +76,7 @@ def test_the_update_is_restored_within_a_part_of_a_cell(tmp_path) -> None:
 @pytest.mark.parametrize("bound", [0.11, 0.2, 0.4, 0.8])
 @pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99])
 def test_the_bound_on_the_error_of_the_update_is_kept_and_told(tmp_path, bound: float, beta1: float) -> None:
-    """The sketch tells it before anything is written; a bit less would break it."""
+    """The sketch tells it before anything is written; a bit less would break it, and nearly all of it is used."""
     saved = state()
     saved["state"]["w"]["exp_avg"] *= ((1 - beta1) / (1 + beta1) / 0.0526) ** 0.5  # of the size that such a mean has
     config: dict = {"quantize": {"exp_avg": {"codebook": {"fit": "update", "error": bound}, "refinement_bits": 8}}}
@@ -91,12 +91,13 @@ def test_the_bound_on_the_error_of_the_update_is_kept_and_told(tmp_path, bound: 
         config["quantize"]["exp_avg"]["refinement_bits"] = bits
         dsq_ckpt.save(saved, tmp_path / f"bits-{bits}" / "0", config=config)
         told_with.append(Manifest.read(tmp_path / f"bits-{bits}" / "0").groups["exp_avg/linear/update"].update_error)
-    assert told == next(one for one in told_with if one <= bound)
+    fewest = next(one for one in told_with if one <= bound)
+    assert fewest <= told and (told > 0.8 * bound or fewest == told_with[0])
 
 
 def test_a_bound_that_the_bits_cannot_keep_is_said(tmp_path) -> None:
     saved = state()
-    said = r"Adam's next update in 'exp_avg/linear/update' by \d\d%, more than the 25%.*refinement_bits, which is 1"
+    said = r"next update in 'exp_avg/linear/update' by \d+%, more than the 25%.*refinement_bits, which is 1"
     with pytest.warns(UserWarning, match=said):
         dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 1}}})
 
@@ -165,15 +166,19 @@ def test_a_first_moment_alone_is_stored_by_its_size(tmp_path) -> None:
 
 @pytest.mark.parametrize("how", ["exact", "bf16"])
 def test_second_moments_that_are_not_coded_by_octave(tmp_path, how) -> None:
-    """Exact ones measure as well; of bf16 ones rounding may change the octave, and so they measure nothing."""
+    """Exact ones measure as well; of bf16 ones rounding may change the octave, and so they measure nothing.
+
+    A reader goes by the octave of exact ones too, in which their place is known.
+    """
     saved = state()
-    dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg_sq": {"method": how}}})
+    fine = {"codebook": {"fit": "update", "error": 0.02}}
+    dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": fine, "exp_avg_sq": {"method": how}}})
     with Checkpoint(tmp_path / "run" / "0") as checkpoint:
         assert ("unit" in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))) == (how == "exact")
     got = restored(tmp_path / "run" / "0", saved)
     if how == "exact":
         assert torch.equal(got["exp_avg_sq"], saved["state"]["w"]["exp_avg_sq"])
-        assert error(update(saved["state"]["w"]), update(got)) < 0.15
+        assert error(update(saved["state"]["w"]), update(got)) < 0.022
 
 
 @pytest.mark.parametrize("bad", ["exp_avg", "exp_avg_sq"])
@@ -188,13 +193,15 @@ def test_a_moment_with_nan_is_exact_and_the_other_one_as_ever(tmp_path, bad) -> 
     assert error(update(exact)[sound].nan_to_num(0), update(got)[sound].nan_to_num(0)) < 0.25
 
 
-def test_history_without_refinement_keeps_octaves_and_signs_of_large_updates(tmp_path) -> None:
+def test_history_without_refinement_keeps_second_moments_alone(tmp_path) -> None:
+    """A first moment of long ago says nothing about today's, and costs next to nothing."""
     saved = state()
     dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 0}}})
     got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
-    large = update(exact).abs() > 1
-    assert large.any()
-    assert torch.equal(got["exp_avg"][large].sign(), exact["exp_avg"][large].sign())
+    assert torch.equal(torch.frexp(got["exp_avg_sq"]).exponent, torch.frexp(exact["exp_avg_sq"]).exponent)
+    assert update(exact).abs().max() < 2 and not got["exp_avg"].any()
+    kinds = Manifest.read(tmp_path / "run" / "0").kinds
+    assert kinds["exp_avg"].base < 0.1 * kinds["exp_avg_sq"].base
 
 
 def test_differences_of_first_moments_are_not_measured(tmp_path) -> None:
@@ -229,12 +236,18 @@ def test_octave_frame_is_the_exponent(values: list[float]) -> None:
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=50))
 def test_units_there_and_back(pairs: list[tuple[float, float]]) -> None:
     m, v = (np.array(part, np.float32) for part in zip(*pairs, strict=True))
-    coded = UpdateFrame("v", torch.from_numpy(v)).coded(torch.from_numpy(m), slice(None)).numpy().copy()
-    finite, in_units = np.isfinite(coded), coded.copy()
-    from_units(coded, v)
-    assert np.isfinite(coded).all()
-    normal = finite & (np.abs(m) > 1e-37) & (np.abs(in_units) > 1e-37)  # subnormal numbers have fewer bits
-    np.testing.assert_allclose(coded[normal], m[normal], rtol=3e-7)
+    for exact, place in ((True, 1), (False, 2**0.251)):  # of exact ones a reader knows the place in the octave
+        coded = UpdateFrame("v", torch.from_numpy(v), exact).coded(torch.from_numpy(m), slice(None)).numpy().copy()
+        assert np.isnan(coded[v < 0]).all() and not np.isnan(coded[v >= 0]).any()
+        finite, in_units = np.isfinite(coded), coded.copy()
+        from_units(coded, v)
+        assert np.isfinite(coded[v >= 0]).all()
+        normal = finite & (np.abs(m) > 1e-37) & (np.abs(in_units) > 1e-37)  # subnormal numbers have fewer bits
+        ratio = coded[normal].astype(np.float64) / m[normal]
+        assert ((ratio > (1 - 3e-7) / place) & (ratio < (1 + 3e-7) * place)).all()
+        if not exact:
+            normal &= v > 1e-37
+            np.testing.assert_allclose(in_units[normal], m[normal] / np.sqrt(v[normal].astype(np.float64)), rtol=3e-7)
 
 
 def test_units_are_roots_of_octaves() -> None:

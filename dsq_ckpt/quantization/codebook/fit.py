@@ -37,7 +37,7 @@ class Fitted:
         mean_square: of the group's finite values, in the group's units.
         error: mean squared error of the base layer over the elements not protected.
         refinement_bits: into how many parts (2**bits) the refinement layer divides the cells; 0: there is none.
-        update_error: relative error of Adam's next update after a restore, of first moments in units of it.
+        update_error: relative error of the optimizer's next update after a restore, of first moments in units of it.
     """
 
     codebook: Codebook
@@ -180,14 +180,18 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
     error = _error(joint, table, window, real_levels, protected, split, ~forced)
     most = refinement_bits
-    refinement_bits, update_error = config.refinement(most, _refined_error(joint, table, window, error, low, high))
+    refinement_bits, widened, update_error = config.refinement(
+        most, _refined_error(joint, table, window, error, low, high)
+    )
     if not 0 <= refinement_bits <= most:
         raise ConfigError(f"codebook '{config.fit}' asks for {refinement_bits} refinement bits, of {most} at most")
+    if not 1 <= widened < 256:
+        raise ConfigError(f"codebook '{config.fit}' widens cells {widened} times, expected a factor from 1 on")
+    low, high = _widened(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         _centre_zero(low, high, 2.0**refinement_bits)
-    book = Codebook(
-        real_levels, _next_window(held, window, real_levels, log), "log" if log else "linear", step, low, high
-    )
+    wanted = _next_window(held, window, real_levels, log, most if config.update_bound else 0)
+    book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
         error, refinement_bits, update_error, None if split is None else split.limits,
@@ -217,8 +221,8 @@ def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> Non
 
 def _refined_error(
     joint: Counts, table: Codes, window: KeyWindow, base: float, low: F64, high: F64
-) -> Callable[[int], float]:
-    """Return the function from bits to the mean squared error that they leave, relative to the mean square.
+) -> Callable[[int, float], float]:
+    """Return the function from bits and the widening of cells to the mean squared error, relative to the mean square.
 
     Protected values count for nothing: first moments that large, which no run of Adam has, would own the energy.
 
@@ -236,11 +240,11 @@ def _refined_error(
         values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
         return codes, values, weight, float((weight * values**2).sum()) or 1.0
 
-    def error(bits: int) -> float:
+    def error(bits: int, widened: float) -> float:
         codes, values, weight, energy = held()
         if not bits:
             return base / energy
-        below, above = low.copy(), high.copy()
+        below, above = _widened(low, high, widened)
         _centre_zero(below, above, 2.0**bits)
         part = (above - below)[codes] / 2.0**bits
         place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
@@ -283,6 +287,12 @@ def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: 
     return low, high
 
 
+def _widened(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
+    """Return new bounds of cells `factor` times as wide, around the same centres."""
+    more = (factor - 1) / 2 * (high - low)
+    return low - more, high + more
+
+
 def _centre_zero(low: F64, high: F64, parts: float) -> None:
     """Widen, in place, the cells with zero in them so that zero is the middle of one of their `parts`.
 
@@ -298,11 +308,11 @@ def _centre_zero(low: F64, high: F64, parts: float) -> None:
     low[around], high[around] = -place * part, (parts - place) * part
 
 
-def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool) -> KeyWindow:
+def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool, finer: int) -> KeyWindow:
     """Return the window for the next save: the magnitudes seen, with three octaves to grow into.
 
     Below a 64th of the smallest level nothing is decided any more, except on a log axis, where only true zeros may
-    fall under the window.
+    fall under the window, and where the sketch decides on refinement, which is `finer` by so many bits.
     """
     n = window.n
     resolved = held[1 : n - 2] + held[n + 1 : 2 * n - 2]
@@ -315,7 +325,7 @@ def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool) -> Key
         return KeyWindow(_OCTAVE, max(hi, 2 * _OCTAVE))
     smallest = np.abs(levels[1:]).min()
     bits = int(np.float32(min(smallest, 3e38)).view(np.uint32)) >> 17
-    lo = min(max(bits - 6 * _OCTAVE, _OCTAVE), hi - _OCTAVE)
+    lo = min(max(bits - (6 + finer) * _OCTAVE, _OCTAVE), hi - _OCTAVE)
     return KeyWindow(max(lo, _OCTAVE), max(hi, max(lo, _OCTAVE) + _OCTAVE))
 
 
