@@ -23,8 +23,8 @@ AUTO = {
 
 
 def filled(node: Any, key: str = "") -> Any:
-    if isinstance(node, dict):
-        return {name: filled(value, name) for name, value in node.items()}
+    if isinstance(node, dict):  # in our block "auto" is a value of our own
+        return {name: value if name == "dsq_checkpoint" else filled(value, name) for name, value in node.items()}
     return AUTO[key] if node == "auto" else node
 
 
