@@ -91,7 +91,13 @@ class ObjectStore:
 
     def open(self, file: Path) -> ReadAhead:
         def fetch(start: int, stop: int) -> bytes:
-            return bytes(_tried(lambda: _system(file).cat_file(str(file), start=start, end=stop), file))
+            def whole() -> bytes:
+                data = bytes(_system(file).cat_file(str(file), start=start, end=stop))
+                if len(data) != stop - start:
+                    raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}, from {start} on")
+                return data
+
+            return _tried(whole, file)
 
         return ReadAhead(self.size(file), fetch)
 
@@ -195,8 +201,12 @@ class Upload:
             self._sent.discard()
         with suppress(AttributeError):
             self._sent.closed = True  # else it would be completed when it is freed
-        with suppress(Exception):
-            _system(self.path).rm_file(str(self.path))
+        from fsspec.spec import AbstractBufferedFile
+
+        # Nothing has appeared then, and what has the name is of another upload: a manifest that was to be replaced.
+        if not isinstance(self._sent, AbstractBufferedFile):
+            with suppress(Exception):
+                _system(self.path).rm_file(str(self.path))
 
     def _put(self, data: bytes, exclusive: bool) -> None:
         mode = {"mode": "create"} if exclusive else {}

@@ -49,9 +49,14 @@ def publish(path: Path, manifest: Manifest, overwrite: bool, parent: tuple[Path,
 
     Raises:
         CheckpointExists: another save completed a checkpoint here meanwhile.
-        SaveFailed: the parent was removed or replaced meanwhile.
+        SaveFailed: the parent was removed or replaced meanwhile, also the one at `path` itself.
     """
     before = _manifest_at(path) if overwrite else None
+    if parent is not None and parent[0] == path and (before is None or before.save_id != parent[1]):
+        raise SaveFailed(
+            f"the checkpoint that was at '{path}', which the new one was coded against, was removed or replaced "
+            "meanwhile, and with it files may be gone that the new one needs: it was not committed; save again"
+        )
     try:
         manifest.write(path, exclusive=not overwrite, fsync=False)
     except FileExistsError as error:
@@ -98,14 +103,20 @@ def needed(run: Path) -> dict[str, set[str]]:
     return found
 
 
-def kept(run: Path, files: Iterable[Path], but: Path) -> set[Path]:
+def kept(run: Path, files: Iterable[Path], but: tuple[Path, str]) -> set[Path]:
     """Return which of some files of a run its complete checkpoints need, one of them left out.
+
+    Args:
+        run: the run.
+        files: the files.
+        but: path and save id of the checkpoint that is left out; another save at its path counts.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
     """
     others = {
-        file.path_in(path) for path, manifest in checkpoints(run) if path != but for file in manifest.files
+        file.path_in(path) for path, manifest in checkpoints(run) if (path, manifest.save_id) != but
+        for file in manifest.files
     }
     return others & set(files)
 

@@ -15,7 +15,7 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.backend import Entry, storage_of
 from dsq_ckpt.storage.gc import HARMLESS, Left, Orphan, is_ours
-from dsq_ckpt.storage.manifest import MANIFEST
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import expanded
 
 
@@ -54,14 +54,14 @@ def _looked_at(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Le
     listed = {path: here, **{one: storage_of(one).entries(one) for one in below}}  # before manifests are read
     run = path if below else path.parent
     try:
-        needed = references.needed(run)
+        needed = _needed_in(listed)
     except DSQError as error:
         yield Left(run, f"a manifest cannot be read, so any object may be needed: {error}", False)
         return
     for directory, entries in listed.items():
         names = {entry.name for entry in entries}
         ours = [entry for entry in entries if is_ours(entry.name) and not entry.directory]
-        kept = needed.get(directory.name, set()) if directory.parent == run else set[str]()
+        kept = needed[directory]
         unneeded = [entry for entry in ours if entry.name not in kept]
         others = sorted(
             entry.name for entry in entries
@@ -79,6 +79,29 @@ def _looked_at(path: Path, min_age_seconds: float) -> Iterator[list[Orphan] | Le
         else:
             reason = "not in a manifest" if MANIFEST in names or kept else "save did not complete"
             yield sorted(Orphan(directory / entry.name, entry.size, reason) for entry in unneeded)
+
+
+def _needed_in(listed: dict[Path, list[Entry]]) -> dict[Path, set[str]]:
+    """Return which names in each directory are needed: by a manifest there, or by others of the run that it lies in.
+
+    A checkpoint may have keys below its own, as of logs; so its own run counts, whatever else is looked at.
+
+    Raises:
+        DSQError: a manifest cannot be read, so any file may be needed.
+    """
+    found: dict[Path, set[str]] = {}
+    runs: dict[Path, dict[str, set[str]]] = {}
+    for directory, entries in listed.items():
+        found[directory] = set()
+        if not any(is_ours(entry.name) for entry in entries):
+            continue
+        run = directory.parent
+        if run not in runs:
+            runs[run] = references.needed(run)
+        found[directory] |= runs[run].get(directory.name, set())
+        if run == directory and any(entry.name == MANIFEST for entry in entries):  # a bucket is in no run
+            found[directory] |= {file.name for file in Manifest.read(directory).files}
+    return found
 
 
 def _young(entry: Entry, min_age_seconds: float) -> bool:

@@ -60,7 +60,7 @@ def remove(path: Path, dry_run: bool = False) -> Removed:
         storage.flush(path)
     named = {file.path_in(path): file.size for file in manifest.files}
     if is_remote(path):
-        kept = references.kept(path.parent, named, but=path)
+        kept = references.kept(path.parent, named, but=(path, manifest.save_id))
     else:
         kept = {file for file in named if file.parent != path}
         kept |= {path / name for name in references.held_for_others(path)} & set(named)

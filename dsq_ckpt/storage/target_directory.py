@@ -52,8 +52,11 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
     Raises:
         CheckpointExists: a complete checkpoint is there, and is not to be overwritten.
         SaveFailed: something is there that is no directory, or a directory with other files; or it would lie in a
-            checkpoint.
+            checkpoint, or be a whole bucket.
     """
+    if is_remote(path) and path.parent == path:
+        example = path / "run" / "step-000001"
+        raise SaveFailed(f"'{path}' is a whole bucket; save to a key in it, to '{example}' for example")
     for above in canonical(path).parents:
         if _is_checkpoint(above):
             raise SaveFailed(

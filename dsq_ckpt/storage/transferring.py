@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint, DSQError, SaveFailed
 from dsq_ckpt.storage.atomic_io import new_directory
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.gc import is_ours
@@ -45,6 +45,7 @@ class Transfer:
         self._written: dict[tuple[str, str], Path] = {}
         """Where the copy has a file, by name and checksum; names of data files are of one save."""
         self._made: list[Path] = []
+        self._committed: list[Path] = []
 
     def run(self, goal: Path) -> None:
         """Make the copy.
@@ -83,9 +84,11 @@ class Transfer:
         try:
             yield goal
         except BaseException:
-            with suppress(OSError):
-                remove_all(path for path in self._made if path.name == MANIFEST)
-                remove_all(path for path in self._made if path.name != MANIFEST)
+            with suppress(OSError, DSQError):
+                remove_all(path / MANIFEST for path in self._committed)
+                # Another copy to here, which has the same names, may have completed a checkpoint meanwhile.
+                needed = {path for path in {made.parent for made in self._made} if is_complete(path)}
+                remove_all(path for path in self._made if path.parent not in needed)
             raise
 
     def _checkpoint(self, source: Path, target: Path) -> None:
@@ -103,8 +106,10 @@ class Transfer:
         named = {file.name for file in files}
         remove_all(path for path in self._made if path.parent == target and path.name not in named)
         copied = manifest.model_copy(update={"files": files})
-        self._made.append(target / MANIFEST)
+        if is_complete(target):  # the same bytes, which a store cannot tell from a second try of this one
+            raise CheckpointExists(f"another copy to '{target}' was completed while this one was made; it stays")
         copied.write(target, exclusive=True, fsync=True)
+        self._committed.append(target)
         self.checkpoints += 1
         self.files += 1
         self.left_out += [

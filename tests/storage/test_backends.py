@@ -85,6 +85,18 @@ def test_a_file_that_is_given_up_leaves_nothing(storage, directory, size):
     assert storage.entries(directory) == []
 
 
+def test_a_large_file_that_is_given_up_leaves_the_one_it_was_to_replace(storage, directory):
+    if str(directory).startswith("memory"):
+        pytest.skip("objects appear there when they are opened")
+    _write(directory, "a", b"first")
+    with pytest.raises(FileExistsError):
+        _write(directory, "a", bytes(_LARGE), exclusive=True)
+    with pytest.raises(RuntimeError), storage.create(directory / "a", fsync=True) as file:
+        file.stream.write(bytes(_LARGE))
+        raise RuntimeError
+    assert storage.read(directory / "a", 100) == b"first"
+
+
 def test_a_file_is_replaced_whole(storage, directory):
     _write(directory, "a", b"old")
     _write(directory, "a", b"new and longer")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from dsq_ckpt.cli import app
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, SaveFailed
-from dsq_ckpt.storage import remote_gc
+from dsq_ckpt.storage import references, remote_gc
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import checkpoint_path
@@ -163,6 +163,65 @@ def test_garbage_of_one_checkpoint(store):
     assert loaded(paths[1])["step"] == 2
     with pytest.raises(CheckpointNotFound, match="nothing is at"):
         remote_gc.garbage(checkpoint_path(f"{store}/nowhere"))
+
+
+def test_garbage_of_a_checkpoint_with_other_keys_below_it(store):
+    paths = chain(f"{store}/run", 2)
+    for path in paths:
+        put(path / "logs" / "events.txt")
+    storage_of(paths[0]).remove(paths[0] / MANIFEST)
+    remote_gc.collect(paths[1], 0)
+    remote_gc.collect(paths[0], 0)
+    assert len(names_in(paths[0])) == 2  # the base file, and logs
+    assert loaded(paths[1])["step"] == 2
+
+
+def test_a_bucket_is_no_checkpoint(store):
+    bucket = checkpoint_path(store)
+    with pytest.raises(SaveFailed, match="whole bucket"):
+        dsq_ckpt.save(state_of(1), bucket)
+    chain(f"{store}/run", 1)
+    for entry in storage_of(bucket).entries(bucket / "run" / "step-1"):  # as others may put one there
+        put(bucket / entry.name, storage_of(bucket).read(bucket / "run" / "step-1" / entry.name, 1 << 28))
+    assert remote_gc.garbage(bucket, 0) == []
+
+
+def test_a_removal_of_what_a_save_is_replacing(store, monkeypatch):
+    """The removal deletes nothing that the new checkpoint needs, which took over files of the one that it replaces."""
+    (path,) = chain(f"{store}/run", 1)
+    kept = references.kept
+
+    def saved_first(*arguments, **options):
+        monkeypatch.setattr(references, "kept", kept)
+        storage_of(path).remove(path / MANIFEST)
+        before.write(path, exclusive=True, fsync=False)
+        return kept(*arguments, **options)
+
+    dsq_ckpt.save(state_of(2), path, overwrite=True)
+    before = Manifest.read(path)
+    assert [file.role for file in before.files].count("ancestor") == 1
+    storage_of(path).remove(path / MANIFEST)
+    older = before.model_copy(update={"save_id": "0" * 16})  # of the same files, replaced while it is removed
+    older.write(path, exclusive=True, fsync=False)
+    monkeypatch.setattr(references, "kept", saved_first)
+    assert remove(path).files == []
+    assert loaded(path)["step"] == 2
+
+
+def test_two_saves_that_replace_one_checkpoint(store, monkeypatch):
+    """One that was coded against what the other removed is not committed."""
+    (path,) = chain(f"{store}/run", 1)
+    published = references.publish
+
+    def other_first(*arguments, **options):
+        monkeypatch.setattr(references, "publish", published)
+        dsq_ckpt.save(state_of(5), path, overwrite=True, parent=None)
+        return published(*arguments, **options)
+
+    monkeypatch.setattr(references, "publish", other_first)
+    with pytest.raises(SaveFailed, match="replaced meanwhile"):
+        dsq_ckpt.save(state_of(2), path, overwrite=True)
+    assert loaded(path)["step"] == 5
 
 
 @pytest.mark.parametrize("when", ["before the commit", "after the commit"])

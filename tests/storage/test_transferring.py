@@ -139,6 +139,24 @@ def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
     assert not any(name.endswith(".refinement") for name in names_in(target / "step-1"))
 
 
+def test_two_copies_to_one_place(place, monkeypatch):
+    """The second one fails, and leaves the first one whole."""
+    chain(str(place("store", "run")), 3)
+    source, target = place("store", "run"), place("store", "copied")
+    transfer = transferring.transfer
+
+    def other_first(*arguments, **options):
+        monkeypatch.setattr(transferring, "transfer", transfer)
+        copy(source, target)
+        return transfer(*arguments, **options)
+
+    monkeypatch.setattr(transferring, "transfer", other_first)
+    with pytest.raises(CheckpointExists, match="another copy"):
+        copy(source, target)
+    for step in (1, 2, 3):
+        assert torch.equal(loaded(target / f"step-{step}")["w"], loaded(source / f"step-{step}")["w"])
+
+
 def test_the_command(place, store, tmp_path):
     chain(str(tmp_path / "run"), 2)
     result = CliRunner().invoke(app, ["cp", str(tmp_path / "run"), f"{store}/copied"])
