@@ -119,8 +119,8 @@ class CodebookConfig(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     coordinates: ClassVar[Coordinates] = "values"
-    """What is quantized: the values, first moments in units of Adam's update, the octaves of second moments, or values
-    in root mean squares of their tensor."""
+    """Coordinates that are quantized: the values, first moments in units of Adam's update, the octaves of second
+    moments, or values in root mean squares of their tensor."""
 
     fit: str
 

@@ -53,7 +53,7 @@ class _ByError(CodebookConfig, ABC):
             error, widened = squared_error(bits, 1.0) ** 0.5, 1.0
             if error <= self.error:
                 break
-        for wider in _WIDER if bits else ():
+        for wider in _WIDER if bits and self.error else ():
             if (larger := squared_error(bits, wider) ** 0.5) <= self.error:
                 error, widened = larger, wider
         return RefinementFit(bits, widened, error)

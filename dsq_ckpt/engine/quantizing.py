@@ -230,8 +230,8 @@ def _out_of_range(found: Collection[str]) -> str | None:
         return None
     return (
         f"{len(found)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
-        "quantized (first moments in units of Adam's update, where their second moments are nearly zero): "
-        f"{_first(sorted(found))}; stored exactly in this checkpoint"
+        "quantized (first moments in units of Adam's update, where second moments are nearly zero, negative or not "
+        f"finite): {_first(sorted(found))}; stored exactly in this checkpoint"
     )
 
 

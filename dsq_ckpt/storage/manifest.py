@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -44,6 +45,16 @@ def is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
+def _beside(name: str) -> str:
+    if not is_plain(name):
+        raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
+    return name
+
+
+Sibling = Annotated[str, AfterValidator(_beside)]
+"""Name of a directory beside that of the manifest."""
+
+
 class Unflushed(OSError):
     """A manifest is in place, but a power failure may still take it back: what it replaces is to be kept."""
 
@@ -67,16 +78,9 @@ class ManifestFile(BaseModel):
     role: Role
     contents: str | None = None
     """Checksum of a data file's table of contents, which vouches for its blocks; None in files of older versions."""
-    held_by: str | None = None
+    held_by: Sibling | None = None
     """Directory name of the checkpoint of the same run that the file lies in, on object stores, where files of
     ancestors are not linked; None: it lies beside the manifest."""
-
-    @field_validator("held_by")
-    @classmethod
-    def _beside(cls, name: str | None) -> str | None:
-        if name is not None and not is_plain(name):
-            raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
-        return name
 
     @model_validator(mode="after")
     def _only_ancestors(self) -> ManifestFile:
@@ -159,11 +163,11 @@ class Manifest(BaseModel):
     ranks: Count
     parent: str | None
     """Save id of the parent checkpoint, None for a keyframe."""
-    parent_name: str | None = None
+    parent_name: Sibling | None = None
     """Directory name of the parent when this was written; for people, not for loading."""
     previous: str | None = None
     """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
-    previous_name: str | None = None
+    previous_name: Sibling | None = None
     """Its directory name, in the same run directory; None if it lies elsewhere."""
     depth: Count
     """Deltas between this checkpoint and its keyframe."""
@@ -203,13 +207,6 @@ class Manifest(BaseModel):
             if name == "chosen" and not isinstance(value, dict | None):
                 raise ValueError(f"'chosen' is {str(value)[:100]!r}, expected an object")
         return quality
-
-    @field_validator("parent_name", "previous_name")
-    @classmethod
-    def _beside(cls, name: str | None) -> str | None:
-        if name is not None and not is_plain(name):
-            raise ValueError(f"{name!r} is not the name of a directory beside this one; a manifest may not point there")
-        return name
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Manifest:

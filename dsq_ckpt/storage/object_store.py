@@ -143,7 +143,7 @@ class Upload:
 
     @property
     def stream(self) -> IO[bytes]:
-        """What is to be written to; it has no other method than `write`."""
+        """The object to write to: this upload, which has no other method than `write`."""
         return cast(IO[bytes], self)
 
     def write(self, data: bytes) -> int:

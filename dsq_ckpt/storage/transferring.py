@@ -43,7 +43,7 @@ class Transfer:
         self.left_out: list[Path] = []
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[str, str], Path] = {}
-        """Where the copy has a file, by name and checksum; names of data files are of one save."""
+        """Path of each file in the copy, by name and checksum; names of data files are of one save."""
         self._made: list[Path] = []
         self._committed: list[Path] = []
 
@@ -137,15 +137,16 @@ class Transfer:
 
 def is_shared_by_reference(origin: Path) -> bool:
     """Return whether manifests of a local checkpoint or run name other checkpoints, as copied from an object store."""
-    found = [Manifest.read(origin)] if is_complete(origin) else [
-        manifest for _, manifest in checkpoints(origin, lambda *_: None)
-    ]
-    return any(file.held_by is not None for manifest in found for file in manifest.files)
+    return any(file.held_by is not None for manifest in _manifests(origin) for file in manifest.files)
 
 
 def size_of(origin: Path) -> int:
     """Return the bytes of all files that a copy writes."""
-    found = [Manifest.read(origin)] if is_complete(origin) else [
-        manifest for _, manifest in checkpoints(origin, lambda *_: None)
-    ]
-    return sum({file.name: file.size for manifest in found for file in manifest.files}.values())
+    return sum({file.name: file.size for manifest in _manifests(origin) for file in manifest.files}.values())
+
+
+def _manifests(origin: Path) -> list[Manifest]:
+    """Return the manifest of a checkpoint, or those of a run that can be read."""
+    if is_complete(origin):
+        return [Manifest.read(origin)]
+    return [manifest for _, manifest in checkpoints(origin, lambda *_: None)]

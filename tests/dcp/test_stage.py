@@ -40,7 +40,7 @@ def config(stage):
 
 
 def ruin(state):
-    """What training does right after the call."""
+    """Change the state as training does right after the call."""
     for value in tensors(state).values():
         value.zero_()
 

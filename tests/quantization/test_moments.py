@@ -383,3 +383,15 @@ def test_tensors_of_subnormal_numbers_are_stored_exactly(tmp_path, recwarn) -> N
         [said] = [str(one.message) for one in recwarn if "stored exactly" in str(one.message)]
         assert all(name in said for name in names) and "4 tensor(s)" in said
         recwarn.clear()
+
+
+def test_the_error_of_fixed_bits_is_told_along_a_chain_too(tmp_path) -> None:
+    """Small updates lie far below the cells; the window of the next sketch has to resolve them all the same."""
+    config = {"quantize": {"exp_avg": {"codebook": {"fit": "update", "error": 0}, "refinement_bits": 8}}}
+    for name in "01":
+        saved = state()
+        saved["state"]["w"]["exp_avg"] *= 0.2
+        dsq_ckpt.save(saved, tmp_path / "run" / name, config=config)
+    told = Manifest.read(tmp_path / "run" / "1").groups["exp_avg/linear/update"].update_error
+    exact, got = update(saved["state"]["w"]), update(restored(tmp_path / "run" / "1", saved))
+    assert error(exact, got) == pytest.approx(told, rel=0.15)

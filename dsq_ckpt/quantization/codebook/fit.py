@@ -190,7 +190,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     low, high = _widened(low, high, widened)
     if refinement_bits and not log:  # on a log axis zero is code 0, and not refined
         _centre_zero(low, high, 2.0**refinement_bits)
-    wanted = _next_window(held, window, real_levels, log, most if config.update_bound else 0)
+    wanted = _next_window(held, window, real_levels, log, most if update_error is not None else 0)
     book = Codebook(real_levels, wanted, "log" if log else "linear", step, low, high)
     return Fitted(
         book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), mean_square,
