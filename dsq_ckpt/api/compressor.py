@@ -367,12 +367,14 @@ def _needs_gradients(config: DSQConfig, optimizer: Optimizer) -> bool:
 
 def fractions_of(config: DSQConfig) -> Fractions:
     """Return the fractions that configurations of the search space may prune or protect."""
-    own = [book.weighing for book in _codebooks(config) if book.weighing is not None]
-    prune, protect = {fractions.prune for fractions in own}, {fractions.protect for fractions in own}
     space = SYSTEMS[config.system].space
-    for axis in space.axes if space is not None else ():
-        if any(path.endswith(".prune") for path in axis.path):
-            prune |= set(axis.values)
-        if any(path.endswith(".protect") for path in axis.path):
-            protect |= set(axis.values)
+    weighing_axes = [
+        axis for axis in (space.axes if space is not None else ())
+        if any(key.endswith((".prune", ".protect")) for key in axis.path)
+    ]
+    configs = [config] + [
+        config.with_values(**dict.fromkeys(axis.path, value)) for axis in weighing_axes for value in axis.values
+    ]
+    found = [book.weighing for one in configs for book in _codebooks(one) if book.weighing is not None]
+    prune, protect = {weighing.prune for weighing in found}, {weighing.protect for weighing in found}
     return Fractions(tuple(sorted(prune)), tuple(sorted(protect)))

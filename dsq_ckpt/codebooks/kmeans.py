@@ -20,7 +20,10 @@ class KMeans(CodebookConfig):
     fit: Literal["kmeans", "lloyd"] = "kmeans"
     bins: int = Field(16, ge=2, le=254, description="levels, not counting pruned and protected")
     prune: float = Field(0.0, ge=0, le=0.9, description="fraction of the smallest |x| stored as zero")
-    protect: float = Field(0.005, ge=0, le=0.2, description="fraction of the largest |x| kept in bf16")
+    protect: float = Field(
+        0.005, ge=0, le=0.2, description="fraction of the largest |x| kept in bf16; half of it by sensitivity where a "
+        "Compressor averages gradients"
+    )
     metric: Literal["magnitude", "sensitivity"] = Field(
         "magnitude", description="metric of pruning; sensitivity where a Compressor averages gradients"
     )
@@ -46,7 +49,9 @@ class KMeans(CodebookConfig):
         rest = histogram.counts if histogram.rest is None else histogram.rest
         by_sensitivity = histogram.rest is not None and self.metric == "sensitivity"
         points = histogram.window.bit_values() if log else histogram.values
-        forced, pruned = self._thresholds(histogram, 0.0 if by_sensitivity else self.prune)
+        # Magnitude and sensitivity protect half of the fraction each (DynaQuant, section 4.2).
+        protect = self.protect if histogram.rest is None else self.protect / 2
+        forced, pruned = self._thresholds(histogram, 0.0 if by_sensitivity else self.prune, protect)
         if log:
             forced[n:] = True
             forced[[0, n]] = False  # zero of either sign is code 0
@@ -71,10 +76,10 @@ class KMeans(CodebookConfig):
 
     @property
     def weighing(self) -> Weighing | None:
-        """As configured; None on the logarithmic axis."""
-        return None if self.logarithmic else Weighing(self.prune, self.protect, self.metric == "sensitivity")
+        """As configured, with the half of `protect` that goes by sensitivity; None on the logarithmic axis."""
+        return None if self.logarithmic else Weighing(self.prune, self.protect / 2, self.metric == "sensitivity")
 
-    def _thresholds(self, histogram: Histogram, prune: float) -> tuple[Mask, Mask]:
+    def _thresholds(self, histogram: Histogram, prune: float, protect: float) -> tuple[Mask, Mask]:
         """Return masks of protected and of pruned bins: at most these fractions of all elements (section 4.2)."""
         held = histogram.counts
         order = np.argsort(np.abs(histogram.values), kind="stable")
@@ -84,7 +89,7 @@ class KMeans(CodebookConfig):
         if total:
             if prune:
                 pruned[order[cumulative <= prune * total]] = True
-            forced[order[top(held[order], self.protect)]] = True
+            forced[order[top(held[order], protect)]] = True
         return forced, pruned & ~forced
 
     def _levels(self, points: F64, held: I64) -> F64:

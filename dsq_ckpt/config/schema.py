@@ -187,7 +187,10 @@ class SearchConfig(_Strict):
         0.0002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
     )
     higher_is_better: StrictBool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
-    trials: int = Field(2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known")
+    trials: int | None = Field(
+        2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known; null: all within "
+        "`radius`, as the papers"
+    )
     radius: int = Field(1, ge=1, le=8, description="how far from the last configuration these look, in steps")
     monotone: StrictBool = Field(
         False, description="as the papers: never more aggressive than the checkpoint before"

@@ -51,8 +51,8 @@ class Importance:
         """Class of elements without a gradient: neither pruned nor protected."""
 
     def limits(self, prune: float, protect: float) -> tuple[float, float]:
-        """Return the thresholds (prune below, protect from) of two fractions."""
-        return self._prune.get(prune, 0.0), self._protect.get(protect, np.inf)
+        """Return the thresholds (prune below, protect from) of two fractions, which this sketch was asked for."""
+        return self._prune[prune] if prune else 0.0, self._protect[protect] if protect else np.inf
 
     def split(self, by_class: Counts, prune: float, protect: float) -> tuple[Counts, SensitivitySplit]:
         """Split a joint sketch by class, int64[classes, rows, bins], into the part for the codebook and the rest."""

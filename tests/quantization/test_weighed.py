@@ -35,7 +35,7 @@ def saved(path, step, metric, seen=None):
             seen.append((sketches, choice.analysis))
         return choice
 
-    fractions = Fractions((0.0, 0.1, PRUNE, 0.5), (0.0005, PROTECT))
+    fractions = Fractions((0.0, 0.1, PRUNE, 0.5), (0.00025, PROTECT / 2))
     writer = DSQStorageWriter(path, config, gradients=gradients, policy=chooser, fractions=fractions)
     save_with(lambda: (writer, state))
     with Checkpoint(path) as checkpoint, Workers(1, 1 << 20) as workers:
@@ -54,10 +54,11 @@ def test_against_quantiles_of_the_data(tmp_path, metric, step):
     weight, gradient, codes, protected = saved(tmp_path / "1", step, metric, seen)
     sensitivity, magnitude = np.abs(weight * gradient), np.abs(weight)
     n = weight.size
-    top = sensitivity >= np.quantile(sensitivity, 1 - 0.98 * PROTECT)
-    top |= magnitude >= np.quantile(magnitude, 1 - 0.9 * PROTECT)
+    each = PROTECT / 2
+    top = sensitivity >= np.quantile(sensitivity, 1 - 0.98 * each)
+    top |= magnitude >= np.quantile(magnitude, 1 - 0.9 * each)
     assert (codes[top] == protected).all(), "the top by either is protected"
-    assert np.mean(codes == protected) <= 2 * PROTECT
+    assert 0.7 * PROTECT <= np.mean(codes == protected) <= PROTECT, "and no more than was asked for"
     by = sensitivity if metric == "sensitivity" else magnitude
     low = (by < np.quantile(by, 0.95 * PRUNE)) & (codes != protected)
     assert np.mean(codes[low] == 0) > 0.98, "the smallest by the chosen metric are zero"
@@ -78,7 +79,7 @@ def test_every_fraction_of_a_search_has_its_own_counts(tmp_path):
         book = usual.codebook.model_copy(update={"prune": prune, "protect": protect})
         fitted = sketches.fit({"weights/linear": usual.model_copy(update={"codebook": book})}).fitted["weights/linear"]
         assert int(fitted.counts.sum()) == 30_000
-        assert fitted.counts[:, fitted.codebook.protected].sum() <= 2 * protect * 30_000
+        assert fitted.counts[:, fitted.codebook.protected].sum() <= protect * 30_000
         assert fitted.counts[:, 0].sum() >= 0.9 * prune * 30_000 and fitted.limits[0] >= 0
 
 
