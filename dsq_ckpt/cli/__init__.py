@@ -116,13 +116,14 @@ def log(run: RunPath, as_json: Json = False) -> None:
 
     Ratios per checkpoint are of what is kept now, without files linked from its ancestors.
     """
-    from dsq_ckpt.cli.history import History
+    from dsq_ckpt.cli.history import print_history
+    from dsq_ckpt.report.history import History
 
     history = History.read(run)
     if as_json:
         output.print_json(history.as_json())
     else:
-        history.print()
+        print_history(history)
 
 
 @app.command()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from dsq_ckpt.core.figures import number, percent, quotient, ratio, seconds, settings, size
+
+__all__ = [
+    "WIDE", "Meter", "age", "console", "fail", "fields", "meter", "number", "percent", "plain", "print_json",
+    "quotient", "ratio", "seconds", "settings", "size", "table",
+]
 
 WIDE = 100  # columns of a terminal from which tables have wide padding and optional columns
 _PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
@@ -84,43 +91,6 @@ def fields(pairs: Iterable[tuple[str, str]]) -> Table:
     return made
 
 
-def size(count: int) -> str:
-    """Format bytes in binary units, three or four digits: 12.3 MiB."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(value) < 999.5:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{_digits(value)} {unit}"
-
-
-def number(count: int) -> str:
-    """Format a count in decimal units: 180 k, 1.21 G."""
-    value, unit = float(count), ""
-    for larger in (" k", " M", " G", " T"):
-        if abs(value) < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{_digits(value)}{unit}" if unit else str(count)
-
-
-def ratio(logical: int, stored: int) -> str:
-    """Format how many times smaller: 56.8x; - if there is nothing to compare."""
-    return f"{_digits(logical / stored)}x" if logical and stored else "-"
-
-
-def quotient(logical: int, stored: int) -> float | None:
-    """Return the ratio for JSON."""
-    return round(logical / stored, 4) if logical and stored else None
-
-
-def seconds(duration: float) -> str:
-    """Format a duration: 0.07 s, 12.3 s, 2 min 05 s."""
-    if duration >= 60:
-        return f"{int(duration // 60)} min {int(duration % 60):02d} s"
-    return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
-
-
 _AGES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -134,24 +104,6 @@ def age(text: str) -> float:
     if match is None:
         raise typer.BadParameter(f"{text!r} is no age: give seconds, or 15m, 2h, 3d")
     return float(match[1]) * _AGES[match[2]]
-
-
-def percent(share: float) -> str:
-    """Format a fraction in two digits: 1.2 %, 0.034 %, -0.5 %."""
-    return f"{100 * share:.2g} %" if abs(share) < 1 else f"{100 * share:.0f} %"
-
-
-def settings(values: Mapping[str, Any]) -> str:
-    """Format a mapping in one line: step 2.8, bins 16."""
-    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in values.items())
-
-
-def _digits(value: float) -> str:
-    """Format a number with three significant digits and no exponent."""
-    if abs(value) < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
 
 
 class Meter:

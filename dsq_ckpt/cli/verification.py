@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import output
-from dsq_ckpt.cli.gradients import check
-from dsq_ckpt.cli.history import leftovers, print_incomplete
+from dsq_ckpt.cli.history import print_incomplete
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.report.gradient_log import check
+from dsq_ckpt.report.history import leftovers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints, is_complete

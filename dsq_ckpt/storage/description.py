@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import existing_path
+
+
+class Total(NamedTuple):
+    """Bytes of a checkpoint: uncompressed, written by its save, kept now without linked ancestors."""
+
+    logical: int
+    written: int
+    kept: int
+
+
+def sizes_of(manifest: Manifest, overhead: int) -> Total:
+    """Return the bytes of a checkpoint whose manifest has `overhead` bytes."""
+    dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
+    kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
+    return Total(sum(sizes.logical for sizes in manifest.kinds.values()), kept + dropped, kept)
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -26,13 +41,11 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     directory = existing_path(path)
     manifest = Manifest.read(directory)
-    overhead = storage_of(directory).size(directory / MANIFEST)
-    dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
-    kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
+    sizes = sizes_of(manifest, storage_of(directory).size(directory / MANIFEST))
     return {
-        "bytes_logical": sum(sizes.logical for sizes in manifest.kinds.values()),
-        "bytes_written": kept + dropped,
-        "bytes_kept": kept,
+        "bytes_logical": sizes.logical,
+        "bytes_written": sizes.written,
+        "bytes_kept": sizes.kept,
         "keyframe": manifest.depth == 0,
         "depth": manifest.depth,
         "seconds": manifest.seconds,

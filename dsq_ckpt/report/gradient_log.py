@@ -1,4 +1,4 @@
-"""Output of the commands about a gradient log in a run directory."""
+"""The gradient log in a run directory: its sessions, and what is wrong with its segments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsq_ckpt.cli import output
 from dsq_ckpt.core.urls import is_remote
 
 
@@ -69,22 +68,6 @@ def sessions(run: Path) -> list[LogSession]:
             None if snapshot is None else snapshot[0], complete, ended,
         ))
     return sorted(found, key=lambda one: (one.first, one.session))
-
-
-def show(found: list[LogSession]) -> None:
-    """Print a table."""
-    screen = output.console()
-    rows = output.table("<gradient log", "steps", "segments", "size", "per step", "<snapshot", "recovers to")
-    for one in found:
-        rows.add_row(
-            one.session, f"{one.first} to {one.last}", str(one.segments), output.size(one.bytes),
-            output.size(round(one.bytes / one.steps)), one.snapshot or "none", str(one.complete or "-"),
-        )
-    screen.print(rows)
-    screen.print("Unless a file is damaged: `dsq verify` reads every byte.", markup=False, style="dim")
-    for one in found:
-        if one.ended is not None:
-            screen.print(f"{one.session} ends at step {one.complete}: {one.ended}", soft_wrap=True)
 
 
 def check(run: Path, deep: bool) -> list[tuple[str, int, str | None]]:

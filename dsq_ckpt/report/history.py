@@ -1,0 +1,240 @@
+"""`History`: the checkpoints of a run, with their bytes when they were written and now."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsq_ckpt.core import figures
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.report.gradient_log import LogSession, sessions
+from dsq_ckpt.storage.atomic_io import is_hidden
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.description import sizes_of
+from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
+
+CLASSES = ("weights", "moments", "everything")
+_AT_ONCE = 16  # requests to an object store
+
+
+@dataclass
+class Bytes:
+    """One class of tensors: uncompressed, written by the save, on disk now."""
+
+    logical: int = 0
+    written: int = 0
+    kept: int = 0
+
+    def add(self, other: Bytes) -> None:
+        """Sum over checkpoints."""
+        self.logical += other.logical
+        self.written += other.written
+        self.kept += other.kept
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bytes_logical": self.logical, "bytes_written": self.written, "bytes_kept": self.kept,
+            "ratio_written": figures.quotient(self.logical, self.written),
+            "ratio_kept": figures.quotient(self.logical, self.kept),
+        }
+
+
+@dataclass
+class RunCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        path: its directory.
+        manifest: its manifest.
+        classes: bytes of weights, moments and everything (exact tensors and overhead included).
+        growth: bytes on disk that no earlier checkpoint of the run has: a file with several links counts once.
+        problems: files that are missing, or have another size than the manifest tells.
+    """
+
+    path: Path
+    manifest: Manifest
+    classes: dict[str, Bytes]
+    growth: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest, overhead: int) -> RunCheckpoint:
+        """Return a checkpoint whose manifest has `overhead` bytes."""
+        classes = {name: Bytes() for name in CLASSES}
+        for kind, sizes in manifest.kinds.items():
+            if kind == "exact":
+                continue
+            now = sizes.base + (sizes.refinement if manifest.refinement == "kept" else 0)
+            part = Bytes(sizes.logical, sizes.base + sizes.refinement, now)
+            classes["weights" if kind == "weights" else "moments"].add(part)
+        classes["everything"] = Bytes(*sizes_of(manifest, overhead))
+        return cls(path, manifest, classes)
+
+    @property
+    def created(self) -> str:
+        """Local date and time of the save."""
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.manifest.created))
+
+    def notes(self) -> str:
+        """Return the notes of the checkpoint: pinned, and the number of tensors with NaN or Inf."""
+        count = len(self.manifest.nonfinite)
+        return ", ".join([*(["pinned"] if self.manifest.pinned else []), *([f"{count} NaN/Inf"] if count else [])])
+
+    def as_json(self) -> dict[str, Any]:
+        manifest = self.manifest
+        return {
+            "name": self.path.name, "save_id": manifest.save_id, "created": manifest.created,
+            "keyframe": manifest.depth == 0, "depth": manifest.depth, "parent": manifest.parent,
+            "seconds": manifest.seconds, "refinement": manifest.refinement, "pinned": manifest.pinned,
+            "nonfinite": manifest.nonfinite, "quality": manifest.quality, "lossy_resumes": manifest.lossy_resumes,
+            "classes": {name: part.as_json() for name, part in self.classes.items()}, "problems": self.problems,
+        }
+
+
+@dataclass
+class History:
+    """A run: its checkpoints, oldest first, and directories in it that cannot be read as checkpoints."""
+
+    run: Path
+    entries: list[RunCheckpoint]
+    total: dict[str, Bytes]
+    damaged: list[tuple[Path, str]] = field(default_factory=list)
+    incomplete: list[Path] = field(default_factory=list)
+    gradients: list[LogSession] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, run: Path) -> History:
+        """Return the history of a run directory.
+
+        Raises:
+            CheckpointNotFound: the directory holds no checkpoint.
+        """
+        if is_complete(run):
+            raise CheckpointNotFound(
+                f"'{run}' is a checkpoint; name its run directory '{run.absolute().parent}', or use dsq inspect"
+            )
+        if not is_remote(run) and not run.is_dir():
+            raise CheckpointNotFound(f"'{run}' is not a directory; name the directory that a run's checkpoints lie in")
+        entries = list(_entries(list(checkpoints(run, lambda *_: None))))
+        damaged, incomplete = leftovers(run, {entry.path for entry in entries})
+        if not entries:
+            found = f"; damaged: {damaged[0][1]}" if damaged else ""
+            found += f"; '{incomplete[0].name}' holds a save that did not complete" if incomplete else ""
+            raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}")
+        total = {name: Bytes() for name in CLASSES}
+        for entry in entries:
+            for name, part in entry.classes.items():
+                total[name].add(part)
+        total["everything"].kept = sum(entry.growth for entry in entries)
+        return cls(run, entries, total, damaged, incomplete, sessions(run))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run), "checkpoints": [entry.as_json() for entry in self.entries],
+            "total": {name: part.as_json() for name, part in self.total.items()},
+            "seconds": sum(entry.manifest.seconds for entry in self.entries),
+            "damaged": [{"name": path.name, "problem": problem} for path, problem in self.damaged],
+            "incomplete": [path.name for path in self.incomplete],
+            "gradient_log": [session.as_json() for session in self.gradients],
+        }
+
+
+def leftovers(run: Path, complete: Collection[Path] = ()) -> tuple[list[tuple[Path, str]], list[Path]]:
+    """Return the directories of damaged checkpoints, with the problem, and of incomplete ones.
+
+    Args:
+        run: the run directory.
+        complete: directories of checkpoints whose manifests were read; they are not looked at again.
+    """
+    damaged, incomplete = [], []
+    storage = storage_of(run)
+    for entry in sorted(run / found.name for found in storage.entries(run) if found.directory):
+        if entry in complete:
+            continue
+        try:
+            names = {found.name for found in storage.entries(entry)}
+        except PermissionError:
+            continue  # lost+found and the like
+        if not any(map(is_ours, names)):
+            continue
+        if MANIFEST not in names or is_hidden(entry.name):
+            incomplete.append(entry)
+            continue
+        try:
+            Manifest.read(entry)
+        except DSQError as error:
+            damaged.append((entry, str(error)))
+    return damaged, incomplete
+
+
+Listing = dict[str, tuple[object, int]]
+"""The files of a directory by name: what tells two links of one file from two files, and the size in bytes."""
+
+
+def _listing(directory: Path) -> Listing:
+    if is_remote(directory):
+        return {
+            entry.name: (directory / entry.name, entry.size)
+            for entry in storage_of(directory).entries(directory) if not entry.directory
+        }
+    found: Listing = {}
+    try:
+        with os.scandir(directory) as files:
+            for file in files:
+                try:
+                    status = os.stat(file.path)
+                except OSError:  # removed meanwhile
+                    continue
+                found[file.name] = ((status.st_dev, status.st_ino), status.st_size)
+    except OSError:  # the whole checkpoint was
+        pass
+    return found
+
+
+def _entries(found: Sequence[tuple[Path, Manifest]]) -> Iterator[RunCheckpoint]:
+    """Yield the checkpoints with what of their files is there; those that were removed meanwhile are left out."""
+    with ThreadPoolExecutor(_AT_ONCE) as requests:
+        listings = dict(zip((path for path, _ in found), requests.map(_listing, (path for path, _ in found)),
+                            strict=True))
+    counted: set[object] = set()
+    for path, manifest in found:
+        lacking = _lacking(path, manifest, listings)
+        if lacking:  # training may have dropped the refinement meanwhile, or removed the checkpoint
+            try:
+                manifest = Manifest.read(path)
+            except DSQError:
+                continue
+            listings[path] = _listing(path)
+            lacking = _lacking(path, manifest, listings)
+        if MANIFEST not in listings[path]:
+            continue
+        entry = RunCheckpoint.of(path, manifest, listings[path][MANIFEST][1])
+        entry.problems = lacking
+        for file in [path / MANIFEST, *(file.path_in(path) for file in manifest.files)]:
+            known = listings[file.parent].get(file.name)
+            if known is not None and known[0] not in counted:
+                counted.add(known[0])
+                entry.growth += known[1]
+        yield entry
+
+
+def _lacking(path: Path, manifest: Manifest, listings: dict[Path, Listing]) -> list[str]:
+    """Return the problems of a checkpoint's files, by name and size; `listings` gets those that are needed."""
+    problems = []
+    for file in manifest.files:
+        place = file.path_in(path)
+        if place.parent not in listings:
+            listings[place.parent] = _listing(place.parent)
+        known = listings[place.parent].get(place.name)
+        if known is None:
+            problems.append(f"lacks {file.name}")
+        elif known[1] != file.size:
+            problems.append(f"{file.name} has {known[1]} bytes, expected {file.size}")
+    return problems

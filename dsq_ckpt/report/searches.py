@@ -1,0 +1,54 @@
+"""The search that chose the configuration of a checkpoint, as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsq_ckpt.core import figures
+from dsq_ckpt.storage.manifest import Manifest
+
+VARIANT = "variant"  # as in search.space, which would import torch
+
+
+@dataclass
+class Search:
+    """Texts for the fields of a manifest's `quality`; "-" for an absent field."""
+
+    chosen: str
+    degradation: str
+    restore: str | None
+    """Degradation by a restore from base and refinement layer; None if it was not measured."""
+    evaluations: str
+    seconds: str
+    kept: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Search | None:
+        """Return the search that chose the configuration of a checkpoint, or None."""
+        record = manifest.quality
+        if not record:
+            return None
+        metric, loses, lost = record.get("metric"), record.get("restore_loses"), record.get("degradation")
+        return cls(
+            chosen=chosen_of(manifest),
+            degradation="-" if lost is None else figures.percent(lost),
+            restore=figures.percent(loses / abs(metric)) if loses is not None and metric else None,
+            evaluations=str(record.get("evaluations", "-")),
+            seconds="-" if record.get("seconds") is None else figures.seconds(record["seconds"]),
+            kept=bool(record.get("satisfied", True)),
+        )
+
+
+def chosen_of(manifest: Manifest) -> str:
+    """Return the configuration that a search chose, such as "step 2.8, 3 bits"; the bits are of the refinement."""
+    record = manifest.quality or {}
+    chosen = record.get("chosen")
+    if not chosen:
+        return f"none: {manifest.setting('search', 'fallback') or '-'}"
+    variant = str(chosen.get(VARIANT, "default"))
+    bits = manifest.setting("quantize", "weights", "refinement_bits")
+    return ", ".join([
+        *([variant] if variant != "default" else []),
+        figures.settings({name: value for name, value in chosen.items() if name != VARIANT}),
+        *([f"{bits} bits"] if bits else []),
+    ])
