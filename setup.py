@@ -25,7 +25,7 @@ def description(text: str) -> str:
 
 packages = find_packages(include=["dsq_ckpt", "dsq_ckpt.*"])
 package_dir: dict[str, str] = {}
-package_data = {"dsq_ckpt": ["py.typed"]}
+package_data = {"dsq_ckpt": ["py.typed"], "dsq_ckpt.report": ["templates/*"]}
 if (ROOT / "triton_kernels" / "__init__.py").exists():
     nested = find_packages("triton_kernels")
     packages += ["dsq_ckpt.triton_kernels", *(f"dsq_ckpt.triton_kernels.{name}" for name in nested)]
@@ -85,6 +85,7 @@ setup(
         "pydantic>=2",
         "typer",
         "rich",
+        "jinja2",
         "xxhash",
         "zstandard",
         "pyyaml",
@@ -114,6 +115,7 @@ setup(
             "fsspec",
             "s3fs",
             "moto[server]",  # a server of S3 for tests
+            "tensorboard",  # reads what the callable of dsq_ckpt.report.scalars wrote
             "mpi4py",
             "mpich",  # an MPI of the tests' own: it starts in a fifth of a second, as root and without a network too
             triton,

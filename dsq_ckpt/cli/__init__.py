@@ -127,6 +127,28 @@ def log(run: RunPath, as_json: Json = False) -> None:
 
 
 @app.command()
+def report(
+    run: RunPath,
+    target: Annotated[
+        Path, typer.Option("--output", "-o", parser=expanded, metavar="FILE", help="The page to write.")
+    ] = "report.html",  # type: ignore[assignment]
+    as_json: Json = False,
+) -> None:
+    """Write a page about a run: sizes, quality, chains and time of its checkpoints, in one HTML file."""
+    from dsq_ckpt.report import page
+    from dsq_ckpt.report.history import History
+
+    history = History.read(run)
+    count = page.write(history, target)
+    if as_json:
+        output.print_json({"path": str(target), "bytes": count, "checkpoints": len(history.entries)})
+        return
+    output.console().print(
+        f"{target}: {len(history.entries)} checkpoint(s), {output.size(count)}; open it in a browser", soft_wrap=True
+    )
+
+
+@app.command()
 def inspect(
     checkpoint: CheckpointPath,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor and how it is stored.")] = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from dsq_ckpt.core.figures import number, percent, quotient, ratio, seconds, settings, size
+from dsq_ckpt.core.plain_text import plain
 
 __all__ = [
     "WIDE", "Meter", "age", "console", "fail", "fields", "meter", "number", "percent", "plain", "print_json",
@@ -24,17 +24,6 @@ __all__ = [
 
 WIDE = 100  # columns of a terminal from which tables have wide padding and optional columns
 _PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
-
-
-_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-
-
-def plain(text: str, keep: str = "") -> str:
-    """Escape control characters other than those of `keep`: a name in a file must not control the terminal."""
-    return "".join(
-        letter.encode("unicode_escape").decode()
-        if unicodedata.category(letter) in _UNPRINTABLE and letter not in keep else letter for letter in text
-    )
 
 
 class _Console(Console):

@@ -1,0 +1,15 @@
+"""Text from files, as it may be shown."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def plain(text: str, keep: str = "") -> str:
+    """Escape control characters other than those of `keep`: a name in a file must not control what shows it."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in _UNPRINTABLE and letter not in keep else letter for letter in text
+    )
