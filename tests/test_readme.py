@@ -62,7 +62,9 @@ def test_pages_have_examples():
 def test_shell_examples(training):
     state = {"model": training["model"].state_dict(), "step": 500}
     dsq_ckpt.save(state, "run/step-000500")
-    commands = {"log", "report", "inspect", "verify", "export", "compress", "merge", "gc", "rm", "cp", "warmup", "bench"}
+    commands = {
+        "log", "report", "inspect", "verify", "export", "compress", "merge", "gc", "rm", "cp", "warmup", "bench",
+    }
     assert {line.split()[1] for line in SHELL} == commands
     for line in SHELL:
         arguments = shlex.split(line)[1:]
