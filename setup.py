@@ -93,6 +93,7 @@ setup(
     extras_require={
         "safetensors": ["safetensors"],  # for dsq_ckpt.compress of such files
         "deepspeed": ["deepspeed"],
+        "lightning": ["lightning>=2.6"],
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "remote": ["fsspec", "s3fs"],  # for s3:// paths; gcsfs (gs://) and adlfs (az://) are installed by themselves
@@ -112,6 +113,7 @@ setup(
             "ninja",  # DeepSpeed builds its extensions with it
             "transformers",
             "accelerate",
+            "lightning",
             "fsspec",
             "s3fs",
             "moto[server]",  # a server of S3 for tests

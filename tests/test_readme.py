@@ -14,7 +14,7 @@ from dsq_ckpt.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-OWN_TESTS = {"deepspeed", "lowdiff", "remote"}  # tests/*/test_docs.py, tests/engine/test_object_store.py
+OWN_TESTS = {"deepspeed", "lightning", "lowdiff", "remote"}  # tests/*/test_docs.py, tests/engine/test_object_store.py
 PAGES = {"README": README} | {
     page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in OWN_TESTS
 }
@@ -56,7 +56,7 @@ def test_python_examples(training, number):
 
 
 def test_pages_have_examples():
-    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["configuration", "index", "oneshot", "report"]
+    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["configuration", "index", "oneshot"]
 
 
 def test_shell_examples(training):

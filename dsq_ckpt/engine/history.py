@@ -210,6 +210,12 @@ class SaveHistory:
                 self._known[:] = [new, *(one for one in self._known if one not in replaced)]
             self._bound()
 
+    def move(self, save_id: str, path: Path) -> None:
+        """Note that the directory of a checkpoint was renamed within its run directory."""
+        with self._lock:
+            if (found := self.find(save_id)) is not None:
+                found.path = path.absolute()
+
     def remove(self, save_id: str) -> None:
         """Remove the checkpoint of a save that failed, and its cached chunks."""
         with self._lock:

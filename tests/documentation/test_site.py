@@ -11,6 +11,7 @@ import pytest
 
 import dsq_ckpt
 import dsq_ckpt.deepspeed
+import dsq_ckpt.integrations.lightning
 import dsq_ckpt.lowdiff
 import dsq_ckpt.mpi
 from tests.helpers.processes import ROOT
@@ -41,7 +42,7 @@ def test_it_has_every_page_and_public_name(site: Path) -> None:
     for page in DOCS.glob("*.md"):
         assert (site / f"{page.stem}.html").exists(), page.name
     reference = (site / "api.html").read_text()
-    for module in (dsq_ckpt, dsq_ckpt.lowdiff, dsq_ckpt.deepspeed, dsq_ckpt.mpi):
+    for module in (dsq_ckpt, dsq_ckpt.lowdiff, dsq_ckpt.deepspeed, dsq_ckpt.integrations.lightning, dsq_ckpt.mpi):
         for name in set(module.__all__) - {"__version__"}:
             assert f'id="{module.__name__}.{name}"' in reference, f"docs/api.md lacks {module.__name__}.{name}"
     for name in ("codebooks.register_codebook", "codebooks.CodebookConfig", "config.systems.register_system"):

@@ -47,6 +47,12 @@ def test_one_shot(tmp_path: Path) -> None:
     assert {name: value.shape for name, value in exported.items()} == {n: v.shape for n, v in original.items()}
 
 
+def test_lightning(tmp_path: Path) -> None:
+    program("lightning_fit", "--out", tmp_path)
+    output = program("lightning_fit", "--out", tmp_path, "--epochs", 6)
+    assert "epoch 6 step 48" in output and "kept: epoch=4.ckpt epoch=5.ckpt last.ckpt" in output
+
+
 def test_gradient_log(tmp_path: Path) -> None:
     """What is recovered is bit for bit what the process had when it died."""
     died = program("gradient_log", "--out", tmp_path, "--die-at", 25, status=1)

@@ -1,0 +1,123 @@
+"""`DSQCheckpointIO`: Lightning's checkpoints of one device and of DDP, which rank 0 saves."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from torch.utils._pytree import tree_map_only
+
+from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
+from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.integrations.lightning import placing
+from dsq_ckpt.integrations.lightning.layout import explained, rest_of, to_state
+from dsq_ckpt.integrations.lightning.placing import PathLike
+from dsq_ckpt.integrations.lightning.removals import Removals
+from dsq_ckpt.storage.paths import checkpoint_path
+
+
+class DSQCheckpointIO(CheckpointIO):
+    """A `CheckpointIO` of compressed checkpoints, for `Trainer(plugins=[DSQCheckpointIO()])`.
+
+    It serves one device and DDP, where rank 0 saves and every rank loads, and may be wrapped by Lightning's
+    `AsyncCheckpointIO`. A checkpoint is a directory of the name that Lightning gives it, and is coded against the one
+    that was saved or loaded before in the same directory. Files of Lightning's own are loaded as by Lightning.
+
+    Args:
+        config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset; "exact": every
+            restored bit is as it was saved.
+        pinned: keep the refinement layer of every checkpoint that Lightning keeps; False: of the newest
+            `refinement.keep_last`, so that a long history takes less space, and older ones are coarser.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from dsq_ckpt.integrations.lightning import DSQCheckpointIO
+        >>> trainer = Trainer(plugins=[DSQCheckpointIO(config="exact")], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, config: ConfigLike = None, *, pinned: bool = True) -> None:
+        self.config = as_config(config)
+        expect("pinned", pinned, bool, "True or False")
+        self.pinned = pinned
+        self._removals = Removals()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
+        """Save Lightning's checkpoint dict; what is at `path` is replaced once the new checkpoint is complete.
+
+        Raises:
+            ConfigError: there are `storage_options`.
+            SaveFailed: a value of the dict cannot be stored; the message names it.
+            DSQError: what else failed. Earlier checkpoints are untouched.
+        """
+        if storage_options is not None:
+            raise ConfigError(
+                f"storage_options is {storage_options!r}, expected None: DSQCheckpointIO(config=...) has all settings"
+            )
+        goal, fsync = checkpoint_path(path), self.config.storage.fsync
+        with self._removals.saving(goal):
+            target = placing.directory_for(goal)
+            placing.make_parents(goal, fsync)
+            state = to_state(checkpoint)
+            result = save(state, target, config=self.config, overwrite=True, pinned=self.pinned, no_dist=True)
+            placing.put_in_place(target, goal, fsync)
+            default_history().move(result.save_id, goal)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint dict, with tensors on the CPU or on the device `map_location`.
+
+        `weights_only` is for files of Lightning's own: nothing of a checkpoint of this package is unpickled but tensors
+        and plain data.
+
+        Raises:
+            CheckpointNotFound: there is no complete checkpoint.
+            LoadFailed: it was not saved by Lightning, or holds classes that are not allowed here.
+            DSQError: what else failed, such as a damaged file.
+        """
+        if not placing.is_ours(path) and not Path(path).is_dir():
+            location: Any = "cpu" if map_location is None else map_location
+            return TorchCheckpointIO().load_checkpoint(path, location, weights_only)
+        if not isinstance(map_location, str | torch.device | None):
+            raise ConfigError(f"map_location is {map_location!r}, expected a device: other forms are for single files")
+        found = _loaded(path)
+        return found if map_location is None else tree_map_only(torch.Tensor, lambda one: one.to(map_location), found)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove a checkpoint; every other one stays complete.
+
+        Where a thread saves (`AsyncCheckpointIO`), the newest complete checkpoint goes when the next one is complete.
+        """
+        self._removals.ask(checkpoint_path(path))
+
+
+def checkpoint_file(path: PathLike) -> io.BytesIO:
+    """Return a checkpoint as an open file of Lightning's own form, in memory, for functions that take a single file.
+
+    Raises:
+        DSQError: it cannot be loaded.
+
+    Example:
+        Model.load_from_checkpoint(checkpoint_file("checkpoints/last.ckpt"))
+    """
+    buffer = io.BytesIO()
+    torch.save(_loaded(path), buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def _loaded(path: PathLike) -> dict[str, Any]:
+    """Return the checkpoint dict of a checkpoint of ours, on the CPU."""
+    state: dict[str, Any] = {}
+    directory = placing.resolved(path)
+    with explained(directory):
+        load(state, directory, no_dist=True)
+        return rest_of(state).filled(state)

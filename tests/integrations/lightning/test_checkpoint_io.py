@@ -1,0 +1,265 @@
+"""`DSQCheckpointIO` in Lightning's Trainer, on one device: exact resumes, retention, threads, kills, errors."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+import dsq_ckpt
+from dsq_ckpt.integrations.lightning import DSQCheckpointIO, checkpoint_file
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.helpers.processes import run
+from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
+
+EXACT = "exact"
+
+
+def fit(
+    io: Any, epochs: int, directory: Path, path: Any = None, callbacks: Any = None, **options: Any
+) -> tuple[Any, Model]:
+    seed(1)
+    model = Model()
+    one = trainer(io, epochs=epochs, callbacks=callbacks or [saving(directory, **options)])
+    one.fit(model, ckpt_path=path)
+    return one, model
+
+
+def state_of(one: Any) -> dict[str, torch.Tensor]:
+    return trained(one.lightning_module, one.optimizers)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """State and losses of a run of 4 epochs of 6 steps without interruption."""
+    one, model = fit(TorchCheckpointIO(), 4, tmp_path_factory.mktemp("whole"))
+    return state_of(one), model.losses
+
+
+def sound(directory: Path) -> int:
+    """Number of visible checkpoints in a directory, all of which are complete and have the right checksums."""
+    paths = [path for path in directory.iterdir() if not path.name.startswith(".")]
+    for path in paths:
+        with Checkpoint(path) as checkpoint:
+            assert not [problem for *_, problem in checkpoint.verify() if problem]
+    return len(paths)
+
+
+@pytest.mark.parametrize("kind", ["epoch", "step", "thread", "link"])
+def test_an_exact_resume_is_bit_identical(kind: str, whole: Any, tmp_path: Path) -> None:
+    """At the end of an epoch, in its middle, with saves by a thread, and through a link."""
+    options: dict[str, Any] = {"save_last": "link" if kind == "link" else True}
+    if kind == "step":
+        options |= {"every_n_train_steps": 4, "save_top_k": -1}
+    made = (lambda: AsyncCheckpointIO(DSQCheckpointIO(EXACT))) if kind == "thread" else lambda: DSQCheckpointIO(EXACT)
+    fit(made(), 2, tmp_path, **options)
+    path = tmp_path / "epoch=1-step=8.ckpt" if kind == "step" else "last"
+    expected, losses = whole[0], whole[1][12:]
+    if kind == "step":  # Lightning begins such an epoch again with the first batch
+        (tmp_path / "plain.ckpt").write_bytes(checkpoint_file(path).getvalue())
+        plain, model = fit(TorchCheckpointIO(), 4, tmp_path / ".plain", tmp_path / "plain.ckpt")
+        expected, losses = state_of(plain), model.losses
+        (tmp_path / "plain.ckpt").unlink()
+    one, model = fit(made(), 4, tmp_path, path, **options)
+    assert same(state_of(one), expected)
+    assert model.losses == losses
+    assert (tmp_path / "last.ckpt").is_symlink() == (kind == "link")
+    assert sound(tmp_path) == (8 if kind == "step" else 2)  # a version of step 12 beside the first
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_retention(threaded: bool, tmp_path: Path) -> None:
+    """Two callbacks in one directory keep what they are to keep; each is a delta, complete, and may be resumed from."""
+    io = DSQCheckpointIO()
+    callbacks = [
+        saving(tmp_path, monitor="val", save_top_k=2, save_last=True, filename="best-{epoch}"),
+        saving(tmp_path, every_n_epochs=2, save_weights_only=True, filename="weights-{epoch}"),
+    ]
+    wrapped = AsyncCheckpointIO(io)
+    pace = LambdaCallback(on_train_epoch_start=lambda *_: wrapped._executor and wrapped._executor.submit(int).result())
+    one, model = fit(wrapped if threaded else io, 6, tmp_path, callbacks=[*callbacks, pace])
+    assert names(tmp_path) == ["best-epoch=4.ckpt", "best-epoch=5.ckpt", "last.ckpt", "weights-epoch=5.ckpt"]
+    assert sound(tmp_path) == 4
+    assert dsq_ckpt.describe(tmp_path / "best-epoch=4.ckpt")["depth"] > 0
+    assert all(dsq_ckpt.describe(path)["refinement"] == "kept" for path in tmp_path.iterdir())
+    found = io.load_checkpoint(tmp_path / "weights-epoch=5.ckpt")
+    assert "optimizer_states" not in found and found["hyper_parameters"] == {"width": 64}
+    expected = one.test(model, verbose=False)  # of what training ended with, as "best" is the last one
+    assert one.test(model, ckpt_path="best", verbose=False)[0]["val"] == pytest.approx(expected[0]["val"], rel=0.01)
+    again, _ = fit(io, 6, tmp_path, tmp_path / "best-epoch=4.ckpt", callbacks=[saving(tmp_path / "other")])
+    assert again.global_step == 36
+
+
+def test_moments_have_the_names_of_their_weights_and_come_back_by_number(tmp_path: Path) -> None:
+    fit(DSQCheckpointIO(), 1, tmp_path)
+    path = tmp_path / "epoch=0-step=6.ckpt"
+    state: dict[str, Any] = {}
+    dsq_ckpt.load(state, path)
+    assert {"embed.weight", "net.0.weight", "net.3.weight"} <= state["optimizer_states"]["0"]["state"].keys()
+    with Checkpoint(path) as checkpoint:
+        assert {"weights/embedding", "exp_avg/embedding/update"} <= checkpoint.manifest.groups.keys()
+    assert list(DSQCheckpointIO().load_checkpoint(path)["optimizer_states"][0]["state"]) == list(range(7))
+
+
+class Stopped(DSQCheckpointIO):
+    """Waits within a save until it is told to go on, as a slow disk does."""
+
+    def __init__(self) -> None:
+        super().__init__(EXACT)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if checkpoint.get("waits"):
+            with self._removals.saving(Path(path)):
+                self.begun.set()
+                self.goes_on.wait()
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_a_thread_removes_nothing_before_the_next_checkpoint_is_complete(tmp_path: Path) -> None:
+    io = Stopped()
+    wrapped = AsyncCheckpointIO(io)
+    state = {"state_dict": {"w": torch.randn(64, 64)}}
+    wrapped.save_checkpoint(state, str(tmp_path / "a.ckpt"))
+    wrapped.teardown()
+    wrapped.save_checkpoint({**state, "waits": True}, str(tmp_path / "b.ckpt"))
+    io.begun.wait()
+    wrapped.remove_checkpoint(str(tmp_path / "a.ckpt"))
+    assert names(tmp_path) == ["a.ckpt"]
+    io.goes_on.set()
+    wrapped.teardown()
+    assert names(tmp_path) == ["b.ckpt"]
+    io.save_checkpoint(state, tmp_path / "c.ckpt")
+    io.remove_checkpoint(tmp_path / "c.ckpt")  # by the thread that saved it: at once
+    assert names(tmp_path) == ["b.ckpt"]
+
+
+def test_a_run_of_lightnings_own_files_goes_on_and_back(whole: Any, tmp_path: Path) -> None:
+    """A file gives way to the directory of its name; a checkpoint becomes a file again."""
+    options: dict[str, Any] = {"save_last": True}
+    fit(TorchCheckpointIO(), 2, tmp_path, **options)
+    assert (tmp_path / "last.ckpt").is_file()
+    one, _ = fit(DSQCheckpointIO(EXACT), 3, tmp_path, "last", **options)
+    assert names(tmp_path) == ["epoch=2-step=18.ckpt", "last.ckpt"] and sound(tmp_path) == 2
+    (tmp_path / "plain.ckpt").write_bytes(checkpoint_file(tmp_path / "last.ckpt").getvalue())
+    back, _ = fit(TorchCheckpointIO(), 4, tmp_path / "back", tmp_path / "plain.ckpt")
+    assert same(state_of(back), whole[0])
+    model = Model.load_from_checkpoint(checkpoint_file(tmp_path / "last.ckpt"))
+    assert same(model.state_dict(), one.lightning_module.state_dict())
+
+
+def test_names_that_are_taken(tmp_path: Path) -> None:
+    """Versions count up, links are replaced and not followed, other directories are refused."""
+    for _ in range(2):
+        fit(DSQCheckpointIO(EXACT), 1, tmp_path, filename="same", save_last=True)
+    assert names(tmp_path) == ["last-v1.ckpt", "last.ckpt", "same-v1.ckpt", "same.ckpt"]
+    io, state = DSQCheckpointIO(EXACT), {"state_dict": {"w": torch.ones(3)}, "epoch": 9}
+    (tmp_path / "link.ckpt").symlink_to("same.ckpt")
+    assert io.load_checkpoint(tmp_path / "link.ckpt")["epoch"] == 0
+    io.save_checkpoint(state, tmp_path / "link.ckpt")
+    assert not (tmp_path / "link.ckpt").is_symlink() and io.load_checkpoint(tmp_path / "same.ckpt")["epoch"] == 0
+    io.save_checkpoint({**state, "epoch": 10}, tmp_path / "link.ckpt")
+    assert io.load_checkpoint(tmp_path / "link.ckpt")["epoch"] == 10
+    (tmp_path / "mine.ckpt").mkdir()
+    (tmp_path / "mine.ckpt" / "notes.txt").write_text("keep")
+    with pytest.raises(dsq_ckpt.SaveFailed, match="holds other files"):
+        io.save_checkpoint(state, tmp_path / "mine.ckpt")
+    assert names(tmp_path / "mine.ckpt") == ["notes.txt"]
+    (tmp_path / "to-same.ckpt").symlink_to("same.ckpt")
+    io.remove_checkpoint(tmp_path / "to-same.ckpt")
+    io.remove_checkpoint(tmp_path / "same-v1.ckpt")
+    io.remove_checkpoint(tmp_path / "same-v1.ckpt")  # as Lightning's own: nothing is there any more
+    assert "same.ckpt" in names(tmp_path) and "same-v1.ckpt" not in names(tmp_path)
+
+
+def test_averaged_weights_and_other_tensors(tmp_path: Path) -> None:
+    """Both models of `WeightAveraging` are weights; tensors of callbacks and odd nestings come back as they were."""
+    io = DSQCheckpointIO(EXACT)
+    averaging = WeightAveraging(avg_fn=lambda average, value, count: average + (value - average) * 0.5)
+    one, _ = fit(io, 2, tmp_path, callbacks=[saving(tmp_path), averaging])
+    found = io.load_checkpoint(tmp_path / "epoch=1-step=12.ckpt")
+    assert same(found["current_model_state"], one.lightning_module.state_dict()) or same(
+        found["state_dict"], one.lightning_module.state_dict()
+    )
+    assert not torch.equal(found["current_model_state"]["embed.weight"], found["state_dict"]["embed.weight"])
+    odd = {
+        "state_dict": {"w": torch.randn(65, 64), "tied": None, "extra": {"deep": torch.ones(2), 3: (torch.ones(1),)}},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(65, 64), "list": [torch.ones(1)]}}, "own": 1}, {}],
+        "callbacks": {1: torch.randn(70, 70)[3:4], None: {}, "empty": []}, "n": 1 << 80, "x": float("inf"),
+    }
+    odd["state_dict"]["tied"] = odd["state_dict"]["w"]
+    io.save_checkpoint(odd, tmp_path / "odd.ckpt")
+    loaded = io.load_checkpoint(tmp_path / "odd.ckpt", map_location="meta")
+    assert loaded["state_dict"]["w"].is_meta
+    loaded = io.load_checkpoint(tmp_path / "odd.ckpt")
+    assert str(loaded) == str(odd) and torch.equal(loaded["state_dict"]["w"], odd["state_dict"]["w"])
+    assert torch.equal(loaded["callbacks"][1], odd["callbacks"][1])
+
+
+def test_errors(tmp_path: Path) -> None:
+    """Each names the value or file, and what to do; nothing is left."""
+    io, weights = DSQCheckpointIO(EXACT), {"state_dict": {"w": torch.randn(64, 64)}}
+    for value, text in [
+        ({"hyper_parameters": {"net": Model}}, "'hyper_parameters.net' is of class"),
+        ({"callbacks": {"C": [lambda: 1]}}, "'callbacks.C.0' is of class builtins.function"),
+        ({"n": {Namespace: 1}}, "'n.<class 'argparse.Namespace'>' is of class"),
+        ({"state_dict": {"w": torch.ones(3).to_sparse()}}, "'state_dict.w' has the layout"),
+        ({"state_dict": {"w": torch.ones(3, device="meta")}}, "'state_dict.w' is on the meta device"),
+    ]:
+        with pytest.raises(dsq_ckpt.SaveFailed, match=text):
+            io.save_checkpoint({**weights, **value}, tmp_path / "bad.ckpt")
+    with pytest.raises(dsq_ckpt.ConfigError, match="storage_options is 1"):
+        io.save_checkpoint(weights, tmp_path / "bad.ckpt", storage_options=1)
+    assert names(tmp_path) == []
+
+    path = tmp_path / "good.ckpt"
+    allowed = {**weights, "hyper_parameters": {"args": Namespace(lr=1)}}
+    with torch.serialization.safe_globals([Namespace]):
+        io.save_checkpoint(allowed, path)
+        assert io.load_checkpoint(path)["hyper_parameters"] == {"args": Namespace(lr=1)}
+    with pytest.raises(dsq_ckpt.LoadFailed, match="add_safe_globals"):
+        io.load_checkpoint(path)
+    with pytest.raises(dsq_ckpt.ConfigError, match="map_location"):
+        io.load_checkpoint(path, map_location={"cuda": "cpu"})
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(tmp_path / "missing.ckpt")
+    (tmp_path / "empty.ckpt").mkdir()
+    with pytest.raises(dsq_ckpt.CheckpointNotFound, match=r"empty\.ckpt"):
+        io.load_checkpoint(tmp_path / "empty.ckpt")
+    dsq_ckpt.save(weights, tmp_path / "foreign.ckpt")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=r"foreign\.ckpt.*not saved by Lightning"):
+        io.load_checkpoint(tmp_path / "foreign.ckpt")
+    io.save_checkpoint(weights, path)
+    damage(path)
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=r"good\.ckpt"):
+        io.load_checkpoint(path)
+    (path / "manifest.json").write_text("{")
+    io.remove_checkpoint(path)
+    assert not path.exists()
+    with pytest.raises(dsq_ckpt.ConfigError, match="preset"):
+        DSQCheckpointIO("no-such-preset")
+
+
+@pytest.mark.parametrize(
+    ("event", "part", "count"), [("open", "manifest.json", 2), ("os.rename", "epoch=1", 1), ("os.rename", ".last", 1)],
+    ids=["before-commit", "before-its-name", "first-last"],
+)
+def test_a_killed_save_is_invisible(event: str, part: str, count: int, whole: Any, tmp_path: Path) -> None:
+    """What has a name is complete, and training goes on from it with `ckpt_path="last"`."""
+    worker = Path(__file__).parent / "workers" / "killed.py"
+    status, output = run([str(worker), str(tmp_path), event, part, str(count)], forked=True)
+    assert status == -signal.SIGKILL, output[-3000:]
+    left = [name for name in names(tmp_path) if name.startswith(".")]
+    assert left, "it was killed within a save"
+    sound(tmp_path)
+    one, _ = fit(DSQCheckpointIO(EXACT), 4, tmp_path, "last", save_last=True)
+    assert same(state_of(one), whole[0])
+    dsq_ckpt.storage.gc.collect(tmp_path, min_age_seconds=0)
+    assert [name for name in names(tmp_path) if name.startswith(".")] == []

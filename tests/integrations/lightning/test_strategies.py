@@ -1,0 +1,18 @@
+"""DDP and FSDP2 on real ranks: exact resumes, other numbers of ranks and kinds of checkpoints, errors on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import torchrun
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@pytest.mark.slow
+def test_ranks(tmp_path: Path) -> None:
+    """All checks of one number of ranks share a launch; `workers/ranks.py` has them."""
+    torchrun("ranks", 2, tmp_path, workers=WORKERS)
+    torchrun("ranks", 1, tmp_path, workers=WORKERS)

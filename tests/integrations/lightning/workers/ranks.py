@@ -1,0 +1,160 @@
+"""DDP and FSDP2 through Lightning: `ranks.py DIRECTORY`. On two ranks it saves and compares; on one it loads that."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dsq_ckpt
+from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy
+from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
+
+RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+SIZES = {"data_parallel_size": RANKS, "tensor_parallel_size": 1}
+
+
+class Sharded(Model):
+    def configure_model(self) -> None:
+        if isinstance(self.net[1], nn.LayerNorm):
+            return  # as of an evaluation after training
+        self.net[1] = nn.LayerNorm(128)
+        for module in (self.embed, self.net[0], self.net[3], self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["from"] = RANK
+
+
+class Wider(Sharded):
+    def configure_model(self) -> None:
+        self.more = nn.Linear(32, 64)
+        super().configure_model()
+
+
+def fit(strategy: Any, epochs: int, directory: Path, plugins: Any = (), path: Any = None, **options: Any) -> Any:
+    """Fit a new model; the trainer."""
+    seed(RANK)  # DDP takes rank 0's weights, FSDP2 what each rank has of its own
+    if isinstance(strategy, ModelParallelStrategy):
+        seed(7)
+    one = trainer(
+        *plugins, ranks=True, epochs=epochs, devices=RANKS, strategy=strategy, callbacks=[saving(directory, **options)]
+    )
+    one.fit(Sharded() if isinstance(strategy, ModelParallelStrategy) else Model(), ckpt_path=path)
+    return one
+
+
+def whole(one: Any) -> dict[str, torch.Tensor]:
+    """Everything that training changed, unsharded, on rank 0."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = dict(get_model_state_dict(one.model, options=options))
+    for number, optimizer in enumerate(one.optimizers):
+        state = get_optimizer_state_dict(one.model, optimizer, options=options).get("state", {})
+        found |= {f"{number}.{key}.{name}": value for key, entries in state.items() for name, value in entries.items()}
+    return found
+
+
+def ours(config: Any = "exact") -> DSQModelParallelStrategy:
+    return DSQModelParallelStrategy(**SIZES, config=config)
+
+
+def ddp(directory: Path) -> None:
+    io = [DSQCheckpointIO("exact")]
+    expected = fit(DDPStrategy(), 3, directory / "ddp-whole", io)
+    fit(DDPStrategy(), 2, directory / "ddp", io, save_last=True)
+    resumed = fit(DDPStrategy(), 3, directory / "ddp", io, "last", save_last=True)
+    assert same(*(trained(one.lightning_module, one.optimizers) for one in (resumed, expected)))
+    if RANK == 0:
+        torch.save(trained(resumed.lightning_module, resumed.optimizers), directory / "ddp.pt")
+
+
+def fsdp2(directory: Path) -> None:
+    expected = whole(fit(ours(), 3, directory / "whole"))
+    kept = directory / "kept"
+    fit(ours(), 2, kept, monitor="val", save_top_k=2, save_last=True)
+    resumed = fit(ours(), 3, kept, path="last", monitor="val", save_top_k=2, save_last=True)
+    assert same(whole(resumed), expected)
+    if RANK == 0:
+        torch.save(expected, directory / "expected.pt")
+        assert names(kept) == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt", "last.ckpt"]
+        found = DSQCheckpointIO().load_checkpoint(kept / "last.ckpt")  # for one device
+        assert found["from"] == 0 and same(found["state_dict"], {k: expected[k] for k in found["state_dict"]})
+        states = found["optimizer_states"][0]
+        assert states["param_groups"][0]["params"] == list(states["state"]) == list(range(7))
+        assert torch.equal(states["state"][0]["exp_avg"], expected["0.embed.weight.exp_avg"])
+        DSQCheckpointIO("exact").save_checkpoint(found, directory / "single.ckpt")
+    validated = resumed.validate(resumed.lightning_module, ckpt_path="best")  # after an evaluation
+    assert validated == resumed.validate(resumed.lightning_module, ckpt_path=kept / "last.ckpt")
+
+    lossy = fit(ours(None), 2, directory / "lossy", save_last=True)
+    fit(ours(None), 3, directory / "lossy", path="last")
+    if RANK == 0:
+        assert dsq_ckpt.describe(directory / "lossy" / "epoch=2-step=9.ckpt")["depth"] == 4
+    lossy.save_checkpoint(directory / "weights.ckpt", weights_only=True)
+    lossy.validate(lossy.lightning_module, ckpt_path=directory / "weights.ckpt")
+
+
+def changes(directory: Path) -> None:
+    """Checkpoints of another kind are loaded, and replaced."""
+    native = directory / "native"
+    fit(ModelParallelStrategy(**SIZES), 2, native, save_last=True)
+    resumed = fit(ours(), 3, native, path="last", save_last=True)
+    last = torch.load(directory / "expected.pt")
+    if RANK == 0:
+        assert (native / "last.ckpt" / "manifest.json").exists() and not (native / "last.ckpt" / ".metadata").exists()
+        assert len(names(native)) == 2
+    found = whole(resumed)
+    assert RANK or same(found, last)
+
+
+def errors(directory: Path) -> None:
+    def loads(path: Path, error: type[Exception], text: str, model: Any = Sharded) -> None:
+        one = trainer(ranks=True, devices=RANKS, strategy=ours(), callbacks=[saving(directory / "none")])
+        with pytest.raises(error, match=text):
+            one.fit(model(), ckpt_path=path)
+
+    loads(directory / "weights.ckpt", dsq_ckpt.LoadFailed, "weights only")
+    loads(directory / "whole" / "epoch=2-step=9.ckpt", dsq_ckpt.LoadFailed, "lacks 'more.bias' and 1 more", Wider)
+    damaged = directory / "kept" / "epoch=1-step=6.ckpt"
+    if RANK == 0:
+        damage(damaged)
+    dist.barrier()
+    loads(damaged, dsq_ckpt.DSQError, "epoch=1-step=6.ckpt")
+    one = fit(ours(), 1, directory / "refused")
+    before = names(directory / "refused")
+    one.lightning_module.save_hyperparameters({"odd": object()} if RANK == 0 else {"odd": 1})
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"hyper_parameters.odd' is of class builtins.object"):
+        one.save_checkpoint(directory / "refused" / "other.ckpt")
+    assert names(directory / "refused") == before
+    part = DTensor.from_local(torch.ones(2), one.strategy.device_mesh["data_parallel"])
+    one.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(average=part)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="'average' is distributed"):
+        one.save_checkpoint(directory / "refused" / "other.ckpt")
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    if RANKS == 1:
+        last = torch.load(directory / "expected.pt")
+        one = fit(ours(), 3, directory / "one", path=directory / "kept" / "last.ckpt")
+        assert same(whole(one), last), "on one rank"
+        fit(ours(), 3, directory / "one", path=directory / "single.ckpt")
+        assert same(whole(one), last)
+        return
+    ddp(directory)
+    fsdp2(directory)
+    changes(directory)
+    errors(directory)
+
+
+main()
