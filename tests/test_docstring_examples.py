@@ -15,6 +15,7 @@ EXAMPLES = {
     "compress": dsq_ckpt.compress, "merge": dsq_ckpt.merge, "describe": dsq_ckpt.describe,
     "DSQConfig": dsq_ckpt.DSQConfig, "SaveHistory": dsq_ckpt.SaveHistory, "Compressor": dsq_ckpt.Compressor,
     "DSQStorageWriter": dsq_ckpt.DSQStorageWriter, "DSQStorageReader": dsq_ckpt.DSQStorageReader,
+    "report.scalars.tensorboard": dsq_ckpt.report.scalars.tensorboard,
     "lowdiff.GradientLog": dsq_ckpt.lowdiff.GradientLog, "lowdiff.recover": dsq_ckpt.lowdiff.recover,
 }
 

@@ -56,7 +56,7 @@ def test_python_examples(training, number):
 
 
 def test_pages_have_examples():
-    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["configuration", "index", "oneshot"]
+    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["configuration", "index", "oneshot", "report"]
 
 
 def test_shell_examples(training):

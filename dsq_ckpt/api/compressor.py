@@ -35,7 +35,7 @@ from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.engine.result import SaveResult
+from dsq_ckpt.engine.result import OnSave, SaveResult
 from dsq_ckpt.errors import ConfigError, DSQError
 from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
 from dsq_ckpt.quantization.groups import is_lossy
@@ -70,6 +70,7 @@ class Compressor:
             backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
         process_group: ranks that save; None: all.
         history: checkpoints that saves may come after; None: those of the process.
+        on_save: called with the `SaveResult` of each save, as by `dsq_ckpt.save`.
 
     Raises:
         ConfigError: the configuration is wrong, or the optimizer's parameters are not the model's.
@@ -102,12 +103,14 @@ class Compressor:
         hooks: Literal["step", "backward", "manual"] = "step",
         process_group: dist.ProcessGroup | None = None,
         history: SaveHistory | None = None,
+        on_save: OnSave | None = None,
     ) -> None:
         expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
         expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
         expect_folds(evaluate, check)
         expect("every", every, int | None, "a number of steps")
         expect("history", history, SaveHistory | None, "a SaveHistory")
+        expect("on_save", on_save, Callable | None, "a function of a SaveResult")
         if hooks not in ("step", "backward", "manual"):
             raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
         self.config = as_config(config)
@@ -117,7 +120,7 @@ class Compressor:
         self.quality: dict[str, Any] | None = None
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
-        self._history = history
+        self._history, self._on_save = history, on_save
         self._hooks = hooks
         self._functions = evaluate, check
         if optimizer is not None:
@@ -199,7 +202,7 @@ class Compressor:
             return DSQStorageWriter(
                 path, self.config, overwrite=overwrite, model=self.model, process_group=self._group, pinned=pinned,
                 policy=as_configured if manager is None else manager, gradients=self._gradients(),
-                fractions=fractions_of(self.config), history=self._history,
+                fractions=fractions_of(self.config), history=self._history, on_save=self._on_save,
             )
 
         writer = agree(*self._functions, communicator(self._group), made)

@@ -31,7 +31,7 @@ from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import SingleProcess, communicator, run_on_all_ranks
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.engine.result import SaveResult
+from dsq_ckpt.engine.result import OnSave, SaveResult, announce
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
@@ -77,6 +77,7 @@ def save(
     pinned: bool = False,
     no_dist: bool = False,
     history: SaveHistory | None = None,
+    on_save: OnSave | None = None,
 ) -> SaveResult:
     """Save a nested state dict, compressed; collective over `process_group`.
 
@@ -102,7 +103,7 @@ def save(
     return save_with(
         _begun(
             state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
-            pinned=pinned, no_dist=no_dist, history=history,
+            pinned=pinned, no_dist=no_dist, history=history, on_save=on_save,
         ),
         process_group=process_group, no_dist=no_dist,
     )
@@ -149,12 +150,6 @@ def save_with(
         )
     result = run_on_all_ranks(comm, lambda: _committed(path))
     writer.history.add_committed(path, result.save_id)
-    return _logged(result, comm.rank)
-
-
-def _logged(result: SaveResult, rank: int) -> SaveResult:
-    if rank == 0:
-        logger.info("%s", result)
     return result
 
 
@@ -184,12 +179,14 @@ def async_save(
     no_dist: bool = False,
     processes: bool = False,
     history: SaveHistory | None = None,
+    on_save: OnSave | None = None,
 ) -> Future[SaveResult]:
     """Save in the background; training goes on as soon as the state is copied, or quantized.
 
     The configuration's `storage.stage` chooses what the call waits for: by default it copies a state on the CPU, in
     memory that is kept for the next save, and quantizes one on a GPU, or with `processes`. All else follows in a thread
     on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the one before it.
+    `on_save` is called by a thread of this process, before the future has its result.
 
     Returns:
         A future of what `save` returns; its `result()` raises what the save raised.
@@ -208,7 +205,7 @@ def async_save(
     return save_async_with(
         _begun(
             state_dict, path, model, config=config, parent=parent, overwrite=overwrite, process_group=process_group,
-            pinned=pinned, no_dist=no_dist, history=history,
+            pinned=pinned, no_dist=no_dist, history=history, on_save=on_save,
         ),
         process_group=process_group, no_dist=no_dist, processes=processes,
     )
@@ -229,6 +226,7 @@ def save_async_with(
         raise SaveFailed(lacking)
     comm = SingleProcess() if no_dist else communicator(process_group)
     writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin))
+    on_save = writer.take_on_save() if processes else None
     background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
     group = None if processes or no_dist else background.group(process_group)
@@ -265,7 +263,10 @@ def save_async_with(
         try:
             if error is not None:
                 raise error
-            outer.set_result(_logged(_committed(path), comm.rank))
+            result = _committed(path)
+            if processes and comm.rank == 0:  # what the background process told is not heard here
+                announce(path, lambda: result, on_save)
+            outer.set_result(result)
         except BaseException as failure:
             outer.set_exception(failure)
 

@@ -45,8 +45,9 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.quantizing import QuantizedState
+from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
@@ -72,6 +73,8 @@ class DSQStorageWriter(StorageWriter):
         gradients: averaged gradients of local shards, by parameter name, float32 on the CPU.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after; None: those of the process.
+        on_save: called with the `SaveResult` on the coordinator, once the checkpoint is committed, for a logger; in the
+            thread that commits. What it raises becomes a warning.
 
     Raises:
         ConfigError: from the constructor, if the configuration is wrong.
@@ -97,16 +100,18 @@ class DSQStorageWriter(StorageWriter):
         gradients: Mapping[str, torch.Tensor] | None = None,
         fractions: Fractions | None = None,
         history: SaveHistory | None = None,
+        on_save: OnSave | None = None,
     ) -> None:
         self.path = None if path is None else checkpoint_path(path)
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree defines layer types")
         expect("history", history, SaveHistory | None, "a SaveHistory")
+        expect("on_save", on_save, Callable | None, "a function of a SaveResult")
         if is_lossy(self.config):
             warmup.start()
         self._options = SaveOptions(
             self.config, parent, overwrite, pinned, layer_types(model) if model is not None else None, policy,
-            fractions or Fractions(), default_history() if history is None else history,
+            fractions or Fractions(), default_history() if history is None else history, on_save,
         )
         self._gradients = dict(gradients or {})
         self._group = process_group
@@ -155,6 +160,11 @@ class DSQStorageWriter(StorageWriter):
     def history(self) -> SaveHistory:
         """Checkpoints that the save may come after."""
         return self._options.history
+
+    def take_on_save(self) -> OnSave | None:
+        """Return `on_save` for the caller to call, where this writer's save is committed by another process."""
+        on_save, self._options = self._options.on_save, replace(self._options, on_save=None)
+        return on_save
 
     @property
     def quality(self) -> dict[str, Any] | None:
@@ -281,6 +291,7 @@ class DSQStorageWriter(StorageWriter):
                 f"planner data of {self._planner} is not in the checkpoint, since it is no plain data ({lost}); "
                 "Metadata.planner_data will be None when it is loaded"
             )
+        pipeline.announce()
 
     def discard(self) -> None:
         """Remove what a failed save left, once no rank writes any more; on the coordinator."""
@@ -335,6 +346,11 @@ class DSQStorageWriter(StorageWriter):
         def given() -> tuple[RankSettings, str, bool, CopyCost | None]:
             if call is not None and call.checkpoint_id is not None:
                 self.path = checkpoint_path(call.checkpoint_id)
+            if call is not None and call.processes and self._options.on_save is not None:
+                raise ConfigError(
+                    "on_save is a function of this process, and DCP's background process commits: save in a thread, or "
+                    "by dsq_ckpt.async_save(..., processes=True), which calls it here"
+                )
             self._save = self._begin()
             if comm is not None and comm.rank == 0:
                 refuse_checkpoint(self._save.path, self._options.overwrite)

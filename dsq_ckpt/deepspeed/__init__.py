@@ -27,10 +27,11 @@ import torch.distributed as dist
 from dsq_ckpt.api.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect_folds
+from dsq_ckpt.core.arguments import expect, expect_folds
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.deepspeed.tags import tags_in
 from dsq_ckpt.distributed.comm import TorchCommunicator, timeout_of
+from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.search.folds import agree
@@ -49,13 +50,14 @@ Evaluate = Callable[[], float]
 
 
 def initialize(
-    *args: Any, evaluate: Evaluate | None = None, check: Evaluate | None = None, **kwargs: Any
+    *args: Any, evaluate: Evaluate | None = None, check: Evaluate | None = None, on_save: OnSave | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize`, and attach to the engine if the configuration has the block `dsq_checkpoint`.
 
     Args:
         args: positional arguments of `deepspeed.initialize`.
-        evaluate, check: see `attach`.
+        evaluate, check, on_save: see `attach`.
         kwargs: keyword arguments of `deepspeed.initialize`.
 
     Returns:
@@ -80,13 +82,14 @@ def initialize(
         'run/global_step1'
     """
     expect_folds(evaluate, check)
+    _expect_on_save(on_save)
     deepspeed = _deepspeed()
     if isinstance(tree := kwargs.get("config"), dict):
         block_of(tree, silent=True)  # raise errors before the engine is built
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     tree = made[0]._config._param_dict
     if block_of(tree, silent=True) is not None:
-        attach(made[0], evaluate=evaluate, check=check)
+        attach(made[0], evaluate=evaluate, check=check, on_save=on_save)
     elif not _warn_of_others(tree) and tree.get(BLOCK) is None:
         warn(f"{_NO_BLOCK}: checkpoints are DeepSpeed's own", rank=dist.get_rank())
     return made
@@ -94,7 +97,7 @@ def initialize(
 
 def attach(
     engine: Any, config: DSQConfig | dict[str, Any] | None = None, evaluate: Evaluate | None = None,
-    check: Evaluate | None = None,
+    check: Evaluate | None = None, on_save: OnSave | None = None,
 ) -> None:
     """Let an engine write compressed checkpoints, and read compressed and plain ones; collective.
 
@@ -106,12 +109,15 @@ def attach(
             `config.search`.
         check: function that returns the same metric on other batches, as for `dsq_ckpt.Compressor`, on which the chosen
             configuration must also keep the bounds.
+        on_save: function that is called with the `SaveResult` of each tag on rank 0, once the tag is complete, before
+            `latest` names it. What it raises becomes a warning.
 
     Raises:
         ConfigError: an argument or the configuration is invalid, or ranks do not share the storage.
         SaveFailed: on all ranks, if only some ranks pass `evaluate` or `check`.
     """
     expect_folds(evaluate, check)
+    _expect_on_save(on_save)
     _deepspeed()
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
     from dsq_ckpt.deepspeed.gradients import FlatGradients
@@ -138,9 +144,13 @@ def attach(
     if weighs_elements(chosen) and engine.basic_optimizer is not None:
         gradients = FlatGradients(engine, chosen.search, fractions_of(chosen))
     engine.checkpoint_engine = DSQCheckpointEngine(
-        engine, inner, chosen, group, _policy(engine, evaluate, check), gradients
+        engine, inner, chosen, group, _policy(engine, evaluate, check), gradients, on_save
     )
     _check_and_remember_loads(engine)
+
+
+def _expect_on_save(on_save: Any) -> None:
+    expect("on_save", on_save, Callable | None, "a function of a SaveResult")
 
 
 def install() -> None:

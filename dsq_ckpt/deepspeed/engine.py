@@ -29,6 +29,7 @@ from dsq_ckpt.engine.collective import save_collectively
 from dsq_ckpt.engine.history import ChunkCache, default_history
 from dsq_ckpt.engine.local import Attachment, LocalState
 from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions
@@ -54,12 +55,14 @@ class DSQCheckpointEngine(CheckpointEngine):
         group: gloo process group over all ranks.
         policy: policy that chooses the configuration of each save.
         gradients: averaged gradients for sensitivity, if the configuration uses them.
+        on_save: called with the `SaveResult` of each tag, on rank 0.
     """
 
     def __init__(
         self, engine: Any, inner: Any, config: DSQConfig, group: dist.ProcessGroup,
         policy: ConfigPolicy = as_configured,
         gradients: FlatGradients | None = None,
+        on_save: OnSave | None = None,
     ) -> None:
         super().__init__()
         self.name = "dsq_ckpt"
@@ -75,6 +78,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         self._policy = policy
         self._history = default_history()
         self._gradients = gradients
+        self._on_save = on_save
         self._queue: dict[Path, Any] = {}
         self._tag: str | None = None  # of the save that is under way
         self._last: Path | None = None
@@ -241,6 +245,7 @@ class DSQCheckpointEngine(CheckpointEngine):
         options = SaveOptions(
             self.config, parent, overwrite=True, layer_types=layer_types(self._engine.module), policy=self._policy,
             fractions=Fractions() if self._gradients is None else self._gradients.fractions, history=self._history,
+            on_save=self._on_save,
         )
         try:
             plan = save_collectively(directory, state, options, self._comm)

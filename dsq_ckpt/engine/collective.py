@@ -100,6 +100,7 @@ class _CollectiveSave:
             for temporary in self._hidden.values():
                 temporary.unlink(missing_ok=True)
         pipeline.options.history.add_committed(self._path, context.save_id)
+        pipeline.announce()
         assert pipeline.plan is not None
         return pipeline.plan
 

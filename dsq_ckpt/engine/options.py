@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory, default_history
+from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 
@@ -25,6 +26,7 @@ class SaveOptions:
         policy: chooses the configuration when the global sketch is known.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after.
+        on_save: called with the `SaveResult` once the checkpoint is committed, on the coordinator.
     """
 
     config: DSQConfig
@@ -35,3 +37,4 @@ class SaveOptions:
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)
+    on_save: OnSave | None = None

@@ -5,6 +5,7 @@
      3 write      on each rank: its base and refinement file                                     -> RankResult
      4 commit     on the coordinator: index, then manifest.json                                  -> Committed
      5 retire     on the coordinator: refinements of older checkpoints are dropped
+     6 announce   on the coordinator: the checkpoint is logged, and the caller's `on_save` is called
      discard      on the coordinator, after a step failed: the directory is left as it was found
 
 Who drives the steps decides how ranks talk in between: DCP's plans (`dsq_ckpt.dcp`), or a communicator
@@ -28,9 +29,11 @@ from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.quantizing import QuantizedState, quantize
+from dsq_ckpt.engine.result import SaveResult, announce
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
 
 
@@ -52,6 +55,7 @@ class SavePipeline:
         self.context: SaveContext | None = None
         self.plan: QuantizationPlan | None = None
         self._target: TargetDirectory | None = None
+        self._manifest: Manifest | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A background process only writes what the policy chose; the policy itself looks at the model in training.
@@ -130,12 +134,19 @@ class SavePipeline:
         assert self.plan is not None
         committed = commit(self.path, self.options, context, results, contents, self.plan)
         self._target = None  # from here on there is nothing to discard
+        self._manifest = committed.manifest
         self.options.history.add_committed(self.path, context.save_id)
         return committed
 
     def retire(self) -> None:
         """Drop the refinement of older checkpoints, once the commit is on the device."""
         retire(self.path, self.options.config)
+
+    def announce(self) -> None:
+        """Tell of the committed checkpoint, once nothing of the save can fail; without effect on other ranks."""
+        manifest = self._manifest
+        if manifest is not None:
+            announce(self.path, lambda: SaveResult.of(self.path, manifest), self.options.on_save)
 
     def discard(self) -> None:
         """Remove what a failed save left, once no rank writes any more; without effect on other ranks."""

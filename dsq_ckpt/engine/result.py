@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.errors import described
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+
+logger = logging.getLogger(__name__)
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -82,6 +88,29 @@ class SaveResult:
         return f"{self.path.name}: {', '.join(parts)}"
 
     __repr__ = __str__
+
+
+OnSave = Callable[[SaveResult], object]
+"""A function of the caller that is told of each checkpoint, on the rank that committed it."""
+
+
+def announce(path: Path, committed: Callable[[], SaveResult], on_save: OnSave | None) -> None:
+    """Log a committed checkpoint, and call `on_save` with it; whatever that raises becomes a warning.
+
+    Args:
+        path: its directory.
+        committed: returns the result; called only where somebody listens, as it may cost a request.
+        on_save: the caller's function.
+    """
+    if on_save is None and not logger.isEnabledFor(logging.INFO):
+        return
+    try:
+        result = committed()
+        logger.info("%s", result)
+        if on_save is not None:
+            on_save(result)
+    except Exception as error:
+        warn_safely(f"'{path}' is complete, but after its commit on_save raised {described(error)}")
 
 
 def _size(count: float) -> str:

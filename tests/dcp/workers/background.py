@@ -96,17 +96,21 @@ def reference(root: Path, steps: int, size: int) -> list[dict[str, Any]]:
 def chain(root: Path, values: list[dict[str, Any]], size: int, processes: bool, stage: str) -> None:
     """A chain of asynchronous saves while training goes on; equal to the synchronous one, bit for bit."""
     fresh()
-    futures = []
+    futures, told = [], list[dsq_ckpt.SaveResult]()
     config = {**FINE, "storage": {"stage": stage}}
     for step in range(len(values)):
         state = state_at(step, size)
-        futures.append(dsq_ckpt.async_save(state, root / str(step), config=config, processes=processes, pinned=True))
+        futures.append(dsq_ckpt.async_save(
+            state, root / str(step), config=config, processes=processes, pinned=True, on_save=told.append
+        ))
         train_on(state)
     for step, future in enumerate(futures):
         future.result(timeout=240)
         assert depth(root / str(step)) == step, [depth(root / str(n)) for n in range(step + 1)]
         dist.barrier()
         same(read(root / str(step), size), values[step])
+    committed = [future.result() for future in futures] if dist.get_rank() == 0 else []
+    assert told == committed, (dist.get_rank(), told)
     names = {file.name for file in Manifest.read(root / "0").files} | {"manifest.json"}
     assert names == {path.name for path in (root / "0").iterdir()}
     done(f"chain, processes={processes}, {stage}")
@@ -179,6 +183,12 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
     dist.barrier()
     same(read(root / "2", size), values[2])
     assert [depth(root / str(n)) for n in range(3)] == [0, 1, 2]
+    writer = DSQStorageWriter(root / "3", FINE, on_save=None if dist.get_rank() else print)
+    fails_everywhere(
+        lambda: dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
+        "on_save is a function of this process",
+    )
+    assert not (root / "3").exists()
     done("plain calls")
 
 

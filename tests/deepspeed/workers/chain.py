@@ -48,11 +48,19 @@ def near(engine: Any, before: list[torch.Tensor]) -> bool:
 
 def saves_and_deltas(run: Path, stage: int) -> None:
     tree = settings(stage)
-    engine = engine_of(tree, LOSSY)
+    told = list[str]()
+
+    def on_save(result: dsq_ckpt.SaveResult) -> None:
+        told.append(result.path.name)
+        raise RuntimeError("a logger's")
+
+    engine = engine_of(tree, LOSSY, on_save=on_save)
     for number in range(3):
         train(engine, 2 * number, 2 * number + 2)
         engine.save_checkpoint(str(run), client_state={"next": 2 * number + 2})
     tags = [run / f"global_step{step}" for step in (2, 4, 6)]
+    expected_names = [tag.name for tag in tags] if dist.get_rank() == 0 else []
+    check(told == expected_names, "rank 0 tells of each tag, whatever is raised then")
     depths = [Manifest.read(tag).depth for tag in tags]
     check(depths == [0, 1, 2], f"deltas along tags: {depths}")
     check([Manifest.read(tag).refinement for tag in tags] == ["dropped", "dropped", "kept"], "one refinement is kept")
