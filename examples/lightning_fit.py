@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from dsq_ckpt.integrations.lightning import DSQCheckpointIO, checkpoint_file
 
@@ -24,8 +24,9 @@ class Model(LightningModule):
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Embedding(128, width), nn.Linear(width, 256), nn.GELU(), nn.Linear(256, 128))
 
-    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
+        (tokens,) = batch
         loss = nn.functional.cross_entropy(self.net(tokens), (tokens * 7 + 1) % 128)
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
@@ -48,7 +49,7 @@ def main() -> None:
     trainer = Trainer(
         max_epochs=arguments.epochs, accelerator="cpu", callbacks=[keep], plugins=[DSQCheckpointIO()], logger=False
     )
-    trainer.fit(model, DataLoader(torch.arange(128), batch_size=16), ckpt_path="last")  # None there yet: from scratch
+    trainer.fit(model, DataLoader(TensorDataset(torch.arange(128)), batch_size=16), ckpt_path="last")
     print(f"epoch {trainer.current_epoch} step {trainer.global_step} loss {trainer.callback_metrics['loss']:.4f}")
     print("kept:", *sorted(path.name for path in arguments.out.iterdir()))
 
