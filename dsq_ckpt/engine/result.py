@@ -10,6 +10,7 @@ from typing import Any
 
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import described
+from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
@@ -102,8 +103,8 @@ def announce(path: Path, committed: Callable[[], SaveResult], on_save: OnSave | 
         committed: returns the result; called only where somebody listens, as it may cost a request.
         on_save: the caller's function.
     """
-    if on_save is None and not logger.isEnabledFor(logging.INFO):
-        return
+    if is_hidden(path.name) or (on_save is None and not logger.isEnabledFor(logging.INFO)):
+        return  # whoever gives it its name announces it
     try:
         result = committed()
         logger.info("%s", result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.result import OnSave, announce
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.integrations.lightning import placing
 from dsq_ckpt.integrations.lightning.layout import explained, rest_of, to_state
@@ -33,6 +35,7 @@ class DSQCheckpointIO(CheckpointIO):
             restored bit is as it was saved.
         pinned: keep the refinement layer of every checkpoint that Lightning keeps; False: of the newest
             `refinement.keep_last`, so that a long history takes less space, and older ones are coarser.
+        on_save: called with the `SaveResult` of each complete checkpoint, for a logger.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -43,10 +46,12 @@ class DSQCheckpointIO(CheckpointIO):
         >>> trainer = Trainer(plugins=[DSQCheckpointIO(config="exact")], accelerator="cpu", logger=False)
     """
 
-    def __init__(self, config: ConfigLike = None, *, pinned: bool = True) -> None:
+    def __init__(
+        self, config: ConfigLike = None, *, pinned: bool = True, on_save: OnSave | None = None
+    ) -> None:
         self.config = as_config(config)
         expect("pinned", pinned, bool, "True or False")
-        self.pinned = pinned
+        self.pinned, self.on_save = pinned, on_save
         self._removals = Removals()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
@@ -66,9 +71,14 @@ class DSQCheckpointIO(CheckpointIO):
             target = placing.directory_for(goal)
             placing.make_parents(goal, fsync)
             state = to_state(checkpoint)
-            result = save(state, target, config=self.config, overwrite=True, pinned=self.pinned, no_dist=True)
+            result = save(
+                state, target, config=self.config, overwrite=True, pinned=self.pinned, no_dist=True,
+                on_save=self.on_save,
+            )
             placing.put_in_place(target, goal, fsync)
             default_history().move(result.save_id, goal)
+        if target != goal:
+            announce(goal, lambda: replace(result, path=goal), self.on_save)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None

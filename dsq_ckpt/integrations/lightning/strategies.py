@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.result import OnSave, announce
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.integrations.lightning import placing
 from dsq_ckpt.integrations.lightning.layout import Rest, explained, rest_of, to_state
@@ -44,6 +46,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         tensor_parallel_size: as in `ModelParallelStrategy`.
         config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset.
         pinned: keep the refinement layer of every checkpoint that Lightning keeps, see `DSQCheckpointIO`.
+        on_save: called on rank 0 with the `SaveResult` of each complete checkpoint, for a logger.
         process_group_backend: as in `ModelParallelStrategy`.
         timeout: as in `ModelParallelStrategy`.
 
@@ -58,6 +61,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         *,
         config: ConfigLike = None,
         pinned: bool = True,
+        on_save: OnSave | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -67,7 +71,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         )
         self.config = as_config(config)
         expect("pinned", pinned, bool, "True or False")
-        self.pinned = pinned
+        self.pinned, self.on_save = pinned, on_save
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         """Save Lightning's checkpoint dict, whose tensors are sharded; what is at the path is replaced. Collective.
@@ -96,10 +100,13 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         target = gather_from_all_ranks(comm, begin)[0]
         assert target is not None
         result = save(
-            state, target, config=self.config, overwrite=True, model=self.lightning_module, pinned=self.pinned
+            state, target, config=self.config, overwrite=True, model=self.lightning_module, pinned=self.pinned,
+            on_save=self.on_save,
         )
         run_on_all_ranks(comm, lambda: placing.put_in_place(target, goal, fsync) if self.is_global_zero else None)
         default_history().move(result.save_id, goal)
+        if target != goal and self.is_global_zero:
+            announce(goal, lambda: replace(result, path=goal), self.on_save)
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         """Load model and optimizers from a checkpoint and return the rest of Lightning's dict; collective.

@@ -77,7 +77,8 @@ def test_an_exact_resume_is_bit_identical(kind: str, whole: Any, tmp_path: Path)
 @pytest.mark.parametrize("threaded", [False, True])
 def test_retention(threaded: bool, tmp_path: Path) -> None:
     """Two callbacks in one directory keep what they are to keep; each is a delta, complete, and may be resumed from."""
-    io = DSQCheckpointIO()
+    results: list[dsq_ckpt.SaveResult] = []
+    io = DSQCheckpointIO(on_save=results.append)
     callbacks = [
         saving(tmp_path, monitor="val", save_top_k=2, save_last=True, filename="best-{epoch}"),
         saving(tmp_path, every_n_epochs=2, save_weights_only=True, filename="weights-{epoch}"),
@@ -89,6 +90,9 @@ def test_retention(threaded: bool, tmp_path: Path) -> None:
     assert sound(tmp_path) == 4
     assert dsq_ckpt.describe(tmp_path / "best-epoch=4.ckpt")["depth"] > 0
     assert all(dsq_ckpt.describe(path)["refinement"] == "kept" for path in tmp_path.iterdir())
+    assert {result.path.name for result in results} == {
+        "last.ckpt", *(f"best-epoch={n}.ckpt" for n in range(6)), *(f"weights-epoch={n}.ckpt" for n in (1, 3, 5))
+    }
     found = io.load_checkpoint(tmp_path / "weights-epoch=5.ckpt")
     assert "optimizer_states" not in found and found["hyper_parameters"] == {"width": 64}
     expected = one.test(model, verbose=False)  # of what training ended with, as "best" is the last one
