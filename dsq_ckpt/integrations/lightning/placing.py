@@ -74,7 +74,7 @@ def put_in_place(saved: Path, path: Path, fsync: bool) -> None:
         os.rename(path, before)
     try:
         os.rename(saved, path)
-    except OSError:
+    except BaseException:
         if before is not None:
             os.rename(before, path)
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from argparse import Namespace
 from pathlib import Path
@@ -45,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Ten
 
 def sound(directory: Path) -> int:
     """Number of visible checkpoints in a directory, all of which are complete and have the right checksums."""
-    paths = [path for path in directory.iterdir() if not path.name.startswith(".")]
+    paths = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
     for path in paths:
         with Checkpoint(path) as checkpoint:
             assert not [problem for *_, problem in checkpoint.verify() if problem]
@@ -251,19 +250,36 @@ def test_errors(tmp_path: Path) -> None:
         DSQCheckpointIO("no-such-preset")
 
 
-@pytest.mark.parametrize(
-    ("event", "part", "count"), [("open", "manifest.json", 2), ("os.rename", "epoch=1", 1), ("os.rename", ".last", 1)],
-    ids=["before-commit", "before-its-name", "first-last"],
-)
-def test_a_killed_save_is_invisible(event: str, part: str, count: int, whole: Any, tmp_path: Path) -> None:
+def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
     """What has a name is complete, and training goes on from it with `ckpt_path="last"`."""
-    worker = Path(__file__).parent / "workers" / "killed.py"
-    status, output = run([str(worker), str(tmp_path), event, part, str(count)], forked=True)
-    assert status == -signal.SIGKILL, output[-3000:]
-    left = [name for name in names(tmp_path) if name.startswith(".")]
-    assert left, "it was killed within a save"
-    sound(tmp_path)
-    one, _ = fit(DSQCheckpointIO(EXACT), 4, tmp_path, "last", save_last=True)
+    cases = {
+        "committing": ("open", r"\.epoch=1.*manifest\.json"), "naming": ("os.rename", r"\.epoch=1[^/]*$"),
+        "replacing": ("os.rename", r"\.last[^/]*$"),
+    }
+    fit(TorchCheckpointIO(), 1, tmp_path / "replacing", save_last=True)  # a file, which has another name for a moment
+    told = [str(one) for name, case in cases.items() for one in (*case, tmp_path / name)]
+    status, output = run([str(Path(__file__).parent / "workers" / "killed.py"), *told], forked=True)
+    assert status == 0, output[-3000:]
+    for name in cases:
+        directory = tmp_path / name
+        assert [one for one in names(directory) if one.startswith(".")], "it was killed within a save"
+        sound(directory)
+        one, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
+        assert same(state_of(one), whole[0])
+        assert ("last-replaced-" in one.ckpt_path) == (name == "replacing")
+        dsq_ckpt.storage.gc.collect(directory, min_age_seconds=0)
+        assert not [one for one in names(directory) if one.startswith(".")]
+
+
+def test_object_stores(bucket: str, whole: Any) -> None:
+    """`dirpath` is a URL; retention and an exact resume are as on a disk."""
+    directory: Any = f"{bucket}/run"
+    fit(DSQCheckpointIO(EXACT), 2, directory, save_last=True)
+    one, _ = fit(DSQCheckpointIO(EXACT), 4, directory, f"{directory}/last.ckpt", save_last=True)
     assert same(state_of(one), whole[0])
-    dsq_ckpt.storage.gc.collect(tmp_path, min_age_seconds=0)
-    assert [name for name in names(tmp_path) if name.startswith(".")] == []
+    system = one.checkpoint_callback._fs
+    system.invalidate_cache()
+    found = sorted(path.rpartition("/")[2] for path in system.ls(f"{directory}"))
+    assert found == ["epoch=3-step=24.ckpt", "last.ckpt"]
+    again, _ = fit(DSQCheckpointIO(EXACT), 4, directory, "last", save_last=True)
+    assert again.global_step == 24

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -72,10 +73,13 @@ def ddp(directory: Path) -> None:
     io = [DSQCheckpointIO("exact")]
     expected = fit(DDPStrategy(), 3, directory / "ddp-whole", io)
     fit(DDPStrategy(), 2, directory / "ddp", io, save_last=True)
-    resumed = fit(DDPStrategy(), 3, directory / "ddp", io, "last", save_last=True)
+    in_thread = [AsyncCheckpointIO(io[0])]
+    resumed = fit(DDPStrategy(), 3, directory / "ddp", in_thread, "last", save_last=True)
     assert same(*(trained(one.lightning_module, one.optimizers) for one in (resumed, expected)))
     if RANK == 0:
-        torch.save(trained(resumed.lightning_module, resumed.optimizers), directory / "ddp.pt")
+        assert names(directory / "ddp") == ["epoch=2-step=9.ckpt", "last.ckpt"]
+        again = io[0].load_checkpoint(directory / "ddp" / "last.ckpt")["state_dict"]
+        assert same(again, resumed.lightning_module.state_dict())
 
 
 def fsdp2(directory: Path) -> None:
