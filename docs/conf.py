@@ -28,6 +28,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
 default_role = "code"  # docstrings are written with single backticks, as Markdown is
+autodoc_mock_imports = ["transformers", "accelerate"]  # which the site can be built without
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

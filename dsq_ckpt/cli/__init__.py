@@ -201,6 +201,9 @@ def export(
     layers: Annotated[
         Layers, typer.Option("--refinement", help="Refinement layer: where kept; or fail without; or base layer alone.")
     ] = Layers.auto,
+    part: Annotated[
+        str | None, typer.Option("--part", help="Only what is below this key, such as model, by names without it.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET.")] = False,
     allow_pickle: Annotated[
         bool, typer.Option(
@@ -215,16 +218,18 @@ def export(
     form = form or _format_of(target)
     if allow_pickle and form not in (Format.torch, Format.deepspeed):
         raise output.fail(f"--allow-pickle is for --format torch and deepspeed; {form.value} unpickles nothing")
+    if part is not None and form is Format.deepspeed:
+        raise output.fail("--part is for other formats; a tag of DeepSpeed has all its files")
     total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
     refinement = _LAYERS[layers]
     with output.meter(f"export to {form.value}", total) as meter:
         if form is Format.dcp:
             done = exporting.export_dcp(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, progress=meter.advance
+                checkpoint, target, refinement=refinement, overwrite=overwrite, part=part, progress=meter.advance
             )
         elif form is Format.torch:
             done = exporting.export_torch(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle,
+                checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle, part=part,
                 progress=meter.advance,
             )
         elif form is Format.deepspeed:
@@ -236,7 +241,7 @@ def export(
             )
         else:
             done = exporting.export_safetensors(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, progress=meter.advance
+                checkpoint, target, refinement=refinement, overwrite=overwrite, part=part, progress=meter.advance
             )
     if as_json:
         output.print_json({

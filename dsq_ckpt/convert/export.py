@@ -59,7 +59,7 @@ class Exported:
 
 def export_dcp(
     source: StrPath, target: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
-    progress: Progress | None = None,
+    part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
     """Write a plain DCP directory, which `dcp.load` reads into the state dict that was saved.
 
@@ -70,17 +70,18 @@ def export_dcp(
         target: the directory to make.
         refinement: as in `dsq_ckpt.load`.
         overwrite: replace a plain DCP checkpoint at `target`.
+        part: export only what is below this key of the state dict, by names without it; None: everything.
         progress: called after every tensor.
 
     Raises:
         CheckpointExists: `target` exists.
-        ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint.
+        ExportError: it is to be overwritten, but holds more than a plain DCP checkpoint; or nothing is below `part`.
     """
     goal = Path(os.path.normpath(local_path(target)))
     refuse_existing(goal, overwrite)
     if overwrite and os.path.lexists(goal) and not _is_plain_dcp(goal):
         raise ExportError(f"'{goal}' is not a plain DCP checkpoint and is not overwritten; choose another target")
-    with Opened(source, refinement, progress) as opened:
+    with Opened(source, refinement, progress, part) as opened:
         flat: dict[str, Any] = {
             fqn: torch.empty(tensor["shape"], dtype=dtype_of(tensor["dtype"]), device="meta")
             for fqn, tensor in opened.tensors.items()
@@ -100,7 +101,7 @@ def export_dcp(
 
 def export_torch(
     source: StrPath, file: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
-    allow_pickle: bool = False, progress: Progress | None = None,
+    allow_pickle: bool = False, part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
     """Write a `torch.save` file with the nested state dict that was saved; all tensors are in memory at once.
 
@@ -110,15 +111,16 @@ def export_torch(
         refinement: as in `dsq_ckpt.load`.
         overwrite: replace `file`.
         allow_pickle: unpickle objects of any class, which can run code of whoever wrote the checkpoint.
+        part: export only what is below this key of the state dict, by names without it; None: everything.
         progress: called after every tensor.
 
     Raises:
         CheckpointExists: `file` exists.
-        ExportError: an object is more than plain data and `allow_pickle` was not given.
+        ExportError: an object is more than plain data and `allow_pickle` was not given; or nothing is below `part`.
     """
     goal = Path(os.path.normpath(local_path(file)))
     refuse_existing(goal, overwrite)
-    with Opened(source, refinement, progress) as opened:
+    with Opened(source, refinement, progress, part) as opened:
         nested = opened.nested(allow_pickle)
         with new_file(goal) as stream:
             try:
@@ -145,7 +147,7 @@ def read(source: StrPath, *, refinement: Refinement = "auto", allow_pickle: bool
 
 def export_safetensors(
     source: StrPath, file: StrPath, *, refinement: Refinement = "auto", overwrite: bool = False,
-    progress: Progress | None = None,
+    part: str | None = None, progress: Progress | None = None,
 ) -> Exported:
     """Write all tensors, by their flat names, to a safetensors file.
 
@@ -157,15 +159,16 @@ def export_safetensors(
         file: the file to write.
         refinement: as in `dsq_ckpt.load`.
         overwrite: replace `file`.
+        part: export only what is below this key of the state dict, by names without it; None: everything.
         progress: called after every tensor.
 
     Raises:
         CheckpointExists: `file` exists.
-        ExportError: safetensors has no name for a tensor's dtype.
+        ExportError: safetensors has no name for a tensor's dtype; or nothing is below `part`.
     """
     goal = Path(os.path.normpath(local_path(file)))
     refuse_existing(goal, overwrite)
-    with Opened(source, refinement, progress) as opened:
+    with Opened(source, refinement, progress, part) as opened:
         # Wide types first: then every tensor is aligned to its own size, which readers that map the file need.
         names = sorted(opened.tensors, key=lambda fqn: (-opened.dtype(fqn).itemsize, fqn))
         metadata = {
@@ -205,9 +208,15 @@ class Opened:
         path: a checkpoint directory.
         refinement: as in `dsq_ckpt.load`.
         progress: called after every whole tensor.
+        part: see only what is below this key of the state dict, by names without it; None: everything.
+
+    Raises:
+        ExportError: nothing is below `part`.
     """
 
-    def __init__(self, path: StrPath, refinement: Refinement, progress: Progress | None) -> None:
+    def __init__(
+        self, path: StrPath, refinement: Refinement, progress: Progress | None, part: str | None = None
+    ) -> None:
         self.checkpoint = Checkpoint(expanded(path))
         try:
             state = self.checkpoint.manifest.refinement
@@ -221,6 +230,9 @@ class Opened:
                 self.paths = Nesting.from_json(self.checkpoint.index)
                 self.tensors: dict[str, dict[str, Any]] = self.checkpoint.index["tensors"]
                 self.objects: list[str] = sorted(self.checkpoint.index["objects"])
+                self._stored: dict[str, str] = {}
+                if part is not None:
+                    self._select(part)
         except BaseException:
             self.checkpoint.close()
             raise
@@ -238,6 +250,21 @@ class Opened:
         """Close its files."""
         self._workers.__exit__()
         self.checkpoint.close()
+
+    def _select(self, part: str) -> None:
+        """Leave out what is not below a key; `_stored` has the names that the rest has in the checkpoint."""
+        below = None if self.paths is None else self.paths.below((part,))
+        if below is None or self.paths is None:
+            known = sorted({str(path[0]) for path in self.paths.values()}) if self.paths is not None else []
+            raise ExportError(
+                f"'{self.checkpoint.directory}' has nothing below '{part}'; at its top level are "
+                + (", ".join(map(repr, known)) or "keys that its planner did not tell")
+            )
+        self._stored = {".".join(map(str, path)): name for name, path in below.items()}
+        self.paths = Nesting({name: below[stored] for name, stored in self._stored.items()}, below.typed, below.empty)
+        self.tensors = {name: self.tensors[own] for name, own in self._stored.items() if own in self.tensors}
+        objects = set(self.objects)
+        self.objects = sorted(name for name, own in self._stored.items() if own in objects)
 
     def nested(self, allow_pickle: bool) -> dict[str, Any]:
         """Return all tensors and objects, in memory, in the nesting that was saved where it is known."""
@@ -282,12 +309,13 @@ class Opened:
     def chunk(self, fqn: str, offsets: tuple[int, ...]) -> torch.Tensor:
         """Return the part of a tensor that a rank stored."""
         with self.checkpoint.naming():
-            return self.checkpoint.tensor(self.checkpoint.find(fqn, offsets), self.refined, self._workers)
+            ref = self.checkpoint.find(self._stored.get(fqn, fqn), offsets)
+            return self.checkpoint.tensor(ref, self.refined, self._workers)
 
     def object_bytes(self, fqn: str) -> bytes:
         """Return the bytes of an object that DCP serialized."""
         with self.checkpoint.naming():
-            return self.checkpoint.object_bytes(self.checkpoint.find(fqn, None))
+            return self.checkpoint.object_bytes(self.checkpoint.find(self._stored.get(fqn, fqn), None))
 
     def object(self, fqn: str, allow_pickle: bool) -> Any:
         """Return an object; unpickle only plain data unless the caller trusts the file."""
@@ -311,7 +339,7 @@ class Opened:
             ) from error
 
     def result(self, path: Path) -> Exported:
-        stored = {*self.tensors, *self.checkpoint.index["objects"]}
+        stored = {*self.tensors, *self.objects}
         nowhere = [fqn for fqn in self.paths or () if fqn not in stored]
         return Exported(path, len(self.tensors), sum(self.size(fqn) for fqn in self.tensors), self.refined, nowhere)
 

@@ -13,6 +13,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import (
     ChunkCache,
@@ -284,11 +285,14 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
 
 
 def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
+    times = None if is_remote(directory) else directory.stat()
     names = [file.name for file in manifest.files if file.role == "refinement"]
     kept = [file for file in manifest.files if file.role != "refinement"]
     manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(directory, exclusive=False, fsync=fsync)
     for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
         storage_of(directory).remove(directory / name)
+    if times is not None:  # trainers that remove old checkpoints take the time of a directory for that of its save
+        os.utime(directory, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def what_the_base_costs(directory: Path, manifest: Manifest) -> str:

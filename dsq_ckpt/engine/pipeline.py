@@ -33,6 +33,7 @@ from dsq_ckpt.engine.result import SaveResult, announce
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
+from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
 
@@ -139,8 +140,12 @@ class SavePipeline:
         return committed
 
     def retire(self) -> None:
-        """Drop the refinement of older checkpoints, once the commit is on the device."""
-        retire(self.path, self.options.config)
+        """Drop the refinement of older checkpoints, once the commit is on the device.
+
+        Not yet if the checkpoint has a hidden name: whoever gives it its name does that.
+        """
+        if not is_hidden(self.path.name):
+            retire(self.path, self.options.config)
 
     def announce(self) -> None:
         """Tell of the committed checkpoint, once nothing of the save can fail; without effect on other ranks."""

@@ -176,7 +176,7 @@ def new_directory(goal: Path, overwrite: bool = False) -> Iterator[Path]:
         with naming(goal, NOT_ALL):
             yield hidden
             if overwrite:
-                _replace_directory(hidden, goal)
+                replace_directory(hidden, goal)
             else:
                 os.rename(hidden, goal)
                 sync_directory(goal.parent)
@@ -210,8 +210,12 @@ def _rename_new(source: Path, target: Path) -> None:
         os.replace(source, target)
 
 
-def _replace_directory(hidden: Path, goal: Path) -> None:
-    """Rename a directory into place; an old one is renamed first, because directories cannot be replaced."""
+def replace_directory(hidden: Path, goal: Path) -> None:
+    """Rename a directory into place; an old one is renamed first, because directories cannot be replaced.
+
+    Raises:
+        OSError: the directory cannot be renamed; the old one is there.
+    """
     backup = hidden.with_suffix(".old")
     old = os.path.lexists(goal)
     if old:

@@ -72,6 +72,22 @@ def test_programs_of_several_ranks(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_hugging_face(tmp_path: Path) -> None:
+    """Trainer and Accelerate; what is resumed is the newest checkpoint."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    program("hf_trainer", "--out", tmp_path / "trainer")
+    output = program("hf_trainer", "--out", tmp_path / "trainer", "--steps", 30)
+    assert re.search(r"checkpoint-20 \d+ bytes, from which it resumed", output)
+    assert checkpoints(tmp_path / "trainer") == ["checkpoint-10", "checkpoint-20", "checkpoint-30", "final"]
+    assert (tmp_path / "trainer" / "final" / "model.safetensors").exists()
+    program("accelerate_loop", "--out", tmp_path)
+    output = program("accelerate_loop", "--out", tmp_path, "--steps", 60)
+    assert "checkpoint_1 at step 40" in output and "step 60 loss" in output
+    assert checkpoints(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+
+
+@pytest.mark.slow
 def test_deepspeed(tmp_path: Path) -> None:
     """By DeepSpeed's own launcher, and then by torchrun."""
     pytest.importorskip("deepspeed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch.utils._pytree import tree_map_only
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
 from dsq_ckpt.core.arguments import expect
-from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.engine.result import OnSave, announce
+from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.integrations.lightning import placing
 from dsq_ckpt.integrations.lightning.layout import explained, rest_of, to_state
 from dsq_ckpt.integrations.lightning.placing import PathLike
 from dsq_ckpt.integrations.lightning.removals import Removals
+from dsq_ckpt.integrations.staged import settle
 from dsq_ckpt.storage.paths import checkpoint_path
 
 
@@ -76,9 +75,8 @@ class DSQCheckpointIO(CheckpointIO):
                 on_save=self.on_save,
             )
             placing.put_in_place(target, goal, fsync)
-            default_history().move(result.save_id, goal)
         if target != goal:
-            announce(goal, lambda: replace(result, path=goal), self.on_save)
+            settle(result, goal, self.config, on_save=self.on_save)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None

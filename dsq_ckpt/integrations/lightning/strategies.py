@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
-from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.engine.result import OnSave, announce
+from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.integrations.lightning import placing
 from dsq_ckpt.integrations.lightning.layout import Rest, explained, rest_of, to_state
+from dsq_ckpt.integrations.staged import settle
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.paths import checkpoint_path
 
@@ -104,9 +103,8 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
             on_save=self.on_save,
         )
         run_on_all_ranks(comm, lambda: placing.put_in_place(target, goal, fsync) if self.is_global_zero else None)
-        default_history().move(result.save_id, goal)
-        if target != goal and self.is_global_zero:
-            announce(goal, lambda: replace(result, path=goal), self.on_save)
+        if target != goal:
+            settle(result, goal, self.config, comm.rank, self.on_save)
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         """Load model and optimizers from a checkpoint and return the rest of Lightning's dict; collective.

@@ -1,0 +1,217 @@
+"""Compressed checkpoints for Hugging Face's Trainer.
+
+    trainer = dsq_ckpt.integrations.huggingface.attach(Trainer(model, arguments, train_dataset=data))
+    trainer.train(resume_from_checkpoint=...)
+
+`checkpoint-500/` then has model and optimizer in a compressed checkpoint, in place of `model.safetensors` and
+`optimizer.pt`. All other files are Trainer's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.engine.result import OnSave
+from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.integrations.staged import StagedCheckpoint, holds_checkpoint
+from dsq_ckpt.integrations.training_state import TrainingState
+
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.index.json")
+
+
+def attach(trainer: Trainer, config: ConfigLike = None, *, on_save: OnSave | None = None) -> Trainer:
+    """Let a trainer save and load compressed checkpoints; call it before `trainer.train`.
+
+    Args:
+        trainer: a `Trainer`, or an instance of a subclass.
+        config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset.
+        on_save: called with the `SaveResult` of each checkpoint, on rank 0, for a logger.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the trainer is set up for something that is not supported: PEFT,
+            DeepSpeed (which has an integration of its own), FSDP1, `save_on_each_node`, or pushes of checkpoints.
+    """
+    expect("trainer", trainer, Trainer, "a transformers.Trainer: attach(trainer)")
+    expect("on_save", on_save, Callable | None, "a function of a SaveResult")
+    checked = as_config(config)
+    _refuse(trainer)
+    if not isinstance(trainer, DSQTrainer):
+        kind = type(trainer)
+        trainer.__class__ = type(f"DSQ{kind.__name__}", (DSQTrainer, kind), {"__module__": kind.__module__})
+    trainer.dsq_config, trainer.dsq_on_save = checked, on_save  # type: ignore[attr-defined]
+    return trainer
+
+
+class DSQTrainer(Trainer):
+    """A `Trainer` whose checkpoints are compressed; `attach` makes one of any trainer.
+
+    It overrides methods of Trainer that write and read parts of a checkpoint, and leaves the rest to Trainer, such as
+    when to save and which checkpoints to remove.
+    """
+
+    dsq_config: DSQConfig | None = None
+    """The configuration; None: the defaults."""
+    dsq_on_save: OnSave | None = None
+    """Called with the `SaveResult` of each checkpoint, on rank 0."""
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _saves_checkpoint = False
+    _staged: StagedCheckpoint | None = None
+    _goal: str
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saves_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        except BaseException as error:
+            if self._staged is not None:
+                self._staged.__exit__(type(error), error, None)
+            raise
+        finally:
+            self._staged, self._saves_checkpoint = None, False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for `from_pretrained`, as Trainer does; in a checkpoint, compressed with the optimizer."""
+        if not (self._saves_checkpoint and _internal_call and output_dir is not None):
+            super().save_model(output_dir, _internal_call=_internal_call)
+            return
+        _refuse(self)
+        self._goal = output_dir
+        self._staged = StagedCheckpoint(output_dir, self.dsq_config or DSQConfig(), self.dsq_on_save)
+        state = TrainingState([self.model], [] if self.args.save_only_model else [self._plain_optimizer()])
+        self._staged.save(state.collect, model=self.model, pinned=self._is_best())
+        self._staged.write(self._write_settings)
+        if self.args.save_only_model:
+            self._publish()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._staged is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+
+        def write(directory: Path) -> None:
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
+
+        self._staged.write(write)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        save = super()._save_scaler
+        if self._staged is None:
+            save(output_dir)
+        else:
+            self._staged.write(lambda directory: save(str(directory)))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        save = super()._save_rng_state
+        if self._staged is None:
+            save(output_dir)
+        else:
+            self._staged.write(lambda directory: save(str(directory)))
+            self._publish()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if holds_checkpoint(resume_from_checkpoint):
+            _refuse(self)
+            TrainingState([self.model if model is None else model]).restore(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not holds_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        TrainingState([self.model], [self._plain_optimizer()]).restore(checkpoint)
+        scheduler = Path(checkpoint, SCHEDULER_NAME)
+        if not scheduler.is_file():
+            raise LoadFailed(f"'{scheduler}' is missing, so the learning rate would start anew; load another one")
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and holds_checkpoint(checkpoint):
+            name = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
+            if not Path(checkpoint, name).is_file():
+                warn(
+                    f"'{checkpoint}' has no {name}, as after a change in the number of ranks: dropout and other random "
+                    "choices are not those of the run that saved it"
+                )
+        super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and holds_checkpoint(best):
+            TrainingState([self.model]).restore(best)
+        else:
+            super()._load_best_model()
+
+    def _plain_optimizer(self) -> Optimizer:
+        found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
+        return found
+
+    def _is_best(self) -> bool:
+        return self.state.best_global_step is not None and self.state.best_global_step == self.state.global_step
+
+    def _write_settings(self, directory: Path) -> None:
+        """Write what Trainer stores beside weights: configuration, tokenizer and arguments."""
+        if self.args.should_save:
+            self._save(str(directory), state_dict={})
+            for pattern in _WEIGHTS:  # of no weights
+                for file in directory.glob(pattern):
+                    file.unlink()
+
+    def _publish(self) -> None:
+        """Let the checkpoint appear; Trainer writes `trainer_state.json` again, with the state of callbacks."""
+        assert self._staged is not None
+        if self._is_best():  # Trainer looks for the directory before it has its name
+            self.state.best_model_checkpoint = self._goal
+
+        def write(directory: Path) -> None:
+            if self.args.should_save:
+                self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+
+        self._staged.write(write)
+        self._staged.publish()
+        self._staged = None
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Refuse what would be saved wrongly, or not at all.
+
+    Raises:
+        ConfigError: the trainer is set up for it.
+    """
+    arguments = trainer.args
+    model = trainer.model
+    reason = None
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        reason = "DeepSpeed saves by itself: put the block dsq_checkpoint into its configuration (docs/deepspeed.md)"
+    elif getattr(trainer, "is_fsdp_enabled", False) and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
+        reason = 'FSDP1 is not supported: set fsdp_config={"fsdp_version": 2}, or the fsdp_version of Accelerate'
+    elif getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+        reason = "PEFT's adapters are not supported: Trainer's own checkpoints have the adapters alone and are small"
+    elif arguments.save_on_each_node:
+        reason = "save_on_each_node is not supported: a checkpoint is one directory, which all nodes share"
+    elif arguments.push_to_hub and arguments.hub_strategy != "end":
+        reason = (
+            f"hub_strategy='{getattr(arguments.hub_strategy, 'value', arguments.hub_strategy)}' pushes weights out of "
+            "checkpoints, which are compressed: set hub_strategy='end', which pushes the final model"
+        )
+    if reason is not None:
+        raise ConfigError(reason)

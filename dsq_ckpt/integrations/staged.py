@@ -1,0 +1,157 @@
+"""A checkpoint directory of another library, which appears complete or not at all.
+
+Libraries write a checkpoint as many files, one after the other, under the name that a restart looks for. Here all of
+them are written below a hidden name beside it, which the restart does not see and `dsq gc` removes after a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dsq_ckpt.api.save_load import save
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
+from dsq_ckpt.engine.commit import retire
+from dsq_ckpt.engine.history import default_history
+from dsq_ckpt.engine.result import OnSave, SaveResult, announce
+from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory
+from dsq_ckpt.storage.manifest import Manifest, is_complete
+
+
+class StagedCheckpoint:
+    """A checkpoint directory in the making; as a context manager it removes what was not published.
+
+    All methods are collective over the default process group, and fail on all ranks if they fail on one.
+
+    Args:
+        goal: the directory that is to appear, on storage that all ranks share. What has this name is replaced.
+        config: configuration of the save.
+        on_save: called with the `SaveResult` on rank 0, once the directory has its name.
+
+    Attributes:
+        goal: the directory that is to appear.
+        path: the hidden directory, which the compressed checkpoint makes and other files are then written to.
+    """
+
+    def __init__(self, goal: str | os.PathLike[str], config: DSQConfig, on_save: OnSave | None = None) -> None:
+        self.goal, self._config, self._on_save = Path(goal).absolute(), config, on_save
+        self._comm = communicator(None)
+        mark = gather_from_all_ranks(self._comm, lambda: uuid.uuid4().hex[:8])[0]
+        self.path = hidden_name(self.goal, mark)
+        self._result: SaveResult | None = None
+        self._published = False
+
+    def __enter__(self) -> StagedCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._published or isinstance(error, RankUnreachable):  # others may still write
+            return
+        if self._result is not None:
+            default_history().remove(self._result.save_id)
+        if self._comm.rank == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def save(
+        self, collect: Callable[[], dict[str, Any]], *, model: nn.Module | None = None, pinned: bool = False
+    ) -> None:
+        """Save the state dict that `collect` returns, as a delta against the last checkpoint of the run.
+
+        Raises:
+            DSQError: the save failed.
+        """
+        def begin() -> dict[str, Any]:
+            self._remove_earlier()
+            return collect()
+
+        state = run_on_all_ranks(self._comm, begin)
+        self._result = save(state, self.path, config=self._config, model=model, pinned=pinned)
+
+    def write(self, work: Callable[[Path], object]) -> None:
+        """Call `work` with the hidden directory on every rank; it writes files of the library there.
+
+        Raises:
+            SaveFailed: it failed on a rank.
+        """
+        run_on_all_ranks(self._comm, lambda: work(self.path))
+
+    def publish(self) -> None:
+        """Give the directory its name, then drop the refinement of older checkpoints as the configuration asks.
+
+        Raises:
+            SaveFailed: it cannot be flushed or renamed.
+        """
+        assert self._result is not None, "save comes first"
+        run_on_all_ranks(self._comm, self._rename)
+        self._published = True
+        settle(self._result, self.goal, self._config, self._comm.rank, self._on_save)
+        if self._comm.rank == 0:
+            with suppress(OSError):  # libraries that remove old checkpoints go by this time
+                os.utime(self.goal)
+
+    def _remove_earlier(self) -> None:
+        """Remove what killed saves of the same checkpoint left."""
+        if self._comm.rank == 0:
+            self.goal.parent.mkdir(parents=True, exist_ok=True)
+            for left in self.goal.parent.glob(f".{self.goal.name}.dsq-*.tmp"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _rename(self) -> None:
+        if self._comm.rank != 0:
+            return
+        if self._config.storage.fsync:
+            ours = {file.name for file in Manifest.read(self.path).files}
+            for place, _, names in os.walk(self.path):
+                for name in names:
+                    if name not in ours:
+                        with open(Path(place, name), "rb+") as stream:
+                            flush(stream, True)
+                sync_directory(Path(place))
+        replace_directory(self.path, self.goal)
+
+
+def settle(
+    result: SaveResult, goal: Path, config: DSQConfig, rank: int = 0, on_save: OnSave | None = None
+) -> None:
+    """Do what a save leaves open that was made under a hidden name, once it has its own; on every rank.
+
+    The next save finds its parent there; older checkpoints lose their refinement as the configuration asks; and the
+    checkpoint is logged.
+
+    Args:
+        result: result of the save.
+        goal: the present directory of the checkpoint.
+        config: configuration of the save.
+        rank: of this process.
+        on_save: called with the result, on rank 0.
+    """
+    default_history().move(result.save_id, goal)
+    if rank == 0:
+        retire(goal, config)
+        announce(goal, lambda: replace(result, path=goal), on_save)
+
+
+def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Return whether a directory is a compressed checkpoint; False if it is one that the library wrote itself.
+
+    Raises:
+        CheckpointNotFound: it has files of a compressed checkpoint, but no manifest.
+    """
+    if is_complete(Path(directory)):
+        return True
+    if any(Path(directory).glob("*.dsq")):
+        raise CheckpointNotFound(
+            f"'{directory}' has files of a compressed checkpoint, but no manifest.json: it was deleted, or not copied; "
+            "resume from another checkpoint"
+        )
+    return False

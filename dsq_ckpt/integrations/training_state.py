@@ -1,0 +1,203 @@
+"""Models and optimizers as one nested state dict, by fully qualified names, and back.
+
+Optimizers are taken as they are, without a step that would initialize what they do not have: parameters that are frozen
+or were never used have no state, and get none in a restart. FSDP2's sharded tensors stay sharded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from dsq_ckpt.api.save_load import load
+from dsq_ckpt.convert.export import Opened
+from dsq_ckpt.core.hints import name_hint
+from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
+from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.gradients.sensitivity import names_of
+
+
+class TrainingState:
+    """Models and optimizers under the keys `model`, `model_1`, ..., `optimizer`, `optimizer_1`, ... of a state dict.
+
+    Args:
+        models: modules, wrapped and sharded as they are trained.
+        optimizers: optimizers of their parameters.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> None:
+        self._models = {_key("model", number): model for number, model in enumerate(models)}
+        self._optimizers = {_key("optimizer", number): one for number, one in enumerate(optimizers)}
+
+    def collect(self) -> dict[str, Any]:
+        """Return the state dict, whose tensors are those of models and optimizers.
+
+        Raises:
+            ConfigError: an optimizer has a parameter that is not a model's.
+        """
+        self._reshard()
+        parameters = self._parameters()
+        state: dict[str, Any] = {key: get_model_state_dict(model) for key, model in self._models.items()}
+        return state | {key: _by_name(one, _names(one, parameters)) for key, one in self._optimizers.items()}
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Load the models and optimizers from a checkpoint, in place; collective.
+
+        Raises:
+            LoadFailed: the checkpoint has other tensors or parameters, or no optimizer.
+            ConfigError: an optimizer has a parameter that is not a model's.
+            DSQError: the checkpoint cannot be read.
+        """
+        self._reshard()
+        comm = communicator(None)
+        tensors, state = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
+        load(tensors, directory)
+        run_on_all_ranks(comm, lambda: self._fill(directory, state), LoadFailed)
+
+    def _placeholders(self, directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state dict to be filled with tensors, and one with the same tensors and all other values."""
+        parameters = self._parameters()
+        flat: dict[str, Any] = {}
+        for key, model in self._models.items():
+            flat |= flatten_state_dict({key: get_model_state_dict(model)})[0]
+        with Opened(directory, False, None) as opened:
+            nesting = opened.paths
+            if nesting is None or not all(key in {path[0] for path in nesting.values()} for key in self._models):
+                raise LoadFailed(f"'{directory}' is no checkpoint of a model that this integration saved")
+            stored = {name: path for name, path in nesting.items() if path[0] in self._models}
+            _same_tensors(directory, flat, stored, opened)
+            for key in self._optimizers:
+                if nesting.below((key,)) is None:
+                    raise LoadFailed(
+                        f"'{directory}' has no '{key}', so training cannot go on from it: was it saved with "
+                        "save_only_model? Load its model alone, from an export of it (`dsq export --part model`)"
+                    )
+                stored |= {name: path for name, path in nesting.items() if path[0] == key}
+            for name, path in stored.items():
+                if name not in opened.tensors:
+                    flat[name] = opened.object(name, allow_pickle=False)
+                elif path[0] in self._optimizers:
+                    shape = torch.Size(opened.tensors[name]["shape"])
+                    flat[name] = _empty(parameters.get(str(path[2])), shape, opened.dtype(name))
+            tensors = {name: flat[name] for name in stored if name in opened.tensors}
+            empty, nesting.empty = nesting.empty, None
+            filled = nesting.nested(tensors)
+            nesting.empty = [path for path in empty or () if path[0] in (*self._models, *self._optimizers)]
+            return filled, nesting.nested({name: flat[name] for name in stored})
+
+    def _fill(self, directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+        parameters = self._parameters()
+        for key, model in self._models.items():
+            set_model_state_dict(model, state[key])
+        for key, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(_by_number(state[key], optimizer, _names(optimizer, parameters), directory))
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all models by names that no two of them share; a tied one has several."""
+        found: dict[str, nn.Parameter] = {}
+        for key, model in self._models.items():
+            prefix = "" if key == "model" else f"{key}."
+            found |= {prefix + name: parameter for name, parameter in names_of(model).items()}
+        return found
+
+    def _reshard(self) -> None:
+        """Bring back sharded parameters: after an evaluation under `no_grad` FSDP2 keeps the root gathered."""
+        for model in self._models.values():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+def _key(kind: str, number: int) -> str:
+    return kind if number == 0 else f"{kind}_{number}"
+
+
+def _names(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return the names of an optimizer's parameters, by parameter group."""
+    known: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        known.setdefault(id(parameter), name)
+    groups = [group["params"] for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        for parameter in group:
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                    "is not the model's; make the optimizer from the parameters of the model that is trained"
+                )
+    return [[known[id(parameter)] for parameter in group] for group in groups]
+
+
+def _by_name(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state dict with names in place of the numbers of parameters."""
+    plain = optimizer.state_dict()
+    order = [name for group in names for name in group]
+    groups = zip(plain["param_groups"], names, strict=True)
+    return {
+        **plain,
+        "state": {order[number]: entry for number, entry in plain["state"].items()},
+        "param_groups": [{**group, "params": list(own)} for group, own in groups],
+    }
+
+
+def _by_number(
+    stored: Mapping[str, Any], optimizer: Optimizer, names: Sequence[Sequence[str]], directory: object
+) -> dict[str, Any]:
+    """Return a stored state dict for `optimizer`, whose groups must have the same parameters, in any order.
+
+    Raises:
+        LoadFailed: they do not.
+    """
+    saved = [group["params"] for group in stored["param_groups"]]
+    for number in range(max(len(saved), len(names))):
+        before = set(saved[number]) if number < len(saved) else set()
+        now = set(names[number]) if number < len(names) else set()
+        if before != now:
+            name = min(before ^ now)
+            raise LoadFailed(
+                f"'{directory}': '{name}' {'was' if name in before else 'was not'} in parameter group {number} of the "
+                f"optimizer when this was saved, and {'is' if name in now else 'is not'} now; make the optimizer with "
+                "the groups that it had"
+            )
+    place = {name: number for number, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [place[name] for name in own]}
+        for group, own in zip(stored["param_groups"], names, strict=True)
+    ]
+    return {
+        **stored, "state": {place[name]: entry for name, entry in stored["state"].items()}, "param_groups": groups,
+    }
+
+
+def _empty(parameter: nn.Parameter | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor for the state of a parameter, placed and sharded as the parameter if it has its shape."""
+    if parameter is not None and parameter.shape == shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _same_tensors(
+    directory: object, own: Mapping[str, Any], stored: Mapping[str, Any], opened: Opened
+) -> None:
+    """Compare names and shapes of the models' tensors with those that are stored.
+
+    Raises:
+        LoadFailed: they differ.
+    """
+    if missing := sorted(own.keys() - stored.keys()):
+        raise LoadFailed(f"'{directory}' has no '{missing[0]}', which the model has{name_hint(missing[0], stored)}")
+    if unknown := sorted(stored.keys() - own.keys()):
+        raise LoadFailed(f"'{directory}' has '{unknown[0]}', which the model does not have; load into the same model")
+    for name, value in own.items():
+        if name in opened.tensors and isinstance(value, torch.Tensor):
+            shape = tuple(opened.tensors[name]["shape"])
+            if shape != tuple(value.shape):
+                raise LoadFailed(f"'{directory}': '{name}' is of shape {shape}, the model's of {tuple(value.shape)}")

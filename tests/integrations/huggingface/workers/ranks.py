@@ -1,0 +1,238 @@
+"""Trainer and Accelerate on two ranks: argv = a directory, and that of `single.py`, which ran before."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from dsq_ckpt.engine.history import forget
+from dsq_ckpt.errors import CheckpointExists, ConfigError, DSQError
+from dsq_ckpt.integrations import accelerate as integration
+from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
+
+ROOT, SINGLE = map(Path, sys.argv[1:3])
+
+
+def rank() -> int:
+    return PartialState().process_index
+
+
+def once(work: Any) -> None:
+    """Call on rank 0, while the others wait."""
+    if rank() == 0:
+        work()
+    dist.barrier()
+
+
+def ddp(output: Path) -> None:
+    """Under DDP a resumed run ends bit-identical, also the random state of each rank."""
+    first = trainer(output, 6, gradient_accumulation_steps=1)
+    first.train()
+    assert isinstance(first.model_wrapped, DistributedDataParallel)
+    assert sound(output / "checkpoint-4").ranks == 2
+    once(lambda: until(output, output.with_name("copy"), 4))
+    again = trainer(output.with_name("copy"), 6, gradient_accumulation_steps=1)
+    again.train(resume_from_checkpoint=True)
+    same(everything(first), everything(again))
+    assert names(output.with_name("copy")) == ["checkpoint-4", "checkpoint-6"]
+    lossy = trainer(output.with_name("lossy"), 4, config=None)
+    lossy.train()
+    assert sound(output.with_name("lossy") / "checkpoint-4").depth == 1
+
+
+def rank_counts(output: Path) -> None:
+    """A run of one rank goes on with two; a warning says that random states are not there."""
+    once(lambda: until(SINGLE / "exact_resume", output, 4))
+    with pytest.warns(UserWarning, match=rf"has no rng_state_{rank()}\.pth"):
+        made = trainer(output, 6)
+        made.train(resume_from_checkpoint=True)
+    assert sound(output / "checkpoint-6").ranks == 2
+    assert made.state.global_step == 6
+
+
+def rank_fails(output: Path) -> None:
+    """The failure of one rank is an error of all, and there is no checkpoint."""
+    made = trainer(output, 4)
+    collect = made.model.state_dict
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if made.state.global_step == 4:
+            raise RuntimeError("this rank cannot")
+        return collect(*given, **named)
+
+    if rank() == 1:
+        made.model.state_dict = failing
+    with pytest.raises(DSQError, match="this rank cannot"):
+        made.train()
+    assert names(output) == ["checkpoint-2"]
+
+
+def as_fsdp(accelerator: Accelerator) -> None:
+    """Let Accelerate shard on the CPU, where it does not by itself: it then takes `fsdp_plugin` for unset."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False)
+    accelerator.state.fsdp_plugin = plugin
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def as_cpu() -> None:
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+    AcceleratorState._shared_state.pop("fsdp_plugin", None)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def trainer_fsdp2(output: Path) -> None:
+    """With FSDP2's sharded parameters a resumed run ends bit-identical."""
+    def sharded(directory: Path) -> Any:
+        as_cpu()
+        made = trainer(directory, 6, gradient_accumulation_steps=1)
+        as_fsdp(made.accelerator)
+        made.is_fsdp_enabled = True
+        return made
+
+    first = sharded(output)
+    first.train()
+    assert isinstance(first.model, FSDPModule)
+    once(lambda: until(output, output.with_name("sharded"), 4))
+    again = sharded(output.with_name("sharded"))
+    again.train(resume_from_checkpoint=True)
+    assert again.model is not first.model
+    same(everything(first), everything(again))
+    as_cpu()
+
+
+def accelerated(output: Path, config: Any = "exact", fsdp: bool = False) -> tuple[Accelerator, Any]:
+    """An accelerator with what it prepared, as in a process of its own, and a function that trains some steps."""
+    forget()
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(
+        project_dir=str(output), automatic_checkpoint_naming=True, total_limit=2,
+    ))
+    if fsdp:
+        as_fsdp(accelerator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 120), nn.Dropout(0.1), nn.Tanh(), nn.Linear(120, 80))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    rows = torch.randn(64, 80, generator=torch.Generator().manual_seed(1 + rank()))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    assert isinstance(model, FSDPModule if fsdp else DistributedDataParallel)
+    integration.attach(accelerator, config)
+
+    def train(steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = (model(rows[counter.steps :][:4]) - rows[counter.steps :][:4]).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            counter.steps += 1
+            losses += [loss.item(), random.random(), float(np.random.rand())]
+        return losses
+
+    return accelerator, train
+
+
+class Counter:
+    """An object for `register_for_checkpointing`."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def ddp_states(output: Path, fsdp: bool = False) -> None:
+    """`save_state` and `load_state`, bit-identical, with automatic naming and a limit; deltas also after a restart."""
+    accelerator, train = accelerated(output, fsdp=fsdp)
+    train(6)
+    where = accelerator.save_state()
+    expected = train(6)
+    accelerator.load_state(where)
+    assert train(6) == expected
+    accelerator, again = accelerated(output, fsdp=fsdp)  # as in another process
+    accelerator.load_state()
+    assert again(6) == expected
+    with pytest.raises(CheckpointExists, match=r"ProjectConfiguration\(iteration"):
+        accelerator.save_state()
+    accelerator.project_configuration.iteration = 1
+    for _ in range(2):
+        accelerator.save_state()
+    accelerator.wait_for_everyone()
+    assert names(output / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
+    assert {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "custom_checkpoint_0.pkl"} <= set(
+        names(output / "checkpoints" / "checkpoint_2")
+    )
+
+    accelerator, train = accelerated(output.with_name(f"{output.name}_lossy"), None, fsdp)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    newest = output.with_name(f"{output.name}_newest")
+    depths = []
+    for _ in range(2):  # over and over to one name
+        train(2)
+        accelerator.save_state(newest)
+        depths.append(sound(newest).depth)
+    forget()
+    accelerator.load_state(newest)
+    train(2)
+    accelerator.save_state(newest)
+    assert [*depths, sound(newest).depth] == [0, 1, 2]
+    dist.barrier()
+    assert not [name for name in names(newest.parent) if name.startswith(".")]
+
+
+def fsdp2_states(output: Path) -> None:
+    """The same with the parameters of FSDP2."""
+    ddp_states(output, fsdp=True)
+    as_cpu()
+
+
+def plain_states(output: Path) -> None:
+    """Plain states are loaded; compressed ones are no states for an accelerator without the integration."""
+    accelerator, train = accelerated(output)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    train(2)
+    accelerator.save_state(output / "compressed")
+    plain = accelerator.__class__.__bases__[1]
+    plain.save_state(accelerator, output / "plain")
+    expected = train(2)
+    accelerator.load_state(output / "plain")
+    assert train(2) == expected
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
+        plain.load_state(accelerator, output / "compressed")
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="register_save_state_pre_hook"):
+        accelerator.save_state(output / "hooked")
+    assert not (output / "hooked").exists()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", UserWarning)
+    Accelerator(cpu=True)
+    run(
+        [ddp, rank_counts, rank_fails, plain_states, ddp_states, fsdp2_states, trainer_fsdp2], ROOT,
+        rank(),
+    )
+    dist.barrier()
+    os._exit(0)  # an ordinary end aborts now and then after collectives of DTensor, without this package too
