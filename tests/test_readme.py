@@ -56,18 +56,21 @@ def test_python_examples(training, number):
 
 
 def test_pages_have_examples():
-    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["configuration", "index", "oneshot", "report"]
+    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["cli", "configuration", "index", "oneshot", "report"]
 
 
 def test_shell_examples(training):
     state = {"model": training["model"].state_dict(), "step": 500}
     dsq_ckpt.save(state, "run/step-000500")
     commands = {
-        "log", "report", "inspect", "verify", "export", "compress", "merge", "gc", "rm", "cp", "warmup", "bench",
+        "log", "watch", "report", "inspect", "verify", "export", "compress", "merge", "gc", "rm", "cp", "warmup",
+        "bench",
     }
     assert {line.split()[1] for line in SHELL} == commands
     for line in SHELL:
         arguments = shlex.split(line)[1:]
+        if arguments[0] == "watch":
+            arguments += ["--once"]
         if arguments == ["bench"]:
             arguments += ["--parameters", "200000", "--repeats", "1"]
         if arguments[0] == "merge":

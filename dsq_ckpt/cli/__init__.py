@@ -1,7 +1,8 @@
 """`dsq`: look into checkpoints, check them, convert them, clean up after them.
 
 Tables go to stdout, `--json` prints one JSON document instead, progress and errors go to stderr. What cannot be done
-ends with one line that says why, and exit status 1. Each command imports what it needs: torch and Numba take seconds.
+ends with one line that says why, and exit status 1; a wrong call ends with 2, an interrupt with 130. Each command
+imports what it needs: torch and Numba take seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class _Commands(TyperGroup):
         warnings.formatwarning = _warning  # type: ignore[assignment]
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from error
         except BrokenPipeError:
             raise  # `dsq log | head`: typer ends quietly
         except DSQError as error:
@@ -119,11 +123,26 @@ def log(run: RunPath, as_json: Json = False) -> None:
     from dsq_ckpt.cli.history import print_history
     from dsq_ckpt.report.history import History
 
-    history = History.read(run)
+    with output.meter("reading the run", hidden=as_json):
+        history = History.read(run)
     if as_json:
         output.print_json(history.as_json())
     else:
         print_history(history)
+
+
+@app.command()
+def watch(
+    run: RunPath,
+    interval: Annotated[
+        float, typer.Option("--interval", parser=output.age, metavar="TIME", help="Between looks: 2, 30s, 5m.")
+    ] = "2s",  # type: ignore[assignment]
+    once: Annotated[bool, typer.Option("--once", help="Print a line for each checkpoint there is, and end.")] = False,
+) -> None:
+    """Show a run's checkpoints as they are committed, until Ctrl-C; a line for each where stdout is no terminal."""
+    from dsq_ckpt.cli import watching
+
+    watching.run(run, max(interval, 0.1), once)
 
 
 @app.command()
@@ -138,8 +157,9 @@ def report(
     from dsq_ckpt.report import page
     from dsq_ckpt.report.history import History
 
-    history = History.read(run)
-    count = page.write(history, target)
+    with output.meter("reading the run", hidden=as_json):
+        history = History.read(run)
+        count = page.write(history, target)
     if as_json:
         output.print_json({"path": str(target), "bytes": count, "checkpoints": len(history.entries)})
         return
@@ -172,7 +192,7 @@ def verify(
     """Check size and checksum of every file, and decode every tensor; exit status 1 if anything is wrong."""
     from dsq_ckpt.cli import verification
 
-    result = verification.verify(path, deep)
+    result = verification.verify(path, deep, as_json)
     if as_json:
         output.print_json(result.as_json())
     else:
@@ -222,7 +242,7 @@ def export(
         raise output.fail("--part is for other formats; a tag of DeepSpeed has all its files")
     total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
     refinement = _LAYERS[layers]
-    with output.meter(f"export to {form.value}", total) as meter:
+    with output.meter(f"export to {form.value}", total, hidden=as_json) as meter:
         if form is Format.dcp:
             done = exporting.export_dcp(
                 checkpoint, target, refinement=refinement, overwrite=overwrite, part=part, progress=meter.advance
@@ -296,7 +316,8 @@ def merge(
     """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
     from dsq_ckpt.engine import merging
 
-    done = merging.merge(checkpoint, target)
+    with output.meter("merging", hidden=as_json):
+        done = merging.merge(checkpoint, target)
     if as_json:
         output.print_json({
             "path": str(done.path), "links_before": done.links_before, "links": done.links, "bytes": done.bytes,
@@ -324,8 +345,9 @@ def gc(
     from dsq_ckpt.storage import gc, remote_gc
 
     collecting = remote_gc if is_remote(path) else gc
-    left = collecting.left(path, older_than)
-    orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
+    with output.meter("looking for garbage", hidden=as_json):
+        left = collecting.left(path, older_than)
+        orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
     freed = sum(orphan.bytes for orphan in orphans)
     if as_json:
         output.print_json({
@@ -373,7 +395,7 @@ def cp(
     """
     from dsq_ckpt.storage import copying
 
-    with output.meter("copying", copying.size_of(source)) as meter:
+    with output.meter("copying", copying.size_of(source), hidden=as_json) as meter:
         done = copying.copy(source, target, meter.advance)
     if as_json:
         output.print_json({**done._asdict(), "path": str(done.path), "left_out": [str(one) for one in done.left_out]})

@@ -34,7 +34,7 @@ def run(
         DSQError: see `dsq_ckpt.compress`.
     """
     comm = MPICommunicator() if mpi or (mpi is None and launched().size > 1) else SingleProcess()
-    with _as_one(comm):
+    with _as_one(comm), output.meter("compressing", hidden=as_json or comm.rank > 0):
         chosen = run_on_all_ranks(comm, lambda: configuration(config, system))
         about = compress(source, target, config=chosen, overwrite=overwrite, communicator=comm)
     if comm.rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
 
 WIDE = 100  # columns of a terminal from which tables have wide padding and optional columns
 _PIPE_WIDTH = 240  # a file or a pipe has no edge to wrap at; rich would assume 80 columns
+_PATIENCE = 2.0  # seconds of work before a progress bar appears
 
 
 class _Console(Console):
@@ -108,9 +110,30 @@ class Meter:
 
 
 @contextmanager
-def meter(what: str, total: int) -> Iterator[Meter]:
-    """Show a progress bar that disappears when the work is done, and only if stderr is a terminal."""
+def meter(what: str, total: int | None = None, *, hidden: bool = False) -> Iterator[Meter]:
+    """Show a progress bar on stderr while the block takes longer than two seconds, and only if that is a terminal.
+
+    Args:
+        what: the work, in a few words.
+        total: bytes to come; None: unknown, and only the time is shown.
+        hidden: show nothing, as for `--json`.
+    """
     screen = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        yield Meter(progress, progress.add_task(what, total=max(total, 1)))
+    counted = [DownloadColumn(binary_units=True)] if total is not None else []
+    progress = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), *counted, TimeElapsedColumn(), console=screen,
+        transient=True, redirect_stdout=False,
+    )
+    task = progress.add_task(plain(what), total=None if total is None else max(total, 1))
+    late = threading.Timer(_PATIENCE, progress.start)
+    late.daemon = True
+    if screen.is_terminal and not hidden:
+        late.start()
+    try:
+        yield Meter(progress, task)
+    finally:
+        late.cancel()
+        if late.ident is not None:
+            late.join()
+        if progress.live.is_started:  # else it would print an empty line
+            progress.stop()

@@ -11,7 +11,8 @@ from dsq_ckpt.storage import removal
 
 def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
     """Remove checkpoints, in this order, and print a line or an object of JSON for each."""
-    done = [removal.remove(checkpoint, dry_run) for checkpoint in checkpoints]
+    with output.meter("removing", hidden=as_json):
+        done = [removal.remove(checkpoint, dry_run) for checkpoint in checkpoints]
     if as_json:
         output.print_json([{
             "path": str(one.path), "dry_run": dry_run, "bytes": one.bytes, "files": [str(file) for file in one.files],

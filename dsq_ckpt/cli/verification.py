@@ -116,7 +116,7 @@ class Verification:
 _SHOWN = 8
 
 
-def verify(path: Path, deep: bool) -> Verification:
+def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
     """Check a checkpoint or all checkpoints of a run.
 
     Each file is read once, into however many checkpoints it is linked. Decoding a checkpoint walks its chain, so in a
@@ -125,6 +125,7 @@ def verify(path: Path, deep: bool) -> Verification:
     Args:
         path: a checkpoint or run directory.
         deep: decode tensors too.
+        quiet: show no progress.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -148,9 +149,9 @@ def verify(path: Path, deep: bool) -> Verification:
         if not report.problems:
             _read_manifest(report)
     readable = [(report, report.manifest) for report in reports if report.manifest is not None]
-    _check_files(readable)
+    _check_files(readable, quiet)
     if deep:
-        _decode(readable)
+        _decode(readable, quiet)
     return Verification(path, reports, incomplete, segments)
 
 
@@ -161,10 +162,10 @@ def _read_manifest(report: Report) -> None:
         report.problems.append(Problem("manifest.json", str(error)))
 
 
-def _check_files(reports: list[tuple[Report, Manifest]]) -> None:
+def _check_files(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
     known: dict[object, tuple[int, str]] = {}
     total = sum({file.name: file.size for _, manifest in reports for file in manifest.files}.values())
-    with output.meter("checksums", total) as meter:
+    with output.meter("checksums", total, hidden=quiet) as meter:
         for report, manifest in reports:
             for file in manifest.files:
                 problem = _check_file(file.path_in(report.path), file, known, meter)
@@ -202,7 +203,7 @@ def _dropped_meanwhile(path: Path, file: ManifestFile) -> bool:
         return False
 
 
-def _decode(reports: list[tuple[Report, Manifest]]) -> None:
+def _decode(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
     chosen = []
     for place, (report, manifest) in enumerate(reports):
         own = {file.name for file in manifest.files if file.role == "own"}
@@ -215,7 +216,10 @@ def _decode(reports: list[tuple[Report, Manifest]]) -> None:
             chosen.append((report, manifest))
     total = sum(sizes.logical for _, manifest in chosen for sizes in manifest.kinds.values())
     storage = StorageConfig()
-    with Workers(storage.thread_count(), storage.block_elements) as workers, output.meter("decoding", total) as meter:
+    with (
+        Workers(storage.thread_count(), storage.block_elements) as workers,
+        output.meter("decoding", total, hidden=quiet) as meter,
+    ):
         for report, _ in chosen:
             try:
                 with Checkpoint(report.path) as checkpoint:

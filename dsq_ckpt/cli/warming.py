@@ -13,7 +13,8 @@ from dsq_ckpt.kernels import jit
 def run(as_json: bool) -> None:
     """Compile, and print what was compiled and where it is kept."""
     began = time.monotonic()
-    failed = [error for group in warmup.ALL for error in warmup.compile_group(group)]
+    with output.meter("compiling kernels", hidden=as_json):
+        failed = [error for group in warmup.ALL for error in warmup.compile_group(group)]
     if failed:
         raise output.fail(f"{len(failed)} kernel(s) could not be compiled: {failed[0]!r}")
     took, directories = time.monotonic() - began, jit.cache_directories()

@@ -26,6 +26,8 @@ def read_tree(path: str | os.PathLike[str]) -> Tree:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"configuration file '{path}' cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration file '{path}' is no text; name a JSON or YAML file") from error
     try:
         tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:

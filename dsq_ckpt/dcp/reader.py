@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +40,8 @@ from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, 
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.paths import checkpoint_path
+
+logger = logging.getLogger(__name__)
 
 Refinement = Literal["auto"] | bool
 
@@ -88,6 +92,7 @@ class DSQStorageReader(StorageReader):
         expect("history", history, SaveHistory | None, "a SaveHistory")
         self._history = default_history() if history is None else history
         self._save_id: str | None = None
+        self._level = logging.INFO
         self._opened: Checkpoint | None = None
         """The checkpoint as this load opened it first; closed, and kept for its index."""
         self.unreadable: DSQError | None = None
@@ -121,7 +126,7 @@ class DSQStorageReader(StorageReader):
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the checkpoint is opened when it is read."""
+        self._level = logging.INFO if is_coordinator else logging.DEBUG  # of the line about what this rank read
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=(self._save_id, self.checkpoint_id))
@@ -151,6 +156,7 @@ class DSQStorageReader(StorageReader):
             self._opened = None
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        began = time.monotonic()
         wanted: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
         cache = ChunkCache()
         with self._open() as checkpoint, Workers(
@@ -170,6 +176,11 @@ class DSQStorageReader(StorageReader):
                 let_signals_through()
                 self._read_chunk(checkpoint, index, items, planner, refined, workers, cache)
             self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
+            logger.log(
+                self._level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
+                "base and refinement" if refined else "base layer alone" if checkpoint.manifest.lossy else "exact",
+                checkpoint.manifest.depth, time.monotonic() - began,
+            )
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,8 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.foreign_files import plain_backups, restore
 from dsq_ckpt.storage.manifest import Manifest, is_complete
 from dsq_ckpt.storage.runs import run_of
+
+logger = logging.getLogger(__name__)
 
 
 class DSQCheckpointEngine(CheckpointEngine):
@@ -203,6 +206,8 @@ class DSQCheckpointEngine(CheckpointEngine):
                 self._looked_at = None
                 pickle_refs.close()
         if manifest is not None:
+            if self._comm.rank == 0:
+                logger.info("loaded %s, refinement %s, depth %d", directory.name, manifest.refinement, manifest.depth)
             self._history.add_loaded(directory, manifest.save_id, ChunkCache(codes=codes))
             self._last = directory
             self._resume(manifest)

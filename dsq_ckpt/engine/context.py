@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.paths import expanded
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
     if exact is not None:
         return context(lineage, None)
     try:
-        return context(lineage, chain.choose_parent(lineage.base, options.parent, options.config))
+        parent = chain.choose_parent(lineage.base, options.parent, options.config)
+        logger.debug("%s: %s", path.name, "a keyframe" if parent is None else f"a delta against '{parent.path}'")
+        return context(lineage, parent)
     except DSQError as error:
         if options.parent != "auto":
             raise

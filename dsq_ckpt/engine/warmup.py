@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +233,7 @@ def wait(group: Group) -> None:
 
 
 def _announce() -> None:
-    """Say that kernels are compiled: in a log record where logging is set up, else on stderr."""
+    """Say that kernels are compiled, since the program may seem to hang."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0") or 0)
     if rank:
         return
@@ -242,10 +241,7 @@ def _announce() -> None:
     if not jit.cache_directories():
         kept = "in every process, as no directory for caches can be written (set NUMBA_CACHE_DIR)"
     text = f"dsq_ckpt compiles its kernels, {kept}; this takes about {SECONDS} s (`dsq warmup` does it ahead)"
-    if logger.hasHandlers():
-        logger.info(text)
-    else:
-        print(text, file=sys.stderr, flush=True)
+    logger.warning(text)  # on stderr where logging is not set up
 
 
 def compile_group(group: Group, stopped: Callable[[], bool] = lambda: False) -> list[Exception]:

@@ -127,7 +127,7 @@ class History:
         if not entries:
             found = f"; damaged: {damaged[0][1]}" if damaged else ""
             found += f"; '{incomplete[0].name}' holds a save that did not complete" if incomplete else ""
-            raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}")
+            raise CheckpointNotFound(f"'{run}' holds no complete checkpoint{found}; name a run's directory")
         total = {name: Bytes() for name in CLASSES}
         for entry in entries:
             for name, part in entry.classes.items():

@@ -9,6 +9,7 @@ A search can fit the few batches that it looks at, so a second fold of them, `ch
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from dsq_ckpt.search.folds import Fold
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, TrialModel
+
+logger = logging.getLogger(__name__)
 
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
@@ -135,6 +138,7 @@ class ConfigManager:
         if len(self.folds) > 1:
             record["checks"] = save.evaluations["check"]
         assert choice.quality is record
+        logger.debug("rank %d: %s after %d evaluations", comm.rank, record.get("chosen"), record["evaluations"])
         return choice
 
     def _searched(self, save: SaveSearch, record: dict[str, Any]) -> QuantizationPlan:

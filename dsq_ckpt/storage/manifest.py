@@ -329,7 +329,7 @@ def checkpoints(
             raise manifest
         else:
             unreadable(entry, manifest)
-    yield from _in_order(found)
+    yield from in_order(found)
 
 
 def _manifests(run: Path) -> Iterator[tuple[Path, Manifest | DSQError]]:
@@ -356,7 +356,8 @@ def _read(directory: Path) -> Manifest | DSQError:
         return error
 
 
-def _in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+def in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    """Return checkpoints of a run in the order in which they were saved; see `checkpoints`."""
     created: dict[str, float] = {}
     for _, manifest in found:
         created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))

@@ -34,8 +34,11 @@ def test_every_way_to_save_tells_once(tmp_path, state):
     for number, call in ((3, dcp.save), (4, lambda *a, **k: dcp.async_save(*a, **k).result())):
         call(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / f"step-{number}", on_save=on_save))
     model = nn.Linear(64, 80)
-    compressor = dsq_ckpt.Compressor(model, evaluate=lambda: float(model.weight.detach().square().mean()),
-                                     on_save=on_save)
+    batch = torch.randn(32, 64)
+    target = model(batch).detach() + torch.randn(32, 80)
+    compressor = dsq_ckpt.Compressor(
+        model, evaluate=lambda: float((model(batch).detach() - target).square().mean()), on_save=on_save
+    )
     saved = [compressor.save(tmp_path / "other" / "5"), compressor.save(tmp_path / "other" / "6", background=True)]
     assert [saved[0], saved[1].result()] == told[4:] and told[4].degradation is not None
     assert [result.path.name for result in told] == ["step-1", "step-2", "step-3", "step-4", "5", "6"]

@@ -1,0 +1,183 @@
+"""`dsq`: progress, exit statuses, one-line errors, and `dsq watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dsq_ckpt
+from dsq_ckpt.cli import app, output
+from dsq_ckpt.storage import copying
+from tests.helpers.commands import dsq, error, printed
+from tests.helpers.processes import PATIENCE, ROOT
+from tests.helpers.small_run import NAMES
+
+
+def on_a_terminal(*arguments):
+    """Run a command whose stderr is taken for a terminal."""
+    environment = {"FORCE_COLOR": "1", "COLUMNS": "100"}
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+
+
+def test_progress_on_a_terminal_alone_and_never_with_json(run, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(output, "_PATIENCE", 0.0)
+    start = output.Progress.start
+    monkeypatch.setattr(output.Progress, "start", lambda self: (shown.append(self.tasks[0].description), start(self)))
+
+    def slowly(number):  # the timer's thread may be late
+        result = on_a_terminal(*commands[number]), time.sleep(0.05)
+        return result[0]
+
+    torch.save({"w": torch.randn(64, 80)}, tmp_path / "plain.pt")
+    commands = [
+        ("log", run), ("report", run, "-o", tmp_path / "page.html"), ("verify", run), ("gc", run),
+        ("export", run / NAMES[2], tmp_path / "out.pt"), ("cp", run, tmp_path / "copy"),
+        ("compress", tmp_path / "plain.pt", tmp_path / "compressed"), ("rm", run / NAMES[0]),
+    ]
+    for number in range(len(commands)):
+        assert slowly(number).exit_code == 0, commands[number]
+    assert shown == [
+        "reading the run", "reading the run", "checksums", "decoding", "looking for garbage", "export to torch",
+        "copying", "compressing", "removing",
+    ]
+    shown.clear()
+    shutil.rmtree(tmp_path / "copy")
+    again = [(*command, "--json") for command in commands[:4] + commands[5:6]]
+    for command in again:
+        assert on_a_terminal(*command).stderr == ""
+        dsq(*command[:-1]) if command[0] != "cp" else None
+    assert shown == [], "neither with --json nor where stderr is no terminal"
+
+
+def test_statuses(run, monkeypatch):
+    assert dsq("verify", run).exit_code == 0
+    assert dsq("verify").exit_code == dsq("nothing").exit_code == dsq("gc", run, "--older-than", "soon").exit_code == 2
+    assert dsq("log", run / "nowhere").exit_code == 1
+    (next((run / NAMES[0]).glob("*.dsq"))).unlink()
+    assert dsq("verify", run).exit_code == 1
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copying, "copy", interrupted)
+    result = dsq("cp", run, run.parent / "copy")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    assert printed("--version") == f"dsq_ckpt {dsq_ckpt.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [
+    ("log",), ("watch", "--once"), ("report", "-o", "page.html"), ("inspect",), ("verify",), ("export", "out.pt"),
+    ("compress", "out"), ("merge", "out"), ("gc",), ("rm",), ("cp", "out"),
+], ids=lambda command: command[0])
+@pytest.mark.parametrize("kind", ["missing", "file", "empty", "unknown"])
+def test_bad_input_is_one_line(tmp_path, monkeypatch, command, kind):
+    """It says what was found; nothing is made, and no traceback is shown."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_bytes(os.urandom(3000))
+    (tmp_path / "empty").mkdir()
+    name, *rest = command
+    source = "unknown://bucket/run" if kind == "unknown" else kind
+    if kind == "empty" and name in ("gc", "cp"):
+        assert {"gc": "nothing to delete", "cp": "0 checkpoint(s)"}[name] in printed(name, "empty", *rest)
+        return
+    text = error(name, source, *rest)
+    assert source in text and len(text) < 400
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+
+
+def test_a_configuration_that_is_no_text(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "plain.pt")
+    (tmp_path / "junk").write_bytes(b"\x83" * 9)
+    text = error("compress", tmp_path / "plain.pt", tmp_path / "out", "--config", f"{tmp_path}/junk")
+    assert f"'{tmp_path}/junk' is no text; name a JSON or YAML file" in text
+
+
+def test_watch_once(trained, tmp_path):
+    lines = printed("watch", trained[0], "--once").splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(NAMES)
+    assert re.fullmatch(rf"{NAMES[0]}: [\d.]+ KiB, [\d.]+x, keyframe, [\d.]+ s", lines[0])
+    url = f"memory://{uuid.uuid4().hex}"
+    dsq_ckpt.save({"w": torch.randn(64, 80)}, f"{url}/step-1")
+    assert printed("watch", url, "--once").startswith("step-1: ")
+    assert "is no run" in error("watch", trained[0] / NAMES[0])
+
+
+@pytest.fixture
+def watching():
+    """Start `dsq watch`; returns its process."""
+    started = []
+
+    def start(*arguments, stdout):
+        command = [sys.executable, "-m", "dsq_ckpt", "watch", *map(str, arguments), "--interval", "0.2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "20"}
+        started.append(subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, env=environment,
+            start_new_session=True,
+        ))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_watch_prints_lines_as_checkpoints_come_and_go(run, tmp_path, watching):
+    new = tmp_path / "new"
+    process = watching(new, stdout=subprocess.PIPE)  # it is not there yet
+    assert process.stdout is not None and process.stderr is not None
+    for name in NAMES:
+        new.mkdir(exist_ok=True)
+        shutil.copytree(run / name, new / f".{name}.dsq-00000000.tmp")
+        (new / f".{name}.dsq-00000000.tmp").rename(new / name)
+        assert process.stdout.readline().decode().startswith(f"{name}: ")
+    shutil.rmtree(new / NAMES[0])
+    (new / NAMES[1] / "manifest.json").write_text("{}")
+    assert f"problem: {NAMES[1]}: " in process.stderr.readline().decode()
+    shutil.copytree(run / NAMES[0], new / "step-again")
+    assert process.stdout.readline().decode().startswith("step-again: ")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 0
+    assert process.stdout.read() == process.stderr.read() == b""
+
+
+def test_watch_on_a_terminal(run, tmp_path, watching):
+    (tmp_path / "new").mkdir()
+    ours, theirs = pty.openpty()
+    process = watching(tmp_path / "new", stdout=theirs)
+    os.close(theirs)
+    seen = b""
+
+    def until(text):
+        nonlocal seen
+        deadline = time.monotonic() + PATIENCE
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 1.0)[0]:
+                seen += os.read(ours, 65536)
+
+    until(b"waiting for the first checkpoint")
+    for name in NAMES:
+        shutil.copytree(run / name, tmp_path / "new" / name)
+    until(b"3 checkpoints: ")
+    assert all(name.encode() in seen for name in NAMES)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # Linux: the other end was closed
+        while os.read(ours, 65536):
+            pass
+    assert process.wait(PATIENCE) == 0
+    os.close(ours)
