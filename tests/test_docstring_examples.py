@@ -1,6 +1,7 @@
 """Examples in docstrings of public functions and classes give the results that they show.
 
-That of `dsq_ckpt.deepspeed.initialize` is run in `deepspeed/test_engine.py`.
+That of `dsq_ckpt.deepspeed.initialize` is run in `deepspeed/test_engine.py`, and that of Lightning's `DSQCheckpointIO`
+in `integrations/lightning/test_checkpoint_io.py`.
 """
 
 import doctest

@@ -40,9 +40,11 @@ class DSQCheckpointIO(CheckpointIO):
         ConfigError: the configuration is wrong.
 
     Example:
-        >>> from lightning.pytorch import Trainer
         >>> from dsq_ckpt.integrations.lightning import DSQCheckpointIO
-        >>> trainer = Trainer(plugins=[DSQCheckpointIO(config="exact")], accelerator="cpu", logger=False)
+        >>> io = DSQCheckpointIO(config="exact")  # for Trainer(plugins=[io]), which calls it
+        >>> io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, "epoch": 1}, "checkpoints/epoch=1.ckpt")
+        >>> io.load_checkpoint("checkpoints/epoch=1.ckpt")
+        {'state_dict': {'w': tensor([1., 1.])}, 'epoch': 1}
     """
 
     def __init__(

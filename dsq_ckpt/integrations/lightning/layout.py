@@ -15,6 +15,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -227,7 +228,7 @@ def _mapped(value: Any, change: Callable[[Where, Any], Any], where: Where = ()) 
 
 
 def _by_itself(where: Where, value: Any) -> Any:
-    """Return a value that is stored with the rest; a tensor on the CPU, without the memory that it is a view of.
+    """Return a value as it is stored with the rest; a tensor on the CPU, without the memory that it is a view of.
 
     Raises:
         SaveFailed: it is a part of a distributed tensor.
@@ -237,6 +238,8 @@ def _by_itself(where: Where, value: Any) -> Any:
             f"'{_named(where)}' is distributed over ranks, and only those of the model and its optimizers are saved in "
             "parts: put full_tensor() in its place"
         )
+    if type(value) in (np.float64, np.int64, np.bool_, np.str_):
+        return value.item()  # such as a learning rate computed with NumPy: the same number, of Python's own class
     return value.detach().cpu().clone() if type(value) in (torch.Tensor, nn.Parameter) else value
 
 

@@ -1,7 +1,8 @@
 """Names of the parameters that an optimizer's state dict knows by numbers.
 
 A `CheckpointIO` is given state dicts, and no model. Weights are quantized in steps that follow their second moments, so
-a moment has to be known by the name of its weight. A wrong name would cost accuracy; no name costs only size.
+a moment has to be known by the name of its weight. Without names, steps follow the weights alone, which are then
+further off at the same size; so they are with wrong names.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import threading
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
@@ -88,6 +90,8 @@ def test_retention(threaded: bool, tmp_path: Path) -> None:
     assert names(tmp_path) == ["best-epoch=4.ckpt", "best-epoch=5.ckpt", "last.ckpt", "weights-epoch=5.ckpt"]
     assert sound(tmp_path) == 4
     assert dsq_ckpt.describe(tmp_path / "best-epoch=4.ckpt")["depth"] > 0
+    with Checkpoint(tmp_path / "last.ckpt") as checkpoint:  # by the name that it got once it was complete
+        assert checkpoint.manifest.parent_name == "best-epoch=5.ckpt"
     assert all(dsq_ckpt.describe(path)["refinement"] == "kept" for path in tmp_path.iterdir())
     assert {result.path.name for result in results} == {
         "last.ckpt", *(f"best-epoch={n}.ckpt" for n in range(6)), *(f"weights-epoch={n}.ckpt" for n in (1, 3, 5))
@@ -206,12 +210,21 @@ def test_averaged_weights_and_other_tensors(tmp_path: Path) -> None:
     assert torch.equal(loaded["callbacks"][1], odd["callbacks"][1])
 
 
+def test_the_example_of_its_docstring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = doctest.DocTestFinder(recurse=False).find(DSQCheckpointIO, module=False, globs={"torch": torch})
+    report: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(example, out=report.append)
+    assert example.examples and "".join(report) == ""
+
+
 def test_errors(tmp_path: Path) -> None:
     """Each names the value or file, and what to do; nothing is left."""
     io, weights = DSQCheckpointIO(EXACT), {"state_dict": {"w": torch.randn(64, 64)}}
     for value, text in [
         ({"hyper_parameters": {"net": Model}}, "'hyper_parameters.net' is of class"),
         ({"callbacks": {"C": [lambda: 1]}}, "'callbacks.C.0' is of class builtins.function"),
+        ({"lr": np.float32(0.1)}, "'lr' is of class numpy.float32"),
         ({"n": {Namespace: 1}}, "'n.<class 'argparse.Namespace'>' is of class"),
         ({"state_dict": {"w": torch.ones(3).to_sparse()}}, "'state_dict.w' has the layout"),
         ({"state_dict": {"w": torch.ones(3, device="meta")}}, "'state_dict.w' is on the meta device"),
@@ -223,6 +236,9 @@ def test_errors(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
     path = tmp_path / "good.ckpt"
+    io.save_checkpoint({**weights, "lr": [np.float64(0.1)], "names": {"a": np.str_("b")}}, path)
+    found = io.load_checkpoint(path)
+    assert (found["lr"], type(found["lr"][0]), found["names"]) == ([0.1], float, {"a": "b"})
     allowed = {**weights, "hyper_parameters": {"args": Namespace(lr=1)}}
     with torch.serialization.safe_globals([Namespace]):
         io.save_checkpoint(allowed, path)
