@@ -1,5 +1,6 @@
 """The examples of README.md and of most pages of docs/ run as they stand; their lists are complete."""
 
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -42,10 +43,12 @@ def training(tmp_path, monkeypatch):
         tokens = torch.arange(100)
         return nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 100)
 
-    return {
+    level = logging.getLogger("dsq_ckpt").level
+    yield {
         "model": model, "optimizer": optimizer, "state_dict": model.state_dict(), "train_on_a_batch": train_on_a_batch,
         "loss_on_a_few_batches": lambda model: float(loss_of(model)),
     }
+    logging.getLogger("dsq_ckpt").setLevel(level)  # an example changes it
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
