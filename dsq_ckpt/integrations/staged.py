@@ -7,6 +7,7 @@ them are written below a hidden name beside it, which the restart does not see a
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -23,9 +24,16 @@ from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from
 from dsq_ckpt.engine.commit import retire
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
-from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.errors import CheckpointNotFound, SaveFailed
 from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory
-from dsq_ckpt.storage.manifest import Manifest, is_complete
+from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
+
+_REPLACED = re.compile(
+    r"(?:pytorch_model|model|adapter|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|"
+    r"custom_checkpoint|trainer_state|training_args)"
+)
+"""How names of state begin that a library would load; from an earlier checkpoint they must not stay."""
 
 
 class StagedCheckpoint:
@@ -34,7 +42,8 @@ class StagedCheckpoint:
     All methods are collective over the default process group, and fail on all ranks if they fail on one.
 
     Args:
-        goal: the directory that is to appear, on storage that all ranks share. What has this name is replaced.
+        goal: the directory that is to appear, on storage that all ranks share. A checkpoint that is there is replaced;
+            files that are no part of one are kept.
         config: configuration of the save.
         on_save: called with the `SaveResult` on rank 0, once the directory has its name.
 
@@ -45,6 +54,8 @@ class StagedCheckpoint:
 
     def __init__(self, goal: str | os.PathLike[str], config: DSQConfig, on_save: OnSave | None = None) -> None:
         self.goal, self._config, self._on_save = Path(goal).absolute(), config, on_save
+        if self.goal.is_symlink():
+            self.goal = self.goal.resolve()
         self._comm = communicator(None)
         mark = gather_from_all_ranks(self._comm, lambda: uuid.uuid4().hex[:8])[0]
         self.path = hidden_name(self.goal, mark)
@@ -100,8 +111,16 @@ class StagedCheckpoint:
                 os.utime(self.goal)
 
     def _remove_earlier(self) -> None:
-        """Remove what killed saves of the same checkpoint left."""
+        """Remove what killed saves of the same checkpoint left.
+
+        Raises:
+            SaveFailed: what has the name is no directory, or a run directory with checkpoints.
+        """
         if self._comm.rank == 0:
+            if self.goal.exists() and not self.goal.is_dir():
+                raise SaveFailed(f"'{self.goal}' exists and is not a directory; choose another path for the checkpoint")
+            if any(is_complete(one.parent) for one in self.goal.glob(f"*/{MANIFEST}")):
+                raise SaveFailed(f"'{self.goal}' holds checkpoints itself; save to a directory in it")
             self.goal.parent.mkdir(parents=True, exist_ok=True)
             for left in self.goal.parent.glob(f".{self.goal.name}.dsq-*.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -109,12 +128,20 @@ class StagedCheckpoint:
     def _rename(self) -> None:
         if self._comm.rank != 0:
             return
+        for entry in self.goal.iterdir() if self.goal.is_dir() else ():
+            kept = self.path / entry.name
+            if entry.name == MANIFEST or is_ours(entry.name) or _REPLACED.match(entry.name) or kept.exists():
+                continue
+            if entry.is_dir():
+                shutil.copytree(entry, kept, symlinks=True)
+            else:
+                shutil.copy2(entry, kept, follow_symlinks=False)
         if self._config.storage.fsync:
             ours = {file.name for file in Manifest.read(self.path).files}
             for place, _, names in os.walk(self.path):
                 for name in names:
-                    if name not in ours:
-                        with open(Path(place, name), "rb+") as stream:
+                    if name not in ours and not os.path.islink(file := os.path.join(place, name)):
+                        with open(file, "rb") as stream:
                             flush(stream, True)
                 sync_directory(Path(place))
         replace_directory(self.path, self.goal)

@@ -193,12 +193,16 @@ def ddp_states(output: Path, fsdp: bool = False) -> None:
         train(2)
         accelerator.save_state(newest)
         depths.append(sound(newest).depth)
+        once(lambda: (newest / "notes.txt").write_text("mine"))
     forget()
     accelerator.load_state(newest)
     train(2)
     accelerator.save_state(newest)
     assert [*depths, sound(newest).depth] == [0, 1, 2]
     dist.barrier()
+    assert (newest / "notes.txt").read_text() == "mine"
+    with pytest.raises(DSQError, match="holds checkpoints itself"):
+        accelerator.save_state(output / "checkpoints")
     assert not [name for name in names(newest.parent) if name.startswith(".")]
 
 
@@ -221,6 +225,9 @@ def plain_states(output: Path) -> None:
     assert train(2) == expected
     with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
         plain.load_state(accelerator, output / "compressed")
+    assert (output / "plain" / "optimizer.bin").exists()
+    accelerator.save_state(output / "plain")
+    assert not {"optimizer.bin", "model.safetensors"} & set(names(output / "plain"))
     accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="register_save_state_pre_hook"):
         accelerator.save_state(output / "hooked")
