@@ -17,7 +17,6 @@ import typer
 from typer.core import TyperGroup
 
 from dsq_ckpt.cli import json_files, output
-from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import expanded
@@ -314,19 +313,9 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
-    from dsq_ckpt.engine import merging
+    from dsq_ckpt.cli import joining
 
-    with output.meter("merging", hidden=as_json):
-        done = merging.merge(checkpoint, target)
-    if as_json:
-        output.print_json({
-            "path": str(done.path), "links_before": done.links_before, "links": done.links, "bytes": done.bytes,
-        })
-        return
-    output.console().print(
-        f"{done.path}: {done.links_before} differences merged into {done.links}, {output.size(done.bytes)} written",
-        soft_wrap=True,
-    )
+    joining.run(checkpoint, target, as_json)
 
 
 @app.command()
@@ -342,33 +331,9 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Delete what interrupted saves, copies and exports left behind; say what is left, and why."""
-    from dsq_ckpt.storage import gc, remote_gc
+    from dsq_ckpt.cli import collecting
 
-    collecting = remote_gc if is_remote(path) else gc
-    with output.meter("looking for garbage", hidden=as_json):
-        left = collecting.left(path, older_than)
-        orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
-    freed = sum(orphan.bytes for orphan in orphans)
-    if as_json:
-        output.print_json({
-            "path": str(path), "dry_run": dry_run, "bytes": freed,
-            "too_young": [str(entry.path) for entry in left if entry.young],
-            "left": [{"path": str(entry.path), "reason": entry.reason} for entry in left],
-            "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
-        })
-        return
-    screen = output.console()
-    if orphans:
-        rows = output.table("<file", "size", "<why")
-        for orphan in orphans:
-            rows.add_row(str(orphan.path.relative_to(path)), output.size(orphan.bytes), orphan.reason)
-        screen.print(rows)
-        screen.print()
-    verb = "would delete" if dry_run else "deleted"
-    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}" if orphans else "nothing to delete")
-    for entry in left:
-        younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
-        screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)
+    collecting.run(path, dry_run, older_than, as_json)
 
 
 @app.command()
@@ -393,20 +358,9 @@ def cp(
 
     From and to URLs: the checkpoints of a run alone, each complete, and without any file twice.
     """
-    from dsq_ckpt.storage import copying
+    from dsq_ckpt.cli import duplicating
 
-    with output.meter("copying", copying.size_of(source), hidden=as_json) as meter:
-        done = copying.copy(source, target, meter.advance)
-    if as_json:
-        output.print_json({**done._asdict(), "path": str(done.path), "left_out": [str(one) for one in done.left_out]})
-        return
-    screen = output.console()
-    screen.print(
-        f"{done.path}: {done.checkpoints} checkpoint(s), {output.size(done.bytes)} in {done.files} file(s), "
-        f"{done.links} {'reference' if is_remote(target) else 'hard link'}(s) to them", soft_wrap=True,
-    )
-    for entry in done.left_out:
-        screen.print(f"left out: {entry}: no complete checkpoint, or no file", soft_wrap=True)
+    duplicating.run(source, target, as_json)
 
 
 @app.command()

@@ -1,0 +1,38 @@
+"""`dsq gc`: what interrupted saves, copies and exports left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsq_ckpt.cli import output
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.storage import gc, remote_gc
+
+
+def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
+    """Delete it, or list it with `dry_run`, and print what was left alone and why."""
+    collecting = remote_gc if is_remote(path) else gc
+    with output.meter("looking for garbage", hidden=as_json):
+        left = collecting.left(path, older_than)
+        orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
+    freed = sum(orphan.bytes for orphan in orphans)
+    if as_json:
+        output.print_json({
+            "path": str(path), "dry_run": dry_run, "bytes": freed,
+            "too_young": [str(entry.path) for entry in left if entry.young],
+            "left": [{"path": str(entry.path), "reason": entry.reason} for entry in left],
+            "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
+        })
+        return
+    screen = output.console()
+    if orphans:
+        rows = output.table("<file", "size", "<why")
+        for orphan in orphans:
+            rows.add_row(str(orphan.path.relative_to(path)), output.size(orphan.bytes), orphan.reason)
+        screen.print(rows)
+        screen.print()
+    verb = "would delete" if dry_run else "deleted"
+    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}" if orphans else "nothing to delete")
+    for entry in left:
+        younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
+        screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)

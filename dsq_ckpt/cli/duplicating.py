@@ -1,0 +1,25 @@
+"""`dsq cp`: a copy of a checkpoint or of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsq_ckpt.cli import output
+from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.storage import copying
+
+
+def run(source: Path, target: Path, as_json: bool) -> None:
+    """Copy, and print what was copied and what was left out."""
+    with output.meter("copying", copying.size_of(source), hidden=as_json) as meter:
+        done = copying.copy(source, target, meter.advance)
+    if as_json:
+        output.print_json({**done._asdict(), "path": str(done.path), "left_out": [str(one) for one in done.left_out]})
+        return
+    screen = output.console()
+    screen.print(
+        f"{done.path}: {done.checkpoints} checkpoint(s), {output.size(done.bytes)} in {done.files} file(s), "
+        f"{done.links} {'reference' if is_remote(target) else 'hard link'}(s) to them", soft_wrap=True,
+    )
+    for entry in done.left_out:
+        screen.print(f"left out: {entry}: no complete checkpoint, or no file", soft_wrap=True)
