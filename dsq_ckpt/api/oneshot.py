@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped import State
@@ -60,6 +61,7 @@ def compress(
     evaluate: Evaluate | None = None,
     check: Evaluate | None = None,
     max_degradation: float | None = None,
+    probes: int = 64,
     model: nn.Module | None = None,
     overwrite: bool = False,
     communicator: Communicator | None = None,
@@ -87,6 +89,8 @@ def compress(
         evaluate: the metric of the model as it is now, as for `Compressor`.
         check: the same metric on other batches, as for `Compressor`: the bound is kept by both.
         max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
+        probes: with `max_degradation`, how often `evaluate` may be called besides the search's own calls, to learn how
+            much each class of tensors bears and give each a step of its own; 0: one step for all.
         model: the model that `evaluate` looks at, where `source` is not it. It is given the weights of the source
             first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
             tells layer types and nothing more.
@@ -122,7 +126,7 @@ def compress(
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
         expect_folds(evaluate, check)
-        chosen = _configuration(config, max_degradation, evaluate)
+        chosen = _configuration(config, max_degradation, evaluate, probes)
         return target, chosen, _opened(source, target, model, evaluate)
 
     target, chosen, opened = run_on_all_ranks(comm, prepare)
@@ -134,7 +138,10 @@ def compress(
         ]})
         options = SaveOptions(
             chosen, parent=None, overwrite=overwrite, layer_types=None if judged is None else layer_types(judged),
-            policy=as_configured if judged is None or evaluate is None else _search(judged, evaluate, check),
+            policy=(
+                as_configured if judged is None or evaluate is None
+                else _search(judged, evaluate, check, 0 if max_degradation is None else probes)
+            ),
             history=SaveHistory(),
         )
         save_collectively(target, lambda: _share(opened, comm), options, comm)
@@ -147,8 +154,12 @@ def compress(
     return result
 
 
-def _configuration(config: ConfigLike, max_degradation: float | None, evaluate: Evaluate | None) -> DSQConfig:
-    chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation)
+def _configuration(
+    config: ConfigLike, max_degradation: float | None, evaluate: Evaluate | None, probes: int
+) -> DSQConfig:
+    if not isinstance(probes, int) or isinstance(probes, bool) or probes < 0:
+        raise ConfigError(f"probes is {probes!r}; expected a number of evaluations, 0 for none")
+    chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation, probes)
     if chosen.delta.against == "values":
         raise ConfigError(
             f"system '{chosen.system}' with delta.against 'values' compresses differences to a parent, and a "
@@ -232,7 +243,9 @@ def _dumped(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Callable[..., QuantizationPlan]:
+def _search(
+    model: nn.Module, evaluate: Evaluate, check: Evaluate | None, probes: int
+) -> Callable[..., QuantizationPlan]:
     """Return a policy that searches, and fails if `evaluate` or `check` fails: a snapshot of unknown quality is of no
     use.
     """
@@ -249,7 +262,7 @@ def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Cal
         return call
 
     manager = ConfigManager(
-        model, guarded("evaluate", evaluate), check=None if check is None else guarded("check", check)
+        model, guarded("evaluate", evaluate), check=None if check is None else guarded("check", check), probes=probes
     )
 
     def choose(
@@ -266,7 +279,7 @@ def _search(model: nn.Module, evaluate: Evaluate, check: Evaluate | None) -> Cal
     return choose
 
 
-def _bounded(config: ConfigLike, max_degradation: float) -> DSQConfig:
+def _bounded(config: ConfigLike, max_degradation: float, probes: int) -> DSQConfig:
     """Return the configuration with a bound on the base layer, and with a refinement layer only if it asks for one."""
     if not 0 < max_degradation < 10:
         raise ConfigError(
@@ -274,9 +287,11 @@ def _bounded(config: ConfigLike, max_degradation: float) -> DSQConfig:
             "no degradation at all take the preset 'exact'"
         )
     whole = as_config(config)  # says what is wrong with it, and where
-    snapshot = {
+    snapshot: Tree = {
         "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"fallback": "exact"},
     }
+    if probes and isinstance(whole.quantize.weights.codebook, Lattice):
+        snapshot["quantize"]["granularity"] = "tensor"  # a step for each
     bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
     return DSQConfig.create(merged(merged(snapshot, _said(config)), bound))
 

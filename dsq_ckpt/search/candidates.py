@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.config.schema import DSQConfig, TensorConfig
 from dsq_ckpt.config.space import Point, Space
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
@@ -20,9 +20,17 @@ _PROTECTED_BITS = 16
 
 @dataclass
 class Candidate:
-    """One configuration of the weights, fitted on the sketches; `bits`: exact size of codes and protected values."""
+    """One configuration of the weights, fitted on the sketches.
+
+    Attributes:
+        config: of the save.
+        groups: configuration of each group of weights.
+        analysis: fitted.
+        bits: exact size of codes and protected values.
+    """
 
     config: DSQConfig
+    groups: dict[str, TensorConfig]
     analysis: Analysis
     bits: float
 
@@ -68,21 +76,20 @@ class SaveSearch:
             values = self.space.values(point, self.space.variants[variant])
             config = self.config.with_values(**values)
             fitted = {}
-            for group in self.groups:
-                chosen = group_config(group, config.quantize)
+            configs = {group: group_config(group, config.quantize) for group in self.groups}
+            for group, chosen in configs.items():
                 name = group + json.dumps(chosen.codebook.model_dump(), sort_keys=True)
                 if name not in self.fits:
                     self.fits[name] = self.sketches.fit({group: chosen}, self.usual)
                 fitted[group] = self.fits[name].fitted[group]
             analysis = Analysis({**self.usual.fitted, **fitted}, self.usual.exponents, self.usual.nonfinite)
-            self.candidates[key] = Candidate(config, analysis, sum(map(_bits, fitted.values())))
+            self.candidates[key] = Candidate(config, configs, analysis, sum(map(size_in_bits, fitted.values())))
         return self.candidates[key]
 
     def refined(self, candidate: Candidate, bits: int) -> Analysis:
         """Return the candidate with cells for a number of refinement bits, which zeros need to be restored as zeros."""
         configs = {
-            group: group_config(group, candidate.config.quantize).model_copy(update={"refinement_bits": bits})
-            for group in self.groups
+            group: config.model_copy(update={"refinement_bits": bits}) for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
 
@@ -101,7 +108,7 @@ class SaveSearch:
         configs = {group: group_config(group, config.quantize) for group in self.groups}
         analysis = self.sketches.fit(configs, candidate.analysis)
         fits = [analysis.fitted[group] for group in self.groups]
-        self.candidates[point, 0] = Candidate(config, analysis, sum(map(_bits, fits)))
+        self.candidates[point, 0] = Candidate(config, configs, analysis, sum(map(size_in_bits, fits)))
         self.degradations.pop((point, 0), None)
         return True
 
@@ -119,6 +126,6 @@ class SaveSearch:
         return sum(f.error * int(f.counts.sum()) for f in fits) / energy if energy else 0.0
 
 
-def _bits(fitted: Fitted) -> float:
+def size_in_bits(fitted: Fitted) -> float:
     """Return the size of a group's codes and protected values, in bits."""
     return fitted.bits + _PROTECTED_BITS * int(fitted.counts[:, fitted.codebook.protected].sum())

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig, SearchConfig
 from dsq_ckpt.config.space import Point
@@ -30,6 +31,7 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.plan import QuantizationPlan
+from dsq_ckpt.search.allocation import Allocation
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.folds import Fold
 from dsq_ckpt.search.guided import drive, guided_exhaustive
@@ -69,13 +71,15 @@ class ConfigManager:
         evaluate: metric of the model as it is, on data of its own; it must give the same number for the same weights.
         refresh: see `TrialModel`.
         check: the same metric on other data. What keeps its bounds by `evaluate` alone is not chosen.
+        probes: evaluations, beyond those of the search, to give each class of tensors a step of its own (`Allocation`).
     """
 
     def __init__(
         self, model: nn.Module, evaluate: Callable[[], float], refresh: Callable[[], None] | None = None,
-        check: Callable[[], float] | None = None,
+        check: Callable[[], float] | None = None, probes: int = 0,
     ) -> None:
         self._model = model
+        self._probes = probes
         self._refresh = refresh
         self.folds = [Fold("evaluate", evaluate)]
         if check is not None:
@@ -162,13 +166,18 @@ class ConfigManager:
             why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
             return self._unbounded(save, record, why)
         candidate = save.candidate(point, variant)
-        degradation = save.degradations[point, variant]["evaluate"]
+        found = save.degradations[point, variant]
+        if self._probes and isinstance(candidate.config.quantize.weights.codebook, Lattice):
+            candidate, found = self._allocated(save, candidate, candidate.config.quantize.weights.codebook.step, found)
+            lattices = {g: config.codebook for g, config in candidate.groups.items()}
+            record["steps"] = {g: book.step for g, book in lattices.items() if isinstance(book, Lattice)}
+        degradation = found["evaluate"]
         record |= {
             "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": degradation,
             "predicted_bytes": candidate.bits / 8, "satisfied": True,
         }
         if len(self.folds) > 1:
-            record["check_degradation"] = save.degradations[point, variant]["check"]
+            record["check_degradation"] = found["check"]
         distortion = save.distortion(candidate)
         if known.degradation is not None and known.distortion:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
@@ -206,6 +215,24 @@ class ConfigManager:
             if point is not None and (best[0] is None or save.size(point, variant) < save.size(*best)):  # type: ignore[arg-type]
                 best = point, variant
         return best
+
+    def _allocated(
+        self, save: SaveSearch, start: Candidate, step: float, found: dict[str, float]
+    ) -> tuple[Candidate, dict[str, float]]:
+        """Return the candidate with a step for each class of tensors, and its degradations, by fold."""
+        def judge(analysis: Analysis, confirm: bool) -> tuple[bool, dict[str, float]]:
+            own: dict[str, float] = {}
+            keeps = True
+            for fold in self.folds if confirm else self.folds[:1]:
+                own[fold.name] = degradation(
+                    self._metrics(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
+                )
+                keeps = keeps and -_TOO_GOOD <= own[fold.name] <= save.config.search.epsilon
+                if not keeps:
+                    break
+            return keeps, own
+
+        return Allocation(save.sketches, start, found, step, save.config.search.epsilon, judge, self._probes).run()
 
     @staticmethod
     def _variants(save: SaveSearch) -> list[int]:
