@@ -4,6 +4,7 @@
     python scripts/evaluate.py offline gpt --json offline.json        # every system on that recorded run
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
+    python scripts/evaluate.py oneshot llama vit --json oneshot.json  # one checkpoint by itself, within a bound
     python scripts/evaluate.py resume llama --json resume.json        # steps that a restore costs the next hundred
     python scripts/evaluate.py resume-deepspeed --json resume-deepspeed.json  # the same from DeepSpeed's tags
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
@@ -23,6 +24,7 @@ import typer
 from evaluation import ablations as parts
 from evaluation import create, names, timings
 from evaluation import offline as comparison
+from evaluation import oneshot as one_shot
 from evaluation import online as online_runs
 from evaluation import report as results
 from evaluation import resume as resumed
@@ -189,6 +191,25 @@ def resume(
                 kept.add(settings, {"rows": resumed.compare(name, number, configs, points, console.print)})
     rows = [row for part in kept.rows for row in part["rows"]]
     results.show("restarts, against the exact state", resumed.COLUMNS, resumed.summary(rows), resumed.NOTES)
+
+
+@app.command()
+def oneshot(
+    workload: list[str] = WORKLOADS,
+    seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
+    bound: float = EPSILON,
+    json_path: Path | None = ROWS,
+) -> None:
+    """Compress trained models by themselves with every system: the size at a bound on the loss."""
+    chosen, own = _known(workload, names()), list(one_shot.SYSTEMS)
+    kept = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
+    for name in chosen:
+        for number in seed:
+            settings = {"workload": name, "seed": number, "bound": bound, "systems": own}
+            if kept.find(settings) is None:
+                kept.add(settings, {"rows": list(one_shot.compare(name, number, bound, own, console.print))})
+    rows = [row for part in kept.rows for row in part["rows"]]
+    results.show("one checkpoint by itself", one_shot.COLUMNS, rows, one_shot.NOTES)
 
 
 @app.command()
