@@ -162,3 +162,4 @@ def main() -> None:
 
 
 main()
+dist.destroy_process_group()  # Lightning leaves it to the end of the process
