@@ -44,6 +44,7 @@ _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound i
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
 _TOO_GOOD = 0.2  # relative improvement that coarser weights are not believed to bring
+_UNCHECKED = 0.75  # of its bound that steps by class may use without `check`: one choice of many flatters itself
 _VISIBLE = 0.1  # relative squared error of weights that any metric must notice
 
 
@@ -220,6 +221,8 @@ class ConfigManager:
         self, save: SaveSearch, start: Candidate, step: float, found: dict[str, float]
     ) -> tuple[Candidate, dict[str, float]]:
         """Return the candidate with a step for each class of tensors, and its degradations, by fold."""
+        bound = save.config.search.epsilon * (1.0 if len(self.folds) > 1 else _UNCHECKED)
+
         def judge(analysis: Analysis, confirm: bool) -> tuple[bool, dict[str, float]]:
             own: dict[str, float] = {}
             keeps = True
@@ -227,12 +230,12 @@ class ConfigManager:
                 own[fold.name] = degradation(
                     self._metrics(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
                 )
-                keeps = keeps and -_TOO_GOOD <= own[fold.name] <= save.config.search.epsilon
+                keeps = keeps and -_TOO_GOOD <= own[fold.name] <= bound
                 if not keeps:
                     break
             return keeps, own
 
-        return Allocation(save.sketches, start, found, step, save.config.search.epsilon, judge, self._probes).run()
+        return Allocation(save.sketches, start, found, step, bound, judge, self._probes).run()
 
     @staticmethod
     def _variants(save: SaveSearch) -> list[int]:

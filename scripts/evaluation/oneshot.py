@@ -1,6 +1,7 @@
 """One-shot compression of trained models: the size at a bound on the loss, by every system and by `dsq` without probes.
 
-The search sees one half of the held-out batches; the other half tells what the compressed weights really cost.
+The search sees a third of the held-out batches, and where it has a `check` another third. The last third tells what the
+compressed weights really cost.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from evaluation.report import Column, Row, digits, percent, ratio
 PROBES = 64
 UNIFORM = "dsq, one step"
 """The default system without probes."""
-SYSTEMS = ("dsq", UNIFORM, "inshrinkerator", "uniform", "adaptive", "kmeans")
+CHECKED = "dsq, check"
+"""With another third of the batches as `check`."""
+SYSTEMS = ("dsq", CHECKED, UNIFORM, "inshrinkerator", "uniform", "adaptive", "kmeans")
 COLUMNS = (
     Column("<model", "run"), Column("<system", "name"), Column("ratio", "ratio", ratio),
     Column("degradation", "degradation", percent), Column("on other batches", "other", percent),
@@ -53,7 +56,7 @@ def compare(
     workload.train(0, workload.steps)
     model = workload.model.eval()
     batches = list(workload.held_out())
-    seen, unseen = batches[::2], batches[1::2]
+    seen, confirming, unseen = batches[::3], batches[1::3], batches[2::3]
     trained = {key: value.detach().clone() for key, value in model.state_dict().items()}
     exact = _loss(model, unseen)
     for system in systems:
@@ -64,7 +67,8 @@ def compare(
             try:
                 found = dsq_ckpt.compress(
                     model, path, config={"system": system.split(",")[0]}, evaluate=lambda: _loss(model, seen),
-                    max_degradation=bound, probes=0 if system == UNIFORM else PROBES,
+                    check=(lambda: _loss(model, confirming)) if system == CHECKED else None, max_degradation=bound,
+                    probes=0 if system == UNIFORM else PROBES,
                 )
             except DSQError as error:
                 yield row | {"skipped": " ".join(str(error).split())}

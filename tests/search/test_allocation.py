@@ -64,7 +64,7 @@ def test_what_bears_more_gets_larger_steps(tmp_path):
     sizes = [steps[next(group for group in steps if name in group)] for name in WEIGHTS]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 4 * sizes[-1]
     assert loaded(tmp_path / "own").loss() - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-3)
-    assert 0.5 * BOUND < found["quality"]["degradation"] <= BOUND
+    assert 0.4 * BOUND < found["quality"]["degradation"] <= BOUND
     assert found["quality"]["evaluations"] == model.calls <= one_step["quality"]["evaluations"] + 48
 
 
