@@ -15,6 +15,7 @@ venv: $(STAMP)
 $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard dsq_ckpt/coding/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchtitan spmd_types
 	touch $@
 
 demo: $(STAMP)

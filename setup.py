@@ -95,6 +95,7 @@ setup(
         "deepspeed": ["deepspeed"],
         "lightning": ["lightning>=2.6"],
         "huggingface": ["transformers>=5", "accelerate>=1.10"],
+        "torchtitan": ["torchtitan>=0.3"],
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "remote": ["fsspec", "s3fs"],  # for s3:// paths; gcsfs (gs://) and adlfs (az://) are installed by themselves
@@ -115,6 +116,8 @@ setup(
             "transformers",
             "accelerate",
             "lightning",
+            "tyro",  # what torchtitan needs, which the Makefile installs without the rest of its dependencies
+            "torchdata",
             "fsspec",
             "s3fs",
             "moto[server]",  # a server of S3 for tests
