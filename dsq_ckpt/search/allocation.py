@@ -29,6 +29,7 @@ _NARROW = 1.2  # a reach below that is not tried before new probes
 _STEEPER = 1.5  # power of the error by which losses rise beyond a probe
 _ROUNDS = 6  # of probes that a budget allows for at least
 _LEAST = 1 / 50  # of a class's share of the bound: losses below that are chance
+_WORST = 20.0  # times the bound: losses above that, such as those of weights that give NaN, are as bad
 
 Losses = dict[str, float]
 """Degradation by fold of batches (`evaluate`, `check`)."""
@@ -70,7 +71,7 @@ class TensorClass:
 
     @property
     def probe(self) -> int:
-        """Place of the rung of about twice the squared error; the present one if that is the coarsest."""
+        """Place of the rung with about `_MOVE` times the squared error; the present one if that is the coarsest."""
         wanted = _MOVE * self.rungs[self.place].error
         return min(range(self.place + 1), key=lambda place: abs(math.log(self.rungs[place].error / wanted)))
 
@@ -113,8 +114,8 @@ class Allocation:
 
     Args:
         sketches: of the save.
-        start: a configuration that keeps the bound, with one step for all lattices.
-        step: that one.
+        start: a configuration that keeps the bound, with one step for all lattices that the search was given.
+        step: that one; lattices of other steps, which `quantize.groups` sets, keep theirs.
         bound: relative degradation allowed.
         losses: of it.
         judge: asks the metric.
@@ -127,7 +128,10 @@ class Allocation:
     ) -> None:
         self._losses = losses
         self._best, self._step, self._bound, self._judge, self._left = start, step, bound, judge, budget
-        lattices = {group: config for group, config in start.groups.items() if isinstance(config.codebook, Lattice)}
+        lattices = {
+            group: config for group, config in start.groups.items()
+            if isinstance(config.codebook, Lattice) and config.codebook.step == step
+        }
         others = {group: fitted for group, fitted in start.analysis.fitted.items() if group not in lattices}
         self._others = replace(start.analysis, fitted=others)
         self._bits_of_others = sum(size_in_bits(others[group]) for group in start.groups if group in others)
@@ -162,7 +166,8 @@ class Allocation:
         for number, one in enumerate(self._classes):
             moved = self._rungs([*places[:number], one.probe, *places[number + 1 :]])
             self._left -= 1
-            one.learn(self._judge(self._analysis(moved), False)[1]["evaluate"] - self._loss, self._least)
+            _, losses = self._judge(self._analysis(moved), False)
+            one.learn(self._limited(losses) - self._loss, self._least)
         slopes = sum(one.slope for one in self._classes)
         for one in self._classes:  # without any error there is no loss: all together cannot gain more than it
             one.limit_gain(min(1.0, max(self._loss, self._least) / slopes))
@@ -178,7 +183,11 @@ class Allocation:
             groups = {group: config for rung in rungs for group, config in rung.configs.items()}
             self._best = replace(self._best, groups={**self._best.groups, **groups}, analysis=analysis, bits=bits)
             self._losses = losses
-        return keeps, losses["evaluate"]
+        return keeps, self._limited(losses)
+
+    def _limited(self, losses: Losses) -> float:
+        """Return the loss by `evaluate`, finite: sums and products of it decide."""
+        return min(losses["evaluate"], _WORST * self._bound)
 
     def _descend(self) -> bool:
         """Go to smaller choices within the bound while these probes find such; True if they found one."""

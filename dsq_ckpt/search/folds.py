@@ -1,15 +1,19 @@
-"""The batches on which a search takes the metric: those it chooses by, and others that confirm the choice."""
+"""The batches on which a search takes the metric, those it chooses by and others that confirm, and what it may cost."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dsq_ckpt.config.schema import SearchConfig
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import SaveFailed
 
 _T = TypeVar("_T")
+TOO_GOOD = 0.2
+"""Relative improvement that coarser weights are not believed to bring."""
 
 
 @dataclass
@@ -58,3 +62,19 @@ def agree(
                 "ranks evaluate together: give it to all of them, or to none"
             )
     return results[0]
+
+
+def degradation(metric: float, exact: float, search: SearchConfig) -> float:
+    """Return the relative loss of quality, negative for an improvement; infinite if the metric is not finite."""
+    if not math.isfinite(metric):
+        return math.inf
+    change = (exact - metric) if search.higher_is_better else (metric - exact)
+    return change / max(abs(exact), 1e-30)
+
+
+def keeps(found: float, bound: float) -> bool:
+    """Return whether a degradation keeps to a bound, and is believed.
+
+    Coarser weights that score much better show that the metric is read the wrong way, and would ruin the history.
+    """
+    return -TOO_GOOD <= found <= bound

@@ -20,7 +20,7 @@ from torch import nn
 
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
-from dsq_ckpt.config.schema import DSQConfig, SearchConfig
+from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.space import Point
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.interrupts import let_signals_through
@@ -31,9 +31,9 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.search.allocation import Allocation
+from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
-from dsq_ckpt.search.folds import Fold
+from dsq_ckpt.search.folds import TOO_GOOD, Fold, degradation, keeps
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, TrialModel
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound is tried with a bit less next time
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
-_TOO_GOOD = 0.2  # relative improvement that coarser weights are not believed to bring
 _UNCHECKED = 0.75  # of its bound that steps by class may use without `check`: one choice of many flatters itself
 _VISIBLE = 0.1  # relative squared error of weights that any metric must notice
 
@@ -153,7 +152,7 @@ class ConfigManager:
             self._check_fold(save, fold, record)
         point, variant = self._base(save, record)
         best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
-        if best < -_TOO_GOOD:
+        if best < -TOO_GOOD:
             warn(
                 f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
                 "higher is better, set search.higher_is_better", rank=save.comm.rank
@@ -166,15 +165,16 @@ class ConfigManager:
             both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
             why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
             return self._unbounded(save, record, why)
-        candidate = save.candidate(point, variant)
-        found = save.degradations[point, variant]
-        if self._probes and isinstance(candidate.config.quantize.weights.codebook, Lattice):
-            candidate, found = self._allocated(save, candidate, candidate.config.quantize.weights.codebook.step, found)
-            lattices = {g: config.codebook for g, config in candidate.groups.items()}
-            record["steps"] = {g: book.step for g, book in lattices.items() if isinstance(book, Lattice)}
-        degradation = found["evaluate"]
+        candidate, found = save.candidate(point, variant), save.degradations[point, variant]
+        codebook = candidate.config.quantize.weights.codebook
+        if self._probes and isinstance(codebook, Lattice):
+            candidate, found = self._allocated(save, candidate, codebook.step, found)
+            record["steps"] = {
+                group: own.codebook.step for group, own in candidate.groups.items() if isinstance(own.codebook, Lattice)
+            }
+        lost = found["evaluate"]
         record |= {
-            "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": degradation,
+            "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": lost,
             "predicted_bytes": candidate.bits / 8, "satisfied": True,
         }
         if len(self.folds) > 1:
@@ -185,7 +185,7 @@ class ConfigManager:
         bits = self._refined(save, candidate, record)
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         analysis = save.refined(candidate, bits)
-        self._known = _Known(point, variant, bits, known.comfortable, degradation, distortion)
+        self._known = _Known(point, variant, bits, known.comfortable, lost, distortion)
         for fold in self.folds:
             fold.metric, fold.sound = save.metrics[fold.name], True
         return QuantizationPlan(analysis, config, record)
@@ -218,22 +218,20 @@ class ConfigManager:
         return best
 
     def _allocated(
-        self, save: SaveSearch, start: Candidate, step: float, found: dict[str, float]
-    ) -> tuple[Candidate, dict[str, float]]:
+        self, save: SaveSearch, start: Candidate, step: float, found: Losses
+    ) -> tuple[Candidate, Losses]:
         """Return the candidate with a step for each class of tensors, and its degradations, by fold."""
         bound = save.config.search.epsilon * (1.0 if len(self.folds) > 1 else _UNCHECKED)
 
-        def judge(analysis: Analysis, confirm: bool) -> tuple[bool, dict[str, float]]:
-            own: dict[str, float] = {}
-            keeps = True
+        def judge(analysis: Analysis, confirm: bool) -> tuple[bool, Losses]:
+            own: Losses = {}
             for fold in self.folds if confirm else self.folds[:1]:
                 own[fold.name] = degradation(
                     self._metrics(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
                 )
-                keeps = keeps and -_TOO_GOOD <= own[fold.name] <= bound
-                if not keeps:
-                    break
-            return keeps, own
+                if not keeps(own[fold.name], bound):
+                    return False, own
+            return True, own
 
         return Allocation(save.sketches, start, found, step, bound, judge, self._probes).run()
 
@@ -263,8 +261,7 @@ class ConfigManager:
                 metrics = self._metrics(save, fold, [save.candidate(point, variant).analysis for point in new])
                 for point, metric in zip(new, metrics, strict=True):
                     found[point][fold.name] = degradation(metric, save.metrics[fold.name], search)
-            # Coarser weights that score much better: the metric is read the wrong way, and would ruin the history.
-            keeping = [point for point in keeping if -_TOO_GOOD <= found[point][fold.name] <= search.epsilon]
+            keeping = [point for point in keeping if keeps(found[point][fold.name], search.epsilon)]
         return [point in keeping for point in points]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
@@ -393,14 +390,6 @@ class ConfigManager:
                 raise _EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")
             metrics.append(mean)
         return metrics
-
-
-def degradation(metric: float, exact: float, search: SearchConfig) -> float:
-    """Return the relative loss of quality, negative for an improvement; infinite if the metric is not finite."""
-    if not math.isfinite(metric):
-        return math.inf
-    change = (exact - metric) if search.higher_is_better else (metric - exact)
-    return change / max(abs(exact), 1e-30)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,7 +32,7 @@ from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.groups import group_config
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.search import Axis, Space
-from dsq_ckpt.search.manager import degradation
+from dsq_ckpt.search.folds import degradation
 from dsq_ckpt.search.trial import TrialModel
 from evaluation.offline import OURS, RIVAL, summary, system_config
 from evaluation.recording import load_recording

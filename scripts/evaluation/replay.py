@@ -23,7 +23,8 @@ from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
-from dsq_ckpt.search.manager import ConfigManager, degradation
+from dsq_ckpt.search.folds import degradation
+from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest

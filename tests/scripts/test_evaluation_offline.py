@@ -22,7 +22,7 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import ALPHA
 from dsq_ckpt.quantization.plan import as_configured
-from dsq_ckpt.search.manager import degradation
+from dsq_ckpt.search.folds import degradation
 from dsq_ckpt.storage.manifest import Manifest, Sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -122,3 +122,47 @@ def test_classes_are_roles_and_then_depths():
     assert sorted(map(len, classes_of(sizes, 2))) == [1, 9]
     assert len(classes_of(sizes, 99)) == len(sizes)
     assert sorted(name for names in classes_of(sizes, 3) for name in names) == sorted(sizes)
+
+
+def test_a_step_that_was_set_stays(tmp_path):
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Embedding.from_pretrained(self.first.weight.detach(), freeze=False)
+
+    found = compressed(
+        tmp_path / "a", Model(), config={"quantize": {"groups": {"embedding": {"codebook": {"step": 0.05}}}}}
+    )
+    steps = found["quality"]["steps"]
+    assert steps.pop("weights/embedding/first.weight") == 0.05
+    assert len(set(steps.values())) == 3
+
+
+def test_a_class_that_breaks_the_metric_leaves_the_others_theirs(tmp_path):
+    """Beyond some error of one layer the metric is NaN, which is no number to compare or add up."""
+    model = Stack()
+
+    def loss() -> float:
+        broken = relative_error(model.first.weight.detach(), model.exact["first"]) > 0.002
+        return float("nan") if broken else model.loss()
+
+    found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, check=loss, max_degradation=BOUND)
+    steps = [step for group, step in sorted(found["quality"]["steps"].items()) if "first" not in group]
+    assert found["quality"]["degradation"] <= BOUND
+    assert max(steps) > 2 * min(steps)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("out of memory")])
+def test_what_fails_within_the_probes_leaves_the_model_as_it_was(tmp_path, failure):
+    model = Stack()
+
+    def loss() -> float:
+        if model.calls == 14:
+            raise failure
+        return model.loss()
+
+    expected = dsq_ckpt.SaveFailed if isinstance(failure, Exception) else KeyboardInterrupt
+    with pytest.raises(expected):
+        dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=BOUND)
+    assert all(torch.equal(layer.weight, model.exact[name]) for name, layer in model.named_children())
+    assert list(tmp_path.iterdir()) == []
