@@ -18,6 +18,7 @@ Values = Sequence[float | None]
 Unit = Literal["bytes", "seconds", "share", "bits", "count", "metric"]
 _DOTTED = 60  # checkpoints up to which each point of a line has a dot
 _ROOM = 1.15  # of a logarithmic axis beyond the outermost values
+_LEAST = 1e-280  # size of a figure that is not zero; a manifest may have any
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -74,6 +75,7 @@ class Chart:
     marks: list[Mark] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.series = [one._replace(values=[_drawable(value) for value in one.values]) for one in self.series]
         bars = [series for series in self.series if series.style == "bar"]
         stacked = [sum(value or 0.0 for value in values) for values in zip(*(s.values for s in bars), strict=True)]
         shown = [value for series in self.series for value in series.values if value is not None] + stacked
@@ -106,6 +108,13 @@ def text(value: float, unit: Unit) -> str:
     if unit == "share":
         return figures.percent(value)
     return f"{value:.3g}" if unit in ("bits", "metric") else f"{value:g}"
+
+
+def _drawable(value: float | None) -> float | None:
+    """Return a figure that an axis can have: None for one that is as good as infinite, zero for one next to it."""
+    if value is None or not abs(value) < 1 / _LEAST:
+        return None
+    return value if abs(value) > _LEAST else 0
 
 
 def _x(place: float, count: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -124,8 +123,7 @@ def _measured(manifests: Sequence[Manifest], name: str) -> Values:
 
 
 def _number(value: object) -> float | None:
-    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if finite else None  # type: ignore[arg-type]
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _has(values: Values) -> bool:
@@ -169,8 +167,8 @@ def _lines(
 
 
 def _mean(reports: Sequence[GroupReport], figure: Callable[[GroupReport], float]) -> float | None:
-    """Return the mean over elements; None where no group is there or a figure is not finite."""
+    """Return the mean over elements; None where no group is there."""
     total = sum(report.elements for report in reports)
     if not reports or total <= 0:
         return None
-    return _number(sum(figure(report) * report.elements for report in reports) / total)
+    return sum(figure(report) * report.elements for report in reports) / total

@@ -181,7 +181,7 @@ class Manifest(BaseModel):
     """Measurements of the search for this configuration (`Compressor`), None without a search."""
     lossy_resumes: Count = 0
     """Number of restores of the run from lossy state before this save."""
-    seconds: float = Field(allow_inf_nan=False)
+    seconds: float = Field(ge=-1e11, le=1e11)
     config: dict[str, Any]
     writer: dict[str, str]
 

@@ -178,6 +178,21 @@ def test_restores_and_searches(run):
     assert max(page.series("time")["saving"]) < 1e6
 
 
+def test_figures_of_any_size(run):
+    """What no axis can have is left out, and no figure is as good as zero or infinite without being said so."""
+    record = {"restore_loses": 1e299, "restore_may_lose": 5e-324, "degradation": 5e-324, "seconds": 1e299}
+    for name, most in zip(NAMES, (10**400, -(10**400), 0.5), strict=True):
+        manifest = Manifest.read(run / name)
+        config = {**manifest.config, "search": {**manifest.config["search"], "epsilon": most}}
+        changed(run / name, quality=record, config=config, seconds=1e11)
+    page = parsed(run)
+    assert page.series("base") == {"by evaluate": [0, 0, 0], "bound": [None, None, 0.5]}
+    for name in NAMES[:2]:
+        changed(run / name, seconds=1e300)
+    page = parsed(run)
+    assert page.data["names"] == [NAMES[2]] and f"damaged {NAMES[0]} " in page.text
+
+
 def test_a_thousand_checkpoints(trained, tmp_path):
     manifests = [Manifest.read(trained[0] / name) for name in NAMES]
     previous = None
