@@ -45,8 +45,11 @@ def to_state(checkpoint: Mapping[str, Any], everything: bool = True) -> dict[str
         SaveFailed: a value cannot be stored so that it is loaded again without running code of the file.
     """
     refuse_cycles(checkpoint)
-    states = checkpoint.get("optimizer_states", [])
-    optimizers = [_Optimizer(state, checkpoint.get("state_dict", {})) for state in states]
+    states, weights = checkpoint.get("optimizer_states"), checkpoint.get("state_dict")
+    optimizers = [
+        _Optimizer(state, weights if isinstance(weights, Mapping) else {})
+        for state in (states if isinstance(states, list | tuple) else ())  # in another form all of it is exact
+    ]
     if optimizers:
         checkpoint = {**checkpoint, "optimizer_states": [optimizer.numbered for optimizer in optimizers]}
     names = [optimizer.names for optimizer in optimizers]
@@ -209,7 +212,7 @@ def _place(where: Where, names: Sequence[Mapping[Hashable, str]]) -> tuple[str, 
         return None
     if len(where) == 2 and where[0] in _WEIGHTS:
         return where
-    if len(where) == 5 and (where[0], where[2]) == ("optimizer_states", "state"):
+    if len(where) == 5 and (where[0], where[2]) == ("optimizer_states", "state") and where[1] in range(len(names)):
         name = names[where[1]].get(where[3])
         return None if name is None else ("optimizer_states", str(where[1]), "state", name, where[4])
     return None

@@ -20,7 +20,7 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage import removal
 from dsq_ckpt.storage.atomic_io import hidden_name, make_directory, sync_directory
-from dsq_ckpt.storage.manifest import is_complete
+from dsq_ckpt.storage.manifest import MANIFEST, is_complete
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
@@ -41,7 +41,10 @@ def is_there(path: Path) -> bool:
 def resolved(path: PathLike) -> Path:
     """Return the path of a checkpoint itself, where `path` may be a link to it (`save_last="link"`)."""
     found = checkpoint_path(path)
-    return found.parent / found.resolve().name if not is_remote(found) and found.is_symlink() else found
+    if is_remote(found) or not found.is_symlink():
+        return found
+    target = found.resolve()  # whose directory keeps the name that the run is known by
+    return found.parent / target.name if target.parent == found.parent.resolve() else target
 
 
 def directory_for(path: Path) -> Path:
@@ -102,8 +105,9 @@ def remove(path: PathLike) -> None:
     try:
         if is_complete(found):
             removal.remove(found)
-            with suppress(OSError):
-                found.rmdir()
+            if not is_remote(found):
+                with suppress(OSError):
+                    found.rmdir()
             return
     except DSQError as error:
         if is_remote(found):  # others may need its files, which cannot be told now
@@ -111,6 +115,8 @@ def remove(path: PathLike) -> None:
             return
     if is_remote(found):
         TorchCheckpointIO().remove_checkpoint(str(path))
+    elif any(found.glob(f"*/{MANIFEST}")):
+        warn(f"'{path}' was not removed: it holds checkpoints itself")
     elif found.is_dir():
         shutil.rmtree(found)
     else:

@@ -118,7 +118,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         """
         path = self.broadcast(checkpoint_path)
         comm = communicator(None)
-        if not any(comm.gather(placing.is_ours(path))):
+        if not any(gather_from_all_ranks(comm, lambda: placing.is_ours(path), LoadFailed)):
             return super().load_checkpoint(path, weights_only=weights_only)
         directory = placing.resolved(path)
         with explained(directory):

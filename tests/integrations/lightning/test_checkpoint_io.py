@@ -179,6 +179,13 @@ def test_names_that_are_taken(tmp_path: Path) -> None:
     with pytest.raises(dsq_ckpt.SaveFailed, match="holds other files"):
         io.save_checkpoint(state, tmp_path / "mine.ckpt")
     assert names(tmp_path / "mine.ckpt") == ["notes.txt"]
+    io.save_checkpoint(state, tmp_path / "other" / "same.ckpt")
+    (tmp_path / "elsewhere.ckpt").symlink_to(tmp_path / "other" / "same.ckpt")
+    assert io.load_checkpoint(tmp_path / "elsewhere.ckpt")["epoch"] == 9, "not the one of that name beside the link"
+    with pytest.warns(UserWarning, match="holds checkpoints itself"):
+        io.remove_checkpoint(tmp_path / "other")
+    assert io.load_checkpoint(tmp_path / "other" / "same.ckpt")["epoch"] == 9
+    (tmp_path / "elsewhere.ckpt").unlink()
     (tmp_path / "to-same.ckpt").symlink_to("same.ckpt")
     io.remove_checkpoint(tmp_path / "to-same.ckpt")
     io.remove_checkpoint(tmp_path / "same-v1.ckpt")
@@ -208,6 +215,9 @@ def test_averaged_weights_and_other_tensors(tmp_path: Path) -> None:
     loaded = io.load_checkpoint(tmp_path / "odd.ckpt")
     assert str(loaded) == str(odd) and torch.equal(loaded["state_dict"]["w"], odd["state_dict"]["w"])
     assert torch.equal(loaded["callbacks"][1], odd["callbacks"][1])
+    for states in ({"adam": odd["optimizer_states"][0]}, None):  # of a hook that rearranged them
+        io.save_checkpoint({**odd, "optimizer_states": states}, tmp_path / "odd.ckpt")
+        assert str(io.load_checkpoint(tmp_path / "odd.ckpt")["optimizer_states"]) == str(states)
 
 
 def test_the_example_of_its_docstring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +297,7 @@ def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
         assert not [one for one in names(directory) if one.startswith(".")]
 
 
+@pytest.mark.filterwarnings("error:.*was not removed")
 def test_object_stores(bucket: str, whole: Any) -> None:
     """`dirpath` is a URL; retention and an exact resume are as on a disk."""
     directory: Any = f"{bucket}/run"
