@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from dsq_ckpt.api.save_load import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
-from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
+from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
-from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, LoadFailed
 from dsq_ckpt.integrations.staged import StagedCheckpoint, holds_checkpoint
 from dsq_ckpt.integrations.training_state import TrainingState
+from dsq_ckpt.storage.paths import local_path
 
 _UNSUPPORTED = (DistributedType.MEGATRON_LM, DistributedType.XLA)
 
@@ -91,14 +92,16 @@ class DSQAccelerator(Accelerator):
         named = project.automatic_checkpoint_naming
         if not named and output_dir is None:
             raise ConfigError("save_state needs output_dir, unless automatic_checkpoint_naming is set")
-        goal = Path(str(output_dir)).expanduser()
-        if named:
-            goal = self._checkpoints() / f"checkpoint_{self.save_iteration}"
-        if named and goal.exists():
-            raise CheckpointExists(
-                f"'{goal}' exists, and automatic naming would replace it; after a restart set "
-                "ProjectConfiguration(iteration=...) to the number of the next checkpoint"
-            )
+        goal = local_path(self._checkpoints() / f"checkpoint_{self.save_iteration}" if named else str(output_dir))
+
+        def check() -> None:
+            if named and goal.exists():
+                raise CheckpointExists(
+                    f"'{goal}' exists, and automatic naming would replace it; after a restart set "
+                    "ProjectConfiguration(iteration=...) to the number of the next checkpoint"
+                )
+
+        run_on_all_ranks(communicator(None), check)
         with StagedCheckpoint(goal, self.dsq_config or DSQConfig(), self.dsq_on_save) as staged:
             state = TrainingState(self._models, self._plain_optimizers())
             staged.save(state.collect, model=self._models[0] if len(self._models) == 1 else None)
@@ -107,7 +110,8 @@ class DSQAccelerator(Accelerator):
                 staged.write(lambda path: save(str(path), safe_serialization, **save_model_func_kwargs))
             staged.publish()
         if named and project.total_limit is not None and self.is_main_process:
-            for old in _numbered(self._checkpoints())[: -max(project.total_limit, 1)]:
+            others = [one for one in _numbered(goal.parent) if one != goal]  # which may have higher numbers
+            for old in others[: max(len(others) + 1 - project.total_limit, 0)]:
                 shutil.rmtree(old, ignore_errors=True)
         return goal
 
@@ -126,7 +130,7 @@ class DSQAccelerator(Accelerator):
             DSQError: the checkpoint cannot be loaded.
         """
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            found = _numbered(self._checkpoints())
+            found = gather_from_all_ranks(communicator(None), lambda: _numbered(self._checkpoints()), LoadFailed)[0]
             if not found:
                 raise CheckpointNotFound(f"'{self._checkpoints()}' has no checkpoint yet")
             input_dir = str(found[-1])

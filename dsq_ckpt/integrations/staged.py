@@ -6,6 +6,7 @@ them are written below a hidden name beside it, which the restart does not see a
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -24,16 +25,18 @@ from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from
 from dsq_ckpt.engine.commit import retire
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
-from dsq_ckpt.errors import CheckpointNotFound, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
 from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.storage.paths import local_path
 
 _REPLACED = re.compile(
-    r"(?:pytorch_model|model|adapter|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|"
-    r"custom_checkpoint|trainer_state|training_args)"
+    r"(?:pytorch_model|model|adapter_model|adapter_config|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|"
+    r"random_states|custom_checkpoint|trainer_state|training_args)"
+    r"(?:[_-](?:fsdp|of|(?:rank)?\d+))*(?:\.(?:bin|pt|pth|pkl|safetensors|index|json))*"
 )
-"""How names of state begin that a library would load; from an earlier checkpoint they must not stay."""
+"""Names of state that a library would load; from an earlier checkpoint it must not stay."""
 
 
 class StagedCheckpoint:
@@ -47,13 +50,16 @@ class StagedCheckpoint:
         config: configuration of the save.
         on_save: called with the `SaveResult` on rank 0, once the directory has its name.
 
+    Raises:
+        ConfigError: the goal is a URL.
+
     Attributes:
         goal: the directory that is to appear.
         path: the hidden directory, which the compressed checkpoint makes and other files are then written to.
     """
 
     def __init__(self, goal: str | os.PathLike[str], config: DSQConfig, on_save: OnSave | None = None) -> None:
-        self.goal, self._config, self._on_save = Path(goal).absolute(), config, on_save
+        self.goal, self._config, self._on_save = local_path(goal), config, on_save
         if self.goal.is_symlink():
             self.goal = self.goal.resolve()
         self._comm = communicator(None)
@@ -122,7 +128,7 @@ class StagedCheckpoint:
             if any(is_complete(one.parent) for one in self.goal.glob(f"*/{MANIFEST}")):
                 raise SaveFailed(f"'{self.goal}' holds checkpoints itself; save to a directory in it")
             self.goal.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.goal.parent.glob(f".{self.goal.name}.dsq-*.tmp"):
+            for left in self.goal.parent.glob(f".{glob.escape(self.goal.name)}.dsq-*.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def _rename(self) -> None:
@@ -130,9 +136,9 @@ class StagedCheckpoint:
             return
         for entry in self.goal.iterdir() if self.goal.is_dir() else ():
             kept = self.path / entry.name
-            if entry.name == MANIFEST or is_ours(entry.name) or _REPLACED.match(entry.name) or kept.exists():
+            if entry.name == MANIFEST or is_ours(entry.name) or _REPLACED.fullmatch(entry.name) or kept.exists():
                 continue
-            if entry.is_dir():
+            if entry.is_dir() and not entry.is_symlink():
                 shutil.copytree(entry, kept, symlinks=True)
             else:
                 shutil.copy2(entry, kept, follow_symlinks=False)
@@ -171,12 +177,24 @@ def settle(
 def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
     """Return whether a directory is a compressed checkpoint; False if it is one that the library wrote itself.
 
+    Collective: ranks that took it for different things would wait for each other.
+
     Raises:
-        CheckpointNotFound: it has files of a compressed checkpoint, but no manifest.
+        CheckpointNotFound: it has files of a compressed checkpoint, but no manifest, or is not there on all ranks.
     """
-    if is_complete(Path(directory)):
+    found = gather_from_all_ranks(communicator(None), lambda: _is_compressed(Path(directory)), LoadFailed)
+    if len(set(found)) > 1:
+        raise CheckpointNotFound(
+            f"'{directory}' is a compressed checkpoint on rank {found.index(True)}, and is none on rank "
+            f"{found.index(False)}: all ranks need the same storage"
+        )
+    return found[0]
+
+
+def _is_compressed(directory: Path) -> bool:
+    if is_complete(directory):
         return True
-    if any(Path(directory).glob("*.dsq")):
+    if any(directory.glob("*.dsq")):
         raise CheckpointNotFound(
             f"'{directory}' has files of a compressed checkpoint, but no manifest.json: it was deleted, or not copied; "
             "resume from another checkpoint"

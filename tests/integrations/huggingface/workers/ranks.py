@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dsq_ckpt.engine.history import forget
-from dsq_ckpt.errors import CheckpointExists, ConfigError, DSQError
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError
 from dsq_ckpt.integrations import accelerate as integration
 from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
 
@@ -163,6 +163,18 @@ class Counter:
         self.steps = state["steps"]
 
 
+OWN = ("notes.txt", "model_card.md", "schedulers.txt")
+
+
+def own_files(directory: Path) -> None:
+    """Write files of a user's, one of an earlier checkpoint and a link into a directory of states."""
+    for name in OWN:
+        (directory / name).write_text(name)
+    (directory / "optimizer.bin").write_bytes(b"earlier")
+    if not (directory / "data").is_symlink():
+        (directory / "data").symlink_to(directory.parent)
+
+
 def ddp_states(output: Path, fsdp: bool = False) -> None:
     """`save_state` and `load_state`, bit-identical, with automatic naming and a limit; deltas also after a restart."""
     accelerator, train = accelerated(output, fsdp=fsdp)
@@ -181,6 +193,12 @@ def ddp_states(output: Path, fsdp: bool = False) -> None:
         accelerator.save_state()
     accelerator.wait_for_everyone()
     assert names(output / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
+    dist.barrier()
+    once(lambda: (output / "checkpoints" / "checkpoint_2").rename(output / "checkpoints" / "checkpoint_7"))
+    accelerator.project_configuration.iteration = 2
+    accelerator.save_state()  # after going back: the newest one has not the highest number
+    accelerator.wait_for_everyone()
+    assert names(output / "checkpoints") == ["checkpoint_2", "checkpoint_7"]
     assert {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "custom_checkpoint_0.pkl"} <= set(
         names(output / "checkpoints" / "checkpoint_2")
     )
@@ -193,14 +211,15 @@ def ddp_states(output: Path, fsdp: bool = False) -> None:
         train(2)
         accelerator.save_state(newest)
         depths.append(sound(newest).depth)
-        once(lambda: (newest / "notes.txt").write_text("mine"))
+        once(lambda: own_files(newest))
     forget()
     accelerator.load_state(newest)
     train(2)
     accelerator.save_state(newest)
     assert [*depths, sound(newest).depth] == [0, 1, 2]
     dist.barrier()
-    assert (newest / "notes.txt").read_text() == "mine"
+    assert [(newest / name).read_text() for name in OWN] == [*OWN]
+    assert (newest / "data").is_symlink() and not (newest / "optimizer.bin").exists()
     with pytest.raises(DSQError, match="holds checkpoints itself"):
         accelerator.save_state(output / "checkpoints")
     assert not [name for name in names(newest.parent) if name.startswith(".")]
@@ -228,6 +247,10 @@ def plain_states(output: Path) -> None:
     assert (output / "plain" / "optimizer.bin").exists()
     accelerator.save_state(output / "plain")
     assert not {"optimizer.bin", "model.safetensors"} & set(names(output / "plain"))
+    with pytest.raises(ConfigError, match="local file system"):
+        accelerator.save_state("s3://bucket/state")
+    with pytest.raises(CheckpointNotFound, match="on rank 0, and is none on rank 1"):  # storage that is not shared
+        accelerator.load_state(output / ("compressed", "missing")[rank()])
     accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="register_save_state_pre_hook"):
         accelerator.save_state(output / "hooked")
