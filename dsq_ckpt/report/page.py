@@ -50,6 +50,8 @@ def write(history: History, target: Path) -> int:
         raise ConfigError(f"'{target}' is a URL: write the page to a local file, and copy it there")
     if target.is_dir():
         raise ConfigError(f"'{target}' is a directory: name a file, such as '{target / 'report.html'}'")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"'{target}' is no ordinary file: name another one")  # such as a pipe, whose open would wait
     if target.exists():
         with open(target, "rb") as old:
             if old.read(len(_BEGINS)) != _BEGINS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -231,6 +232,8 @@ def test_what_is_there_is_not_replaced(trained, tmp_path):
     assert "is no page of dsq report" in error("report", run, "-o", tmp_path / "notes.html")
     assert (tmp_path / "notes.html").read_text().endswith("mine")
     assert "is a directory" in error("report", run, "-o", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no ordinary file" in error("report", run, "-o", tmp_path / "pipe")
     assert "is a URL" in error("report", run, "-o", "s3://bucket/page.html")
     assert "holds no complete checkpoint" in error("report", tmp_path, "-o", tmp_path / "other.html")
     assert not (tmp_path / "other.html").exists()
