@@ -182,7 +182,7 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointNotFound: it has files of a compressed checkpoint, but no manifest, or is not there on all ranks.
     """
-    found = gather_from_all_ranks(communicator(None), lambda: _is_compressed(Path(directory)), LoadFailed)
+    found = gather_from_all_ranks(communicator(None), lambda: is_compressed(Path(directory)), LoadFailed)
     if len(set(found)) > 1:
         raise CheckpointNotFound(
             f"'{directory}' is a compressed checkpoint on rank {found.index(True)}, and is none on rank "
@@ -191,7 +191,12 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
     return found[0]
 
 
-def _is_compressed(directory: Path) -> bool:
+def is_compressed(directory: Path) -> bool:
+    """Return what this rank sees of `holds_checkpoint`.
+
+    Raises:
+        CheckpointNotFound: it has files of a compressed checkpoint, but no manifest.
+    """
     if is_complete(directory):
         return True
     if any(directory.glob("*.dsq")):

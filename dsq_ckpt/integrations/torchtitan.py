@@ -24,7 +24,7 @@ from dsq_ckpt.api.save_load import as_config, async_save, load, save
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
-from dsq_ckpt.integrations.staged import holds_checkpoint
+from dsq_ckpt.integrations.staged import is_compressed
 from dsq_ckpt.storage import removal
 from dsq_ckpt.storage.manifest import is_complete
 from dsq_ckpt.storage.paths import checkpoint_path
@@ -204,7 +204,7 @@ def _is_ours(path: str) -> bool:
         CheckpointNotFound: it is one without a manifest.
     """
     directory = checkpoint_path(path)
-    return is_complete(directory) if is_remote(directory) else holds_checkpoint(directory)
+    return is_complete(directory) if is_remote(directory) else is_compressed(directory)
 
 
 def _remove(path: str) -> None:

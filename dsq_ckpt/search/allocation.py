@@ -1,10 +1,10 @@
 """Steps of each class of tensors by what the metric bears: for one checkpoint that may cost many evaluations.
 
 One step for all tensors wastes most of a bound, since one layer may bear a relative error of 0.9 where another does not
-bear 0.1. So each class of tensors in turn is made coarser than a configuration that keeps the bound, and the metric is
-asked what that costs. If losses add up, the smallest size for a loss is where all classes save as many bits for the
-same loss (Shoham and Gersho, "Efficient bit allocation for an arbitrary set of quantizers", 1988). They nearly do for
-small changes, so steps move by small factors, the sum is evaluated and corrected, and the next round starts there.
+bear 0.1. So each class of tensors in turn is made coarser than the rest, and the metric is asked what that costs. If
+losses add up, the smallest size for a loss is where all classes save as many bits for the same loss (Shoham and Gersho,
+"Efficient bit allocation for an arbitrary set of quantizers", 1988). They nearly do for small changes, so steps move by
+small factors, the sum is evaluated and corrected, and the next round starts there.
 """
 
 from __future__ import annotations
@@ -114,16 +114,16 @@ class Allocation:
 
     Args:
         sketches: of the save.
-        start: a configuration that keeps the bound, with one step for all lattices that the search was given.
+        start: a configuration with one step for all lattices that the search was given.
         step: that one; lattices of other steps, which `quantize.groups` sets, keep theirs.
         bound: relative degradation allowed.
-        losses: of it.
+        losses: of the start if it keeps its bound; None if it does not.
         judge: asks the metric.
         budget: evaluations that may be spent.
     """
 
     def __init__(
-        self, sketches: GlobalSketch, start: Candidate, losses: Losses, step: float, bound: float, judge: Judge,
+        self, sketches: GlobalSketch, start: Candidate, losses: Losses | None, step: float, bound: float, judge: Judge,
         budget: int,
     ) -> None:
         self._losses = losses
@@ -144,8 +144,8 @@ class Allocation:
         ]
         self._least = _LEAST * bound / max(1, len(self._classes))
 
-    def run(self) -> tuple[Candidate, Losses]:
-        """Return the smallest configuration found that keeps the bound, and what it costs."""
+    def run(self) -> tuple[Candidate, Losses | None]:
+        """Return the smallest configuration found that keeps the bound, and what it costs; None: there is none."""
         self._loss = self._try([one.place for one in self._classes])[1]
         while self._left > len(self._classes):
             self._probe()
@@ -179,7 +179,7 @@ class Allocation:
         self._left -= 1
         keeps, losses = self._judge(analysis, True)
         bits = sum(rung.bits for rung in rungs) + self._bits_of_others
-        if keeps and bits < self._best.bits:
+        if keeps and (self._losses is None or bits < self._best.bits):
             groups = {group: config for rung in rungs for group, config in rung.configs.items()}
             self._best = replace(self._best, groups={**self._best.groups, **groups}, analysis=analysis, bits=bits)
             self._losses = losses

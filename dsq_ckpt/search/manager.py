@@ -161,18 +161,20 @@ class ConfigManager:
         if point is None and save.always_nearest(last) and self._try(save, [last], 0)[0]:
             point, variant = last, 0
             record["search"] = "exhaustive, then without rate-distortion choice"
-        if point is None:
-            both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
-            why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
-            return self._unbounded(save, record, why)
-        candidate, found = save.candidate(point, variant), save.degradations[point, variant]
+        candidate = save.candidate(last if point is None else point, variant)
+        found = None if point is None else save.degradations[point, variant]
         codebook = candidate.config.quantize.weights.codebook
         if self._probes and isinstance(codebook, Lattice):
             candidate, found = self._allocated(save, candidate, codebook.step, found)
             record["steps"] = {
                 group: own.codebook.step for group, own in candidate.groups.items() if isinstance(own.codebook, Lattice)
             }
-        lost = found["evaluate"]
+        if found is None:
+            record.pop("steps", None)
+            both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
+            why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
+            return self._unbounded(save, record, why)
+        point, lost = point or last, found["evaluate"]
         record |= {
             "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": lost,
             "predicted_bytes": candidate.bits / 8, "satisfied": True,
@@ -218,9 +220,9 @@ class ConfigManager:
         return best
 
     def _allocated(
-        self, save: SaveSearch, start: Candidate, step: float, found: Losses
-    ) -> tuple[Candidate, Losses]:
-        """Return the candidate with a step for each class of tensors, and its degradations, by fold."""
+        self, save: SaveSearch, start: Candidate, step: float, found: Losses | None
+    ) -> tuple[Candidate, Losses | None]:
+        """Return the candidate with a step for each class of tensors, and its degradations by fold; None: too large."""
         bound = save.config.search.epsilon * (1.0 if len(self.folds) > 1 else _UNCHECKED)
 
         def judge(analysis: Analysis, confirm: bool) -> tuple[bool, Losses]:

@@ -91,6 +91,19 @@ def test_the_bound_is_kept_on_other_batches_too(tmp_path):
     assert found["quality"]["check_degradation"] == pytest.approx(read.loss(others) - 1, rel=1e-3)
 
 
+def test_where_no_step_for_all_is_fine_enough(tmp_path):
+    """The finest step that all could have breaks the bound; that of the one sensitive layer may be finer still."""
+    costs = {"first": 0.01, "second": 0.01, "third": 0.01, "fourth": 200.0}
+    model = Stack()
+    with pytest.warns(UserWarning, match="no configuration keeps"):
+        exact = dsq_ckpt.compress(
+            model, tmp_path / "one", evaluate=lambda: model.loss(costs), max_degradation=BOUND, probes=0
+        )
+    found = dsq_ckpt.compress(model, tmp_path / "own", evaluate=lambda: model.loss(costs), max_degradation=BOUND)
+    assert found["quality"]["satisfied"] and loaded(tmp_path / "own").loss(costs) - 1 <= BOUND
+    assert found["bytes_kept"] < 0.4 * exact["bytes_kept"]
+
+
 @pytest.mark.parametrize("probes", [1, 4])
 def test_few_evaluations_still_keep_the_bound(tmp_path, probes):
     model = Stack()
