@@ -74,7 +74,7 @@ def test_few_evaluations_in_the_steady_state(tmp_path):
         train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
         compressor.save(tmp_path / str(number))
         evaluations.append(compressor.quality["evaluations"])
-    assert sum(count <= 4 for count in evaluations[1:]) >= 6, evaluations
+    assert sum(evaluations[1:]) <= 4 * len(evaluations[1:]), evaluations  # which varies with the last bit of a loss
 
 
 def test_predicted_sizes_are_those_of_the_codes(tmp_path):
