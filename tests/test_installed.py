@@ -104,7 +104,7 @@ def test_the_wheel_holds_the_whole_package(wheel):
 
 
 def test_it_works_with_what_it_requires_alone(environment, tmp_path):
-    """It saves, loads and checks, and the environment has no package that only development needs."""
+    """The installed package saves, loads and verifies, without any package that only development needs."""
     def run(*command: str) -> str:
         done = subprocess.run(
             [str(environment / "bin" / command[0]), *command[1:]], cwd=tmp_path, capture_output=True, text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,15 @@ def difference(tree: Tree, defaults: Tree) -> Tree:
             same = family(value.get("fit")) == family(known.get("fit"))
             changed[key] = difference(value, known) if key != "codebook" or same else value
     return changed
+
+
+def by_dotted_key(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a tree with their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from by_dotted_key(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def family(fit: Any) -> Any:

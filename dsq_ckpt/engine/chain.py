@@ -292,7 +292,8 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
     for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
         storage_of(directory).remove(directory / name)
     if times is not None:  # trainers that remove old checkpoints take the time of a directory for that of its save
-        os.utime(directory, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with suppress(OSError):  # of another user
+            os.utime(directory, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def what_the_base_costs(directory: Path, manifest: Manifest) -> str:

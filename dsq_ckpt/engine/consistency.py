@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.trees import by_dotted_key
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage.runs import canonical
 
@@ -37,7 +38,7 @@ class RankSettings(NamedTuple):
     def of(cls, path: Path, config: DSQConfig) -> RankSettings:
         """Return the settings of this rank."""
         usual = _defaults()
-        found = _flat(config.model_dump())
+        found = by_dotted_key(config.model_dump())
         return cls(str(path), str(canonical(path)), {
             key: value for key, value in found if key not in _OWN and (key not in usual or usual[key] != value)
         })
@@ -93,12 +94,4 @@ def _named(ranks: Sequence[int]) -> str:
 
 @cache
 def _defaults() -> Mapping[str, Any]:
-    return dict(_flat(DSQConfig().model_dump()))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    return dict(by_dotted_key(DSQConfig().model_dump()))

@@ -17,12 +17,14 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import RNG_STATE_NAME
 from torch import nn
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, LoadFailed
@@ -139,6 +141,12 @@ class DSQAccelerator(Accelerator):
             return
         _refuse(self)
         directory = str(Path(input_dir).expanduser())
+        name = f"{RNG_STATE_NAME}_{self.process_index}.pkl"
+        if not Path(directory, name).is_file():
+            warn(
+                f"'{directory}' has no {name}, as after a change in the number of ranks: dropout and other random "
+                "choices are not those of the run that saved it"
+            )
         TrainingState(self._models, self._plain_optimizers()).restore(directory)
         load = super().load_state
         with self._without_models():

@@ -127,7 +127,7 @@ class Allocation:
         budget: int,
     ) -> None:
         self._losses = losses
-        self._best, self._step, self._bound, self._judge, self._left = start, step, bound, judge, budget
+        self._best, self._bound, self._judge, self._left = start, bound, judge, budget
         lattices = {
             group: config for group, config in start.groups.items()
             if isinstance(config.codebook, Lattice) and config.codebook.step == step
@@ -138,7 +138,7 @@ class Allocation:
         sizes = {group: int(sketches.joint[group].sum()) for group in lattices}
         self._classes = [
             TensorClass(
-                _rungs(sketches, {group: lattices[group] for group in members}, start.analysis, step), step * _FINER
+                _ladder(sketches, {group: lattices[group] for group in members}, start.analysis, step), step * _FINER
             )
             for members in classes_of(sizes, max(1, budget // _ROUNDS))
         ]
@@ -243,7 +243,7 @@ def classes_of(sizes: dict[str, int], most: int) -> list[list[str]]:
     return classes
 
 
-def _rungs(
+def _ladder(
     sketches: GlobalSketch, configs: dict[str, TensorConfig], known: Analysis, step: float
 ) -> list[Rung]:
     """Return all steps of a class."""

@@ -25,6 +25,7 @@ from dsq_ckpt.config.space import Point
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.trees import by_dotted_key
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, run_on_all_ranks
 from dsq_ckpt.errors import SaveFailed, described
@@ -106,7 +107,8 @@ class ConfigManager:
             names = [variant.name for variant in space.variants]
             name = quality["chosen"].get("variant")
             self._known = _Known(
-                point=space.nearest(_flat(config)), refinement_bits=loaded.quantize.weights.refinement_bits,
+                point=space.nearest(dict(by_dotted_key(config))),
+                refinement_bits=loaded.quantize.weights.refinement_bits,
                 variant=names.index(name) if name in names else 0,
             )
             for fold in self.folds:
@@ -392,15 +394,3 @@ class ConfigManager:
                 raise _EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")
             metrics.append(mean)
         return metrics
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration tree by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-

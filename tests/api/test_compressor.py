@@ -74,7 +74,8 @@ def test_few_evaluations_in_the_steady_state(tmp_path):
         train(model, optimizer, 100 + 10 * number, 110 + 10 * number)
         compressor.save(tmp_path / str(number))
         evaluations.append(compressor.quality["evaluations"])
-    assert sum(evaluations[1:]) <= 4 * len(evaluations[1:]), evaluations  # which varies with the last bit of a loss
+    steady = evaluations[1:]  # single ones vary with the last bit of a loss
+    assert sum(steady) <= 4 * len(steady) and sorted(steady)[len(steady) // 2] <= 4 and max(steady) <= 6, evaluations
 
 
 def test_predicted_sizes_are_those_of_the_codes(tmp_path):

@@ -85,7 +85,7 @@ def test_statuses(run, monkeypatch):
 ], ids=lambda command: command[0])
 @pytest.mark.parametrize("kind", ["missing", "file", "empty", "unknown"])
 def test_bad_input_is_one_line(tmp_path, monkeypatch, command, kind):
-    """It says what was found; nothing is made, and no traceback is shown."""
+    """The error names the input; nothing is made, and no traceback is shown."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_bytes(os.urandom(3000))
     (tmp_path / "empty").mkdir()

@@ -180,7 +180,7 @@ def test_restores_and_searches(run):
 
 
 def test_figures_of_any_size(run):
-    """What no axis can have is left out, and no figure is as good as zero or infinite without being said so."""
+    """Figures as good as infinite are left out of charts, and tiny ones are zero; impossible seconds are damage."""
     record = {"restore_loses": 1e299, "restore_may_lose": 5e-324, "degradation": 5e-324, "seconds": 1e299}
     for name, most in zip(NAMES, (10**400, -(10**400), 0.5), strict=True):
         manifest = Manifest.read(run / name)

@@ -277,7 +277,7 @@ def test_errors(tmp_path: Path) -> None:
 
 
 def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
-    """What has a name is complete, and training goes on from it with `ckpt_path="last"`."""
+    """A checkpoint that has its name is complete, and training goes on from it with `ckpt_path="last"`."""
     cases = {
         "committing": ("open", r"\.epoch=1.*manifest\.json"), "naming": ("os.rename", r"\.epoch=1[^/]*$"),
         "replacing": ("os.rename", r"\.last[^/]*$"),

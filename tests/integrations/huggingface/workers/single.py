@@ -68,7 +68,7 @@ def deltas(output: Path) -> None:
 
 
 def rotation(output: Path) -> None:
-    """What Trainer keeps is newest, though dropping a refinement changes an older directory."""
+    """Trainer keeps the newest checkpoints, though dropping a refinement changes an older directory."""
     for keep, left in ((1, ["checkpoint-3"]), (2, ["checkpoint-2", "checkpoint-3"])):
         run_directory, config = output / str(keep), {"refinement": {"keep_last": keep}}
         trainer(run_directory, 2, config=config, save_steps=1, save_total_limit=3).train()

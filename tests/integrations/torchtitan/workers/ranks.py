@@ -47,7 +47,7 @@ class Numbers(IterableDataset):
 
 
 class Job:
-    """What torchtitan's trainer has, and does with a checkpoint manager."""
+    """The parts of torchtitan's trainer, and its calls of a checkpoint manager."""
 
     def __init__(self, folder: Path, kind: type[CheckpointManager] = DSQCheckpointManager, **options: Any) -> None:
         torch.manual_seed(0)
