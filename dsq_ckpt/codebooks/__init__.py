@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit, Measured, RefinementFit, Weighing
+from dsq_ckpt.codebooks.base import NOTHING, CodebookConfig, LevelFit, RefinementFit, Weighing
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import CODEBOOKS, AnyCodebook, register_codebook
 
@@ -18,7 +18,6 @@ __all__ = [
     "CodebookConfig",
     "Histogram",
     "LevelFit",
-    "Measured",
     "RefinementFit",
     "Weighing",
     "register_codebook",

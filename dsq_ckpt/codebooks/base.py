@@ -35,18 +35,6 @@ from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.core.arrays import F64, U8, Mask
 
 
-class Measured(NamedTuple):
-    """Errors that a codebook knows itself, since its histogram is not in the units of the values.
-
-    Attributes:
-        mean_square: Of the values.
-        error: Mean squared error of the levels.
-    """
-
-    mean_square: float
-    error: float
-
-
 @dataclass(frozen=True)
 class LevelFit:
     """The decision of a codebook about the bins of a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
@@ -60,7 +48,8 @@ class LevelFit:
         zero_is_level: Whether zero competes for the values near it. False where `levels` serve all values, or where
             `pruned` says which become zero.
         codes: uint8[bins], where values are assigned otherwise than to the nearest level.
-        measured: Given where nothing can be refined, since the levels are all that is to be kept of the values.
+        centred: Whether each level then moves, by half an octave at most, to the mean logarithm of the values that were
+            assigned to it; on the logarithmic axis alone. A bias counts far more than the same error at random.
     """
 
     levels: F64
@@ -69,7 +58,7 @@ class LevelFit:
     step: float = 0.0
     zero_is_level: bool = True
     codes: U8 | None = None
-    measured: Measured | None = None
+    centred: bool = False
 
 
 NOTHING = LevelFit(np.array([1.0]))
@@ -119,8 +108,8 @@ class CodebookConfig(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     coordinates: ClassVar[Coordinates] = "values"
-    """Coordinates that are quantized: the values, first moments in units of Adam's update, the octaves of second
-    moments, or values in root mean squares of their tensor."""
+    """Coordinates that are quantized: the values, first moments in units of Adam's update, second moments over
+    scales of their rows and columns, or values in root mean squares of their tensor."""
 
     fit: str
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+I16 = npt.NDArray[np.int16]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]

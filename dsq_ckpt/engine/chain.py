@@ -226,7 +226,7 @@ class Parent:
         record = self.checkpoint.record(ref)
         if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
             return None
-        if "unit" in record:  # its codes stand for values in units that change
+        if not {"unit", "root", "scales"}.isdisjoint(record):  # its codes stand for values in units that change
             return None
         values = self._cache.values.get(key)
         if values is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsq_ckpt.core.arrays import F32
+from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chain import BaseRecord, Parent
 from dsq_ckpt.engine.history import ChunkCache
 from dsq_ckpt.engine.local import SaveItem
@@ -27,7 +28,8 @@ from dsq_ckpt.quantization.chunk import (
 from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.layout import Layout
-from dsq_ckpt.quantization.moments import Frame, OctaveFrame, UpdateFrame
+from dsq_ckpt.quantization.matrix_scales import MatrixScales
+from dsq_ckpt.quantization.moments import Frame, ScaledFrame, UpdateFrame
 
 
 @dataclass
@@ -45,13 +47,16 @@ class ChunkLoader:
         parent: the parent checkpoint; None for a keyframe.
         gradients: averaged gradients of weights, by chunk.
         residual: whether differences to the parent's values are coded.
+        workers: threads.
 
     Attributes:
         bases: the record that each chunk loaded so far is coded against.
     """
 
-    def __init__(self, parent: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor], residual: bool) -> None:
-        self._parent, self._gradients, self._residual = parent, gradients, residual
+    def __init__(
+        self, parent: Parent | None, gradients: Mapping[ChunkKey, torch.Tensor], residual: bool, workers: Workers
+    ) -> None:
+        self._parent, self._gradients, self._residual, self._workers = parent, gradients, residual, workers
         self.bases: dict[ChunkKey, BaseRecord] = {}
 
     def load(self, item: SaveItem) -> Chunk | None:
@@ -64,7 +69,7 @@ class ChunkLoader:
         tensor = item.load()
         chunk = Chunk(
             item.key, tensor, item.group, item.config.refinement_bits, gradient=self._gradients.get(item.key),
-            on_device=item.on_device, frame=_frame(item, tensor),
+            on_device=item.on_device, frame=_frame(item, tensor, self._workers),
         )
         return self._with_values(chunk) if self._residual else self._with_codes(chunk)
 
@@ -90,14 +95,14 @@ class ChunkLoader:
         return None if all_finite(chunk) else chunk  # NaN and Inf are for the global sketch to find
 
 
-def _frame(item: SaveItem, tensor: torch.Tensor) -> Frame | None:
+def _frame(item: SaveItem, tensor: torch.Tensor, workers: Workers) -> Frame | None:
     """Return the coordinates that an item is quantized in; None for its own values.
 
     Raises:
         SaveFailed: the chunk of its second moments is of another shape.
     """
     if item.config is not None and item.config.codebook.coordinates == "octaves":
-        return OctaveFrame()
+        return ScaledFrame(MatrixScales.fit(tensor, workers))
     if item.second_moment is None:
         return None
     squares = item.second_moment.load().detach()
@@ -107,7 +112,7 @@ def _frame(item: SaveItem, tensor: torch.Tensor) -> Frame | None:
             f"measures it, one of {tuple(squares.shape)}; save both in the same layout, or store exp_avg exactly"
         )
     squares = squares.to(tensor.device).contiguous().view(-1)
-    return UpdateFrame(item.second_moment.fqn, squares, item.second_moment.exact)
+    return UpdateFrame(item.second_moment.fqn, squares)
 
 
 def quantized(

@@ -73,8 +73,6 @@ class SecondMoment:
 
     fqn: str
     load: Callable[[], torch.Tensor]
-    exact: bool
-    """Whether it is stored as it is."""
 
 
 @dataclass
@@ -181,7 +179,7 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
         if chosen.second_moment is not None:
             other = known.get(shard.key._replace(fqn=chosen.second_moment))
             load = partial(_beside, shard, chosen.second_moment) if other is None else other.load
-            second = SecondMoment(chosen.second_moment, load, chosen.second_exact)
+            second = SecondMoment(chosen.second_moment, load)
         items.append(SaveItem(
             shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, partial(_loaded, shard),
             config.storage.on_device, second,

@@ -180,7 +180,9 @@ class _Rank:
             name: {**group, "model": copied(group["model"])} for name, group in old["groups"].items() if name in used
         }
         packs = [(copied(place), itemsize, size) for place, itemsize, size in old["packs"]]
+        scales = {"scales": [copied(old["scales"][0]), old["scales"][1]]} if "scales" in old else {}
         return {
+            **scales,
             "requires": sorted(self.requires), "groups": groups, "packs": packs, "records": records + self._more,
         }
 

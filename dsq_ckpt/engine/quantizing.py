@@ -158,7 +158,7 @@ class _Sketching:
         ]
 
     def _loader(self) -> ChunkLoader:
-        return ChunkLoader(self._parent, self._gradients, self._context.layout.residual)
+        return ChunkLoader(self._parent, self._gradients, self._context.layout.residual, self._workers)
 
 
 def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan) -> Iterator[QuantizedChunk]:

@@ -30,7 +30,8 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import rate_distortion_table
-from dsq_ckpt.quantization.moments import OctaveFrame, UpdateFrame, from_units
+from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
+from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots
 from dsq_ckpt.storage.atomic_io import AtomicFile
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,15 @@ def _refine(log: bool) -> None:
 
 def _measure() -> None:
     squares = torch.from_numpy(_X * _X)
-    OctaveFrame().coded(squares, slice(None))
+    MatrixScales.fit(squares.expand(SHARED, -1)).divide(squares, 0)
     UpdateFrame("", squares).coded(torch.from_numpy(_X), slice(None))
 
 
 def _unmeasure() -> None:
-    from_units(_X.copy(), _X * _X)
+    read = np.frombuffer(bytes(2), np.int16)  # as from a file, not to be written to
+    MatrixScales(1, read, read).multiply(_X[:1].copy(), 0)
+    from_roots(_X.copy(), _X * _X)
+    from_octave_units(_X.copy(), _X * _X)
 
 
 def _kmeans() -> None:

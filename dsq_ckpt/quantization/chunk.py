@@ -17,6 +17,7 @@ from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook
 from dsq_ckpt.quantization.codebook.fit import Fitted
+from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame
 
 _BLOCK = 1 << 18  # elements looked at together
@@ -90,7 +91,8 @@ class CodeSource(Protocol):
         parent: the previous codes they are coded against, or None.
         exponent: log2 of the factor that was taken out of the values.
         values: of a residual, what the base layers of the chain decode to, flat; valid block by block, as codes are.
-        second_moment: name of the tensor by whose octaves the values were divided, or None.
+        second_moment: name of the tensor by whose roots the values were divided, or None.
+        scales: scales of rows and columns that the values were divided by, or None.
     """
 
     key: ChunkKey
@@ -101,6 +103,7 @@ class CodeSource(Protocol):
     refinement_bits: int
     values: F32 | None
     second_moment: str | None
+    scales: MatrixScales | None
 
     def block(self, where: slice) -> BlockData:
         """Make `codes[where]` valid and return what lies beside them."""
@@ -124,6 +127,7 @@ class QuantizingChunk:
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
+        self.scales = None if chunk.frame is None else chunk.frame.scales
         self.values: F32 | None = None
         if chunk.base_values is not None:
             self.values = np.empty_like(chunk.base_values)
@@ -181,6 +185,7 @@ class CodedChunk:
     refinement_bits: int
     data: dict[int, BlockData]
     second_moment: str | None = None
+    scales: MatrixScales | None = None
     values: F32 | None = None
     """Not carried: the next save asks the process that made them."""
 
@@ -191,7 +196,7 @@ class CodedChunk:
         data = {where.start: beside for where, beside in zip(blocks, workers.map(source.block, blocks), strict=True)}
         return cls(
             source.key, source.group, source.exponent, source.codes, source.parent, source.refinement_bits, data,
-            source.second_moment,
+            source.second_moment, source.scales,
         )
 
     def block(self, where: slice) -> BlockData:

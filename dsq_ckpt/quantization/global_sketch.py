@@ -23,7 +23,6 @@ from dsq_ckpt.quantization.analysis import GlobalSketch, Importance
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.layout import MEASURED, Fractions, Layout, ParentModel
-from dsq_ckpt.quantization.moments import WINDOW
 from dsq_ckpt.quantization.passes import (
     Sparse,
     add_by_class,
@@ -108,10 +107,7 @@ def build_global_sketch(
         gauges_of(weights, layout.state, layout.averaged), books, parent.exponents, outlier_octaves,
     )
     books = {group: book for group, book in books.items() if group not in scales.refit}
-    windows = {
-        group: books[group].window if group in books else WINDOW if group in by_octave else FULL
-        for group in layout.groups
-    }
+    windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
     kept = [
         replace(c, exponent=scales.exponents[c.key.fqn], parent=None if c.group in scales.refit else c.parent)

@@ -48,7 +48,6 @@ class Assignment:
         config: None where it is exact.
         settings: the entry of `groups` it looked at.
         second_moment: name of the tensor that its values are measured by, or None.
-        second_exact: whether that tensor is stored as it is.
     """
 
     kind: str
@@ -56,7 +55,6 @@ class Assignment:
     config: TensorConfig | None
     settings: str | None = None
     second_moment: str | None = None
-    second_exact: bool = False
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
@@ -116,16 +114,16 @@ def assign(
     if chosen.method == "exact":
         return Assignment(EXACT, EXACT, None, settings)
     own = f"/{fqn}" if config.granularity == "tensor" else ""
-    second, second_exact = None, False
+    second = None
     if chosen.codebook.coordinates == "update":
         if measured:
-            second, second_exact = _second_moment(fqn, shape, dtype, config, types)
+            second = _second_moment(fqn, shape, dtype, config, types)
         if second is None:
             alone = Relative(error=chosen.codebook.update_bound)
             chosen = chosen.model_copy(update={"codebook": alone})
     if chosen.codebook.coordinates != "values":
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
-    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second, second_exact)
+    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
 
 
 def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
@@ -139,14 +137,13 @@ def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings
 
 def _second_moment(
     fqn: str, shape: Sequence[int], dtype: torch.dtype, config: QuantizeConfig, types: Mapping[str, str] | None
-) -> tuple[str | None, bool]:
-    """Return the second moment of a first one, if it is stored by its octaves or exactly, and which of these."""
+) -> str | None:
+    """Return the second moment of a first one, if it is stored by its octaves or exactly."""
     name = second_moment_of(fqn)
     if name is None:
-        return None, False
+        return None
     kept = assign(name, shape, dtype, config, types).config
-    octaves = kept is None or (kept.method == "quantize" and kept.codebook.coordinates == "octaves")
-    return (name, kept is None) if octaves else (None, False)
+    return name if kept is None or (kept.method == "quantize" and kept.codebook.coordinates == "octaves") else None
 
 
 def second_moment_of(fqn: str) -> str | None:

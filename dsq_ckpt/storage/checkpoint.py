@@ -12,14 +12,15 @@ import torch
 
 from dsq_ckpt.coding import coder_class, layered
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.core.arrays import F32, U32, Codes
+from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.quantization.chunk import Dequantizer, add
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
-from dsq_ckpt.quantization.moments import from_units
+from dsq_ckpt.quantization.matrix_scales import MatrixScales
+from dsq_ckpt.quantization.moments import from_octave_units, from_roots
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.container import Block, ContainerReader
 from dsq_ckpt.storage.files import CheckpointFiles, names_file
@@ -28,6 +29,7 @@ from dsq_ckpt.storage.shard import RecordRef
 _MOST_BLOCK = 1 << 26  # elements
 _MOST_STEPS = 1 << 16
 _MOST_EXPONENT = 100
+_FACTORS = {"unit", "root", "scales"}  # by which values are multiplied after they were dequantized
 
 
 class Checkpoint(CheckpointFiles):
@@ -36,6 +38,7 @@ class Checkpoint(CheckpointFiles):
     def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
         super().__init__(directory, lazy=lazy, known=known)
         self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
+        self._numbers: dict[str, I16] = {}
 
     def model(self) -> ParentModel:
         """Return the data of this checkpoint that a child needs of its parent."""
@@ -120,20 +123,20 @@ class Checkpoint(CheckpointFiles):
         direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
         if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
             self._sum(ref, codes, refined, workers, into.view(-1).numpy())
-            self._from_units(record, into.view(-1).numpy(), workers)
+            self._times_roots(record, into.view(-1).numpy(), workers)
             return into
         values = np.empty(len(codes), np.float32)
         self._sum(ref, codes, refined, workers, values)
-        self._from_units(record, values, workers)
+        self._times_roots(record, values, workers)
         return within(torch.from_numpy(values), dtype).view(shape)
 
-    def _from_units(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
-        """Multiply first moments by the units of their second moments, if they were measured in these."""
-        if "unit" not in record:
+    def _times_roots(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
+        """Multiply first moments by the roots of their second moments, if they were divided by these."""
+        if (name := record.get("root", record.get("unit"))) is None:
             return
-        ref = self.find(str(record["unit"]), tuple(record["offsets"]))
+        ref = self.find(str(name), tuple(record["offsets"]))
         other = self.record(ref)
-        if other["shape"] != record["shape"] or "unit" in other:
+        if other["shape"] != record["shape"] or "unit" in other or "root" in other:
             raise CorruptCheckpoint(
                 f"'{ref.file}' record {ref.record} does not fit {record['fqn']}, which is measured by it: "
                 f"{other['fqn']} of shape {other['shape']}, expected {record['shape']}"
@@ -143,15 +146,19 @@ class Checkpoint(CheckpointFiles):
         else:
             squares = np.empty(len(values), np.float32)
             self._sum(ref, self.codes(ref, workers), False, workers, squares)
-        for _ in workers.map(lambda where: from_units(values[where], squares[where]), workers.blocks(len(values))):
+        multiply = from_roots if "root" in record else from_octave_units  # which format version 4 had
+        for _ in workers.map(lambda where: multiply(values[where], squares[where]), workers.blocks(len(values))):
             pass
 
     def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
         """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then own."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
-            if "unit" in record and (place or link != ref):
-                raise CorruptCheckpoint(f"'{link.file}' record {link.record} has a unit, and is part of a sum")
+            factors = sorted(_FACTORS & record.keys())
+            if len(factors) > 1 or (factors and (place or link != ref)):
+                raise CorruptCheckpoint(
+                    f"'{link.file}' record {link.record} has {factors}, expected one of them, and none in a sum"
+                )
             if record["type"] == ("plain" if place else "merged"):
                 raise CorruptCheckpoint(
                     f"'{self.directory / link.file}' record {link.record} does not fit its chain: {record['type']}"
@@ -164,6 +171,36 @@ class Checkpoint(CheckpointFiles):
                 self.superstep(link, own).add_to(out, workers)
             else:
                 self._values(link, record, own, refined and link == ref, workers, out, onto=place > 0)
+            if "scales" in record:
+                self._times_scales(link, record, out, workers)
+
+    @names_file
+    def _times_scales(self, ref: RecordRef, record: dict[str, Any], values: F32, workers: Workers) -> None:
+        """Multiply second moments by the scales of their rows and columns."""
+        numbers = self._scale_numbers(ref.file)
+        first, by_row, by_column = record["scales"]
+        shape = record["shape"]
+        rows = shape[0] if shape else 1
+        columns = len(values) // max(rows, 1)
+        fits = by_row in (0, rows) and by_column in (0, columns)
+        if not fits or type(first) is not int or not 0 <= first <= len(numbers) - by_row - by_column:
+            raise CorruptCheckpoint(
+                f"'{ref.file}' record {ref.record} of shape {shape} has scales {record['scales']}, expected a place "
+                f"among {len(numbers)} numbers, {rows} or 0 for rows and {columns} or 0 for columns"
+            )
+        end = first + by_row
+        scales = MatrixScales(columns, numbers[first:end], numbers[end : end + by_column])
+        for _ in workers.map(lambda where: scales.multiply(values[where], where.start), workers.blocks(len(values))):
+            pass
+
+    def _scale_numbers(self, file: str) -> I16:
+        """Return the numbers of all scales of a file."""
+        if file not in self._numbers:
+            block, count = self.reader(file).contents["scales"]
+            if type(count) is not int or count < 0:
+                raise CorruptCheckpoint(f"'{file}' has {count!r} numbers of scales")
+            self._numbers[file] = np.frombuffer(self._unshuffled(file, Block(*block), 2, 2 * count), np.int16)
+        return self._numbers[file]
 
     @names_file
     def superstep(self, ref: RecordRef, codes: Codes) -> SuperStep:

@@ -14,7 +14,7 @@ import torch
 from dsq_ckpt.coding import HuffmanCoder, coder_class, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
-from dsq_ckpt.core.arrays import Bits
+from dsq_ckpt.core.arrays import I16, Bits
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
@@ -116,6 +116,7 @@ class ShardWriter:
         self._packs: list[tuple[Block, int, int]] = []
         self._open: dict[int, _Pack] = defaultdict(lambda: _Pack(0))
         self._requires: set[str] = set()
+        self._scales: list[tuple[Written, I16]] = []
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -168,7 +169,7 @@ class ShardWriter:
         if source.exponent:
             record["exponent"] = source.exponent
         if source.second_moment is not None:
-            record["unit"] = source.second_moment
+            record["root"] = source.second_moment
         if parent is not None:
             record["parent"] = list(parent)
         if chunk.residual is not None:
@@ -181,6 +182,10 @@ class ShardWriter:
             size += record["protected"].size
         ref = RecordRef(self.name, len(self._records))
         written = Written(ref, len(source.codes) * dtype.itemsize, size)
+        if source.scales is not None and source.scales.any:
+            by_row, by_column = source.scales.by_row, source.scales.by_column
+            record["scales"] = [sum(len(numbers) for _, numbers in self._scales), len(by_row), len(by_column)]
+            self._scales.append((written, np.concatenate([by_row, by_column])))
         self._records.append(record)
         if source.refinement_bits:
             entry: dict[str, Any] = {"bits": source.refinement_bits, "blocks": refined}
@@ -213,7 +218,7 @@ class ShardWriter:
             self._flush(itemsize)
         requires = sorted(self._requires)
         base = self._base.finish({
-            **self._head, "requires": requires, "groups": self._groups, "packs": self._packs,
+            **self._head, **self._finish_scales(), "requires": requires, "groups": self._groups, "packs": self._packs,
             "block_elements": self._workers.block_elements, "records": self._records,
         })
         refinement = None
@@ -223,6 +228,16 @@ class ShardWriter:
                 "block_elements": self._workers.block_elements,
             })
         return base, refinement, requires
+
+    def _finish_scales(self) -> dict[str, Any]:
+        """Store the numbers of all scales as one block; return its entry in the contents."""
+        if not self._scales:
+            return {}
+        numbers = np.concatenate([own for _, own in self._scales])
+        block = self._base.add(shuffle_compress(numbers.tobytes(), 2))
+        for written, own in self._scales:
+            written.base += -(-block.size * len(own) // len(numbers))  # its share, rounded up
+        return {"scales": [block, len(numbers)]}
 
     def _group(self, name: str, elements: int) -> Coder:
         """Return the coder of a group; write its codebook and model once per file."""

@@ -249,28 +249,40 @@ def shuffled(path: Path, rng: random.Random) -> str:
 
 
 def units(path: Path, rng: random.Random) -> str:
-    """Forge the units of first moments, and the octaves of second moments that units come from."""
+    """Forge the roots of first moments, and the scales and levels of second moments that roots come from."""
     file, container = _opened(path, rng, ".dsq")
     records = [record for record in container.contents["records"] if record["type"] == "coded"]
-    measured = [record for record in records if "unit" in record]
+    measured = [record for record in records if "root" in record]
     if not measured:
         return contents(path, rng)
     record = rng.choice(measured)
-    what = rng.choice(["name", "name", "remove", "another has one", "residual", "levels", "group", "dtype"])
+    what = rng.choice([
+        "name", "name", "remove", "another has one", "residual", "levels", "group", "dtype", "scales", "scales",
+        "number",
+    ])
     if what == "name":
         names_of = [other["fqn"] for other in container.contents["records"]]
-        record["unit"] = rng.choice([*names_of, *forging.NAMES, None, 3, [], {}])
+        record[rng.choice(["root", "root", "unit"])] = rng.choice([*names_of, *forging.NAMES, None, 3, [], {}])
     elif what == "remove":
-        del record["unit"]
+        del record["root"]
     elif what == "another has one":
-        rng.choice(records)["unit"] = record["unit"]
+        rng.choice(records)[rng.choice(["root", "unit"])] = record["root"]
     elif what == "residual":
         record["residual"] = [file.name, rng.randrange(len(container.contents["records"]))]
     elif what == "dtype":
         record["dtype"] = rng.choice(["float64", "bfloat16", "float16", "int32"])
     else:
-        (squares,) = (other for other in records if other["fqn"] == record["unit"])
-        if what == "group":
+        (squares,) = (other for other in records if other["fqn"] == record["root"])
+        if what == "scales":
+            numbers = squares.setdefault("scales", [0, 0, 0])
+            place = rng.randrange(3)
+            numbers[place] = rng.choice([*forging.NUMBERS, numbers[place] + 1, -1, 0, None, "x", True])
+            rng.choice([squares, record])["scales"] = rng.choice([numbers, numbers, numbers[:2], None, {}])
+        elif what == "number":
+            known = container.contents.get("scales", [[0, 0, ""], 0])
+            known[1] = rng.choice([known[1] + 1, known[1] - 1, -1, 1 << 40, None])
+            container.contents["scales"] = rng.choice([known, None, [], known[:1]])
+        elif what == "group":
             squares["group"], record["group"] = record["group"], squares["group"]
         else:
             book = container.contents["groups"][squares["group"]]["codebook"]

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import dsq_ckpt
 from dsq_ckpt.codebooks import Histogram
-from dsq_ckpt.codebooks.octaves import ERROR, Octaves
+from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.groups import assign
-from dsq_ckpt.quantization.moments import UNITS, WINDOW, OctaveFrame, UpdateFrame, from_units
+from dsq_ckpt.quantization.moments import LEAST_ROOT, OCTAVE_UNITS, UpdateFrame, from_octave_units, from_roots
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -52,11 +53,19 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / one.norm())
 
 
-def test_second_moments_keep_their_octave_and_zeros(tmp_path) -> None:
+def octaves_between(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """log2 of the ratios of elements that are not zero."""
+    kept = one > 0
+    return other[kept].double().log2() - one[kept].double().log2()
+
+
+def test_second_moments_stay_within_an_octave_or_two_and_zeros_are_kept(tmp_path) -> None:
+    """Elements of one row differ by 40 octaves here, for which no scale of rows and columns is any help."""
     saved = state()
     dsq_ckpt.save(saved, tmp_path / "run" / "0")
     v, got = saved["state"]["w"]["exp_avg_sq"], restored(tmp_path / "run" / "0", saved)["exp_avg_sq"]
-    assert torch.equal(torch.frexp(got).exponent, torch.frexp(v).exponent)
+    assert octaves_between(v, got).abs().max() < 2
+    assert octaves_between(v, got).abs().mean() < 0.3 and octaves_between(v, got).mean().abs() < 0.02
     assert torch.equal(got == 0, v == 0)
 
 
@@ -121,7 +130,7 @@ def test_second_moments_cost_little_given_their_parents(tmp_path) -> None:
     keyframe, delta = (Manifest.read(tmp_path / "run" / name).kinds["exp_avg_sq"].base for name in "01")
     assert delta < keyframe / 4
     v, got = saved["state"]["w"]["exp_avg_sq"], restored(tmp_path / "run" / "1", saved)["exp_avg_sq"]
-    assert torch.equal(torch.frexp(got).exponent, torch.frexp(v).exponent)
+    assert octaves_between(v, got).abs().max() < 2
 
 
 def test_octaves_that_the_parent_did_not_have_are_coded(tmp_path) -> None:
@@ -133,8 +142,7 @@ def test_octaves_that_the_parent_did_not_have_are_coded(tmp_path) -> None:
     v[2] = 1e-40  # subnormal: no octave
     dsq_ckpt.save(saved, tmp_path / "run" / "1")
     got = restored(tmp_path / "run" / "1", saved)
-    for row, exponent in ((0, 101), (1, -119)):
-        assert (torch.frexp(got["exp_avg_sq"][row]).exponent == exponent).all()
+    assert octaves_between(v[:2], got["exp_avg_sq"][:2]).abs().max() < 2
     assert (got["exp_avg_sq"][2] == 0).all()
     large = saved["state"]["w"]["exp_avg"][2].abs() > 1e-17
     assert error(saved["state"]["w"]["exp_avg"][2][large], got["exp_avg"][2][large]) < 0.01
@@ -158,7 +166,7 @@ def test_a_first_moment_alone_is_stored_by_its_size(tmp_path) -> None:
     saved = {"state": {"w": {"exp_avg": m}}}
     dsq_ckpt.save(saved, tmp_path / "run" / "0")
     with Checkpoint(tmp_path / "run" / "0") as checkpoint:
-        assert "unit" not in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
+        assert "root" not in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
     empty = {"state": {"w": {"exp_avg": torch.zeros_like(m)}}}
     dsq_ckpt.load(empty, tmp_path / "run" / "0")
     assert error(m, empty["state"]["w"]["exp_avg"]) < 0.5
@@ -166,15 +174,12 @@ def test_a_first_moment_alone_is_stored_by_its_size(tmp_path) -> None:
 
 @pytest.mark.parametrize("how", ["exact", "bf16"])
 def test_second_moments_that_are_not_coded_by_octave(tmp_path, how) -> None:
-    """Exact ones measure as well; of bf16 ones rounding may change the octave, and so they measure nothing.
-
-    A reader goes by the octave of exact ones too, in which their place is known.
-    """
+    """By exact ones first moments are divided as well, by rounded ones not."""
     saved = state()
     fine = {"codebook": {"fit": "update", "error": 0.02}}
     dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": fine, "exp_avg_sq": {"method": how}}})
     with Checkpoint(tmp_path / "run" / "0") as checkpoint:
-        assert ("unit" in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))) == (how == "exact")
+        assert ("root" in checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))) == (how == "exact")
     got = restored(tmp_path / "run" / "0", saved)
     if how == "exact":
         assert torch.equal(got["exp_avg_sq"], saved["state"]["w"]["exp_avg_sq"])
@@ -198,7 +203,7 @@ def test_history_without_refinement_keeps_second_moments_alone(tmp_path) -> None
     saved = state()
     dsq_ckpt.save(saved, tmp_path / "run" / "0", config={"quantize": {"exp_avg": {"refinement_bits": 0}}})
     got, exact = restored(tmp_path / "run" / "0", saved), saved["state"]["w"]
-    assert torch.equal(torch.frexp(got["exp_avg_sq"]).exponent, torch.frexp(exact["exp_avg_sq"]).exponent)
+    assert octaves_between(exact["exp_avg_sq"], got["exp_avg_sq"]).abs().max() < 2
     assert update(exact).abs().max() < 2 and not got["exp_avg"].any()
     kinds = Manifest.read(tmp_path / "run" / "0").kinds
     assert kinds["exp_avg"].base < 0.1 * kinds["exp_avg_sq"].base
@@ -213,7 +218,7 @@ def test_differences_of_first_moments_are_not_measured(tmp_path) -> None:
         saved["state"]["w"]["exp_avg"] *= 0.9
     with Checkpoint(tmp_path / "run" / "2") as checkpoint:
         record = checkpoint.record(checkpoint.find("state.w.exp_avg", (0, 0)))
-    assert "residual" in record and "unit" not in record
+    assert "residual" in record and "root" not in record
 
 
 def test_groups_of_codes_in_other_units_have_other_names() -> None:
@@ -224,49 +229,37 @@ def test_groups_of_codes_in_other_units_have_other_names() -> None:
     assert (alone.second_moment, measured.second_moment) == (None, "state.w.exp_avg_sq")
 
 
-@given(st.lists(FLOATS, min_size=1, max_size=50))
-def test_octave_frame_is_the_exponent(values: list[float]) -> None:
-    x = np.array(values, np.float32)
-    keyed = OctaveFrame().coded(torch.from_numpy(x), slice(None)).numpy()
-    exponent = (x.view(np.uint32) >> 23) & 0xFF
-    assert (WINDOW.bin_of(keyed) % WINDOW.n == np.where(exponent == 0, 0, exponent + 1)).all()
-    assert (np.signbit(keyed) == np.signbit(x))[exponent > 0].all()
-
-
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=50))
-def test_units_there_and_back(pairs: list[tuple[float, float]]) -> None:
+def test_roots_there_and_back(pairs: list[tuple[float, float]]) -> None:
     m, v = (np.array(part, np.float32) for part in zip(*pairs, strict=True))
-    for exact, place in ((True, 1), (False, 2**0.251)):  # of exact ones a reader knows the place in the octave
-        coded = UpdateFrame("v", torch.from_numpy(v), exact).coded(torch.from_numpy(m), slice(None)).numpy().copy()
-        assert np.isnan(coded[v < 0]).all() and not np.isnan(coded[v >= 0]).any()
-        finite, in_units = np.isfinite(coded), coded.copy()
-        from_units(coded, v)
-        assert np.isfinite(coded[v >= 0]).all()
-        normal = finite & (np.abs(m) > 1e-37) & (np.abs(in_units) > 1e-37)  # subnormal numbers have fewer bits
-        ratio = coded[normal].astype(np.float64) / m[normal]
+    coded = UpdateFrame("v", torch.from_numpy(v)).coded(torch.from_numpy(m), slice(None)).numpy().copy()
+    assert np.isnan(coded[v < 0]).all() and not np.isnan(coded[v >= 0]).any()
+    in_units, by_octave = coded.copy(), coded.copy()
+    normal = np.isfinite(coded) & (np.abs(m) > 1e-37) & (np.abs(coded) > 1e-37)  # subnormal numbers have fewer bits
+    for back, read, place in ((coded, from_roots, 1), (by_octave, from_octave_units, 2**0.251)):
+        read(back, v)
+        assert np.isfinite(back[v >= 0]).all()
+        ratio = back[normal].astype(np.float64) / m[normal]
         assert ((ratio > (1 - 3e-7) / place) & (ratio < (1 + 3e-7) * place)).all()
-        if not exact:
-            normal &= v > 1e-37
-            np.testing.assert_allclose(in_units[normal], m[normal] / np.sqrt(v[normal].astype(np.float64)), rtol=3e-7)
+    normal &= v > 1e-37
+    np.testing.assert_allclose(in_units[normal], m[normal] / np.sqrt(v[normal].astype(np.float64)), rtol=3e-7)
 
 
 def test_units_are_roots_of_octaves() -> None:
     exponents = np.arange(255)
-    np.testing.assert_allclose(UNITS[:255].astype(np.float64) ** 2, 2.0 ** (exponents - 126.5), rtol=2e-7)
+    np.testing.assert_allclose(OCTAVE_UNITS[:255].astype(np.float64) ** 2, 2.0 ** (exponents - 126.5), rtol=2e-7)
+    assert OCTAVE_UNITS[0] == LEAST_ROOT
 
 
-def test_error_of_an_octave_is_the_measured_one() -> None:
-    values = np.exp2(np.random.default_rng(0).random(100_000))
-    assert pytest.approx((((values - 2**0.5) ** 2).mean() / (values**2).mean()) ** 0.5, rel=0.01) == ERROR
-
-
-def test_octaves_protect_negative_values_and_have_a_level_for_each_octave_in_use() -> None:
-    held = np.zeros(WINDOW.size, np.int64)
-    held[[0, 1 + 100, 1 + 120, WINDOW.n + 1 + 50]] = 5, 3, 2, 1
-    proposal = Octaves().propose(Histogram(held, WINDOW))
-    assert proposal.levels.tolist() == [2**0.5 * 2.0**-27, 2**0.5 * 2.0**-7]
-    assert proposal.codes[[0, 101, 121, WINDOW.n]].tolist() == [0, 1, 2, 0]
-    assert proposal.forced[[0, 101, 121, WINDOW.n, WINDOW.n + 51]].tolist() == [False, False, False, False, True]
+def test_levels_are_the_octaves_nearest_to_values_in_use() -> None:
+    held = np.zeros(FULL.size, np.int64)
+    at = {exponent: int(FULL.bin_of(np.float32([1.125 * 2.0**exponent]))[0]) for exponent in (-20, 7)}
+    negative = int(FULL.bin_of(np.float32([-3.0]))[0])
+    held[[0, *at.values(), negative]] = 5, 3, 2, 1
+    proposal = Octaves().propose(Histogram(held, FULL))
+    assert proposal.levels.tolist() == [107, 134] and proposal.centred
+    assert proposal.pruned.nonzero()[0].tolist() == [0, FULL.n]
+    assert proposal.forced[[0, *at.values(), FULL.n, negative]].tolist() == [False, False, False, False, True]
 
 
 def test_differences_are_not_taken_to_values_in_units(tmp_path) -> None:

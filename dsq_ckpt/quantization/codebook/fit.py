@@ -167,13 +167,9 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     if split is not None:
         counts[:, protected] += split.protected.sum(1) + split.pruned[:, forced].sum(1)
         counts[:, 0] += split.pruned[:, ~forced].sum(1)
+    if proposal.centred and log:
+        levels = _centred(joint, table, window, levels)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
-    if proposal.measured is not None:
-        book = Codebook(real_levels, window, "linear", step, real_levels, real_levels)
-        return Fitted(
-            book, window, table, counts, joint.shape[0] > 1, entropy_bits(counts), proposal.measured.mean_square,
-            proposal.measured.error, refinement_bits=0,
-        )
     low, high = _cells(joint, table, window, protected, log)
     if split is not None and (zeros := np.flatnonzero(split.pruned[:, ~forced].any(0))).size:
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
@@ -265,6 +261,20 @@ def _ascending(levels: F64, log: bool) -> tuple[F64, Codes]:
 def _from_bits(levels: F64) -> F64:
     """Return the floats whose bits, read as an integer, are level * 2^23."""
     return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _centred(joint: Counts, table: Codes, window: KeyWindow, levels: F64) -> F64:
+    """Return levels in the middle of the logarithms of their values, at most half an octave from where they were."""
+    rows, bins = np.nonzero(joint)
+    codes = table[rows, bins]
+    kept = (codes > 0) & (codes <= len(levels))
+    codes, weight = codes[kept] - 1, joint[rows, bins][kept].astype(np.float64)
+    logs = np.log2(window.values()[bins[kept]]) + 127
+    held = np.bincount(codes, weight, len(levels))
+    means = np.bincount(codes, weight * logs, len(levels)) / np.maximum(held, 1)
+    octave = np.floor(means)
+    bits = octave + np.exp2(means - octave) - 1  # the bits of a float are a bent copy of the logarithm
+    return np.where(held > 0, bits.clip(levels - 0.5, levels + 0.5), levels)
 
 
 def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:

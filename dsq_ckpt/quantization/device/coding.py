@@ -121,6 +121,7 @@ class DeviceChunk:
         self.parent: Codes | None = chunk.parent if fitted.uses_parent else None
         self.values: F32 | None = None
         self.second_moment = None if chunk.frame is None else chunk.frame.second_moment
+        self.scales = None if chunk.frame is None else chunk.frame.scales
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
         self._width, self._protected = tables.width, fitted.codebook.protected
         device, x = chunk.tensor.device, chunk.coded_flat()

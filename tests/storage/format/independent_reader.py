@@ -42,7 +42,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 4:
+    if version > 5:
         raise Unsupported(f"version {version}")
 
 
@@ -148,6 +148,12 @@ def added(values: npt.NDArray[np.float32], more: npt.NDArray[np.float32]) -> npt
     with np.errstate(over="ignore"):
         total = values + more
     return np.where(np.isinf(total), np.copysign(np.finfo(np.float32).max, total), total)
+
+
+def product(values: npt.NDArray[np.float32], factors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        found = values * factors
+    return np.where(np.isinf(found), np.copysign(np.finfo(np.float32).max, found), found)
 
 
 def check_book(book: Tree) -> None:
@@ -323,22 +329,39 @@ class Reader:  # a checkpoint directory
         known = {pair: value(book, pair[0], scale, pair[1], bits) for pair in set(pairs) if pair[0] < last}
         rest = iter(protected)
         values = np.array([known[p] if p in known else next(rest) for p in pairs], np.float32)
-        return values if "unit" not in record else self._in_units(values, record)
+        require(len({"unit", "root", "scales", "residual"} & record.keys()) < 2, "one factor at most, and none in sums")
+        if "scales" in record:
+            values = product(values, self._scales(file, record))
+        return values if {"unit", "root"}.isdisjoint(record) else self._times_roots(values, record)
 
-    def _in_units(self, values: npt.NDArray[np.float32], record: Tree) -> npt.NDArray[np.float32]:
-        fqn, found = record["unit"], None
+    def _scales(self, file: Container, record: Tree) -> npt.NDArray[np.float32]:
+        place, count = file.contents["scales"]
+        require(type(count) is int and count >= 0, "number of scales")
+        numbers = np.frombuffer(unshuffle(file.block(place), 2, 2 * count), "<i2").astype(np.int64)
+        (first, r, c), shape = record["scales"], record["shape"] or [1]
+        rows, columns = shape[0], int(np.prod(shape[1:], dtype=np.int64))
+        require(type(first) is int and r in (0, rows) and c in (0, columns), "numbers of rows and columns")
+        require(0 <= first <= count - r - c, "numbers that are there")
+        total = np.full((rows, columns), 1016)
+        total += numbers[first : first + r, None] if r else 0
+        total += numbers[first + r : first + r + c] if c else 0
+        return (np.clip(total, 8, 2039).astype(np.uint32) << np.uint32(20)).view(np.float32).reshape(-1)
+
+    def _times_roots(self, values: npt.NDArray[np.float32], record: Tree) -> npt.NDArray[np.float32]:
+        fqn, found = record["root" if "root" in record else "unit"], None
         for offsets, shape, number, place in self.index["tensors"][fqn]["chunks"]:
             if [offsets, shape] == [record["offsets"], record["shape"]]:
                 found = self.index["files"][number], place
         require(found is not None, "a chunk that measures this one")
         assert found is not None
         other = self._record(*found)
-        require("unit" not in other and "residual" not in record, "units are not measured")
-        exponents = self._sum(*found, record["shape"], False).view(np.uint32) >> 23 & 0xFF
-        units = [2.0 ** ((e - 126.5) / 2) for e in range(256)]
-        with np.errstate(over="ignore"):
-            product = values * np.array(units, np.float32)[exponents]
-        return np.where(np.isinf(product), np.copysign(np.finfo(np.float32).max, product), product)
+        require({"unit", "root"}.isdisjoint(other), "units are not measured")
+        squares = self._sum(*found, record["shape"], False)
+        exponents = squares.view(np.uint32) >> 23 & 0xFF
+        units = np.array([2.0 ** ((e - 126.5) / 2) for e in range(256)], np.float32)
+        if "unit" in record:
+            return product(values, units[exponents])
+        return product(values, np.where(exponents, np.sqrt(np.abs(squares)), units[0]))
 
     def _codes(self, name: str, place: int, shape: list[int], seen: tuple[tuple[str, int], ...]) -> list[int]:
         require((name, place) not in seen, "a chain ends")
