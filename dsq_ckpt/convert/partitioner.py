@@ -29,7 +29,8 @@ class _Block(NamedTuple):
 def deal(source: Source, ranks: int) -> list[list[ChunkKey]]:
     """Partition a source over ranks, in its order: every chunk once, and about as many bytes for each rank.
 
-    What is decoded does not depend on it: sketches are sums over all chunks, and everything else is per element.
+    What is decoded does not depend on it: sketches are sums over all chunks, and everything else is per element. Second
+    moments are an exception, whose scales are those of a chunk's rows and columns.
 
     Args:
         source: source to be partitioned.

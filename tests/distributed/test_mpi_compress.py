@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import dsq_ckpt
 from dsq_ckpt import DSQConfig
+from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import alter, document, error, owned
@@ -26,7 +27,7 @@ from tests.helpers.source_files import (
     write_sharded,
     write_torch,
 )
-from tests.helpers.states import differences, loaded, mixed_state
+from tests.helpers.states import differences, flat, loaded, mixed_state, relative_error
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -100,13 +101,22 @@ def test_four_ranks_store_what_one_process_stores(compressed, form):
     made, alone = (directory / form for directory in compressed[:2])
     state = flat_state() if form in ("safetensors", "index") else nested_state(plain="torch" not in form)
     for layers in ({}, {"refinement": False}):
-        assert differences(loaded(made, state, **layers), loaded(alone, state, **layers)) == []
+        several, one = flat(loaded(made, state, **layers)), flat(loaded(alone, state, **layers))
+        differing = differences(several, one)
+        assert all(kind_of(name).startswith("exp_avg") for name in differing) and (differing == [] or "torch" in form)
+        for name in differing:  # second moments are over scales of the rows and columns of each part
+            assert relative_error(flat(state)[name], several[name]) < 1.1 * relative_error(flat(state)[name], one[name])
     ours, theirs = Manifest.read(made), Manifest.read(alone)
-    assert (ours.groups, ours.nonfinite, ours.config) == (theirs.groups, theirs.nonfinite, theirs.config)
+    assert ours.groups.keys() == theirs.groups.keys()
+    assert all(ours.groups[name] == theirs.groups[name] for name in ours.groups if not name.startswith("exp_avg"))
+    assert (ours.nonfinite, ours.config) == (theirs.nonfinite, theirs.config)
     assert ours.nonfinite and ours.groups and (ours.ranks, theirs.ranks) == (4, 1)
     assert sum(sizes.logical for sizes in ours.kinds.values()) == sum(sizes.logical for sizes in theirs.kinds.values())
     with Checkpoint(made) as a, Checkpoint(alone) as b:
-        for key in ("codebooks", "exponents", "tied", "planner", "typed_keys", "empty_dicts"):
+        books = [{name: book for name, book in checkpoint.index["codebooks"].items() if not name.startswith("exp_avg")}
+                 for checkpoint in (a, b)]
+        assert books[0] == books[1] != {}
+        for key in ("exponents", "tied", "planner", "typed_keys", "empty_dicts"):
             assert a.index[key] == b.index[key] != [] or key in ("typed_keys", "empty_dicts", "tied"), key
         assert set(a.index["tensors"]) == set(b.index["tensors"]) and a.index["exponents"]
         assert sorted(a.index["objects"]) == sorted(b.index["objects"])
