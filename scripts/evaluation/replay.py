@@ -257,7 +257,7 @@ def stored(path: Path, types: Mapping[str, str]) -> tuple[dict[str, Bytes], Code
             kind = "exact"
             if record["type"] != "bytes":
                 kind = assign(fqn, shapes[fqn], dtype_of(record["dtype"]), usual, types).kind
-            part = _record_bytes(record, own["packs"], refined.get(str(number)))
+            part = _record_bytes(record, own, refined.get(str(number)))
             kinds.setdefault(kind, Bytes()).add(part)
             if kind == "weights" and record["type"] == "coded":
                 codes.elements += math.prod(record["shape"])
@@ -270,21 +270,25 @@ def stored(path: Path, types: Mapping[str, str]) -> tuple[dict[str, Bytes], Code
     return kinds, codes
 
 
-def _record_bytes(record: Mapping[str, Any], packs: list[Any], refined: Mapping[str, Any] | None) -> Bytes:
-    """Return the bytes of one record; of a block that small tensors share, its part."""
+def _record_bytes(record: Mapping[str, Any], own: Mapping[str, Any], refined: Mapping[str, Any] | None) -> Bytes:
+    """Return the bytes of one record of a file; of a block that tensors share, its part."""
     if record["type"] == "coded":
         elements = math.prod(record["shape"])
         blocks = [*record["blocks"], *([record["protected"]] if "protected" in record else [])]
         beside = [] if refined is None else [*refined["blocks"], *filter(None, [refined.get("protected")])]
+        scales = 0
+        if "scales" in record:
+            block, count = own["scales"]
+            scales = -(-block[1] * sum(record["scales"][1:]) // count)
         return Bytes(
-            elements * dtype_of(record["dtype"]).itemsize, sum(block[1] for block in blocks if block is not None),
-            sum(block[1] for block in beside),
+            elements * dtype_of(record["dtype"]).itemsize,
+            sum(block[1] for block in blocks if block is not None) + scales, sum(block[1] for block in beside),
         )
     size = record["size"]
     logical = size
     if record["type"] == "plain":
         logical = math.prod(record["shape"]) * dtype_of(record["dtype"]).itemsize
-    held = [packs[place] for place in record["packs"]]
+    held = [own["packs"][place] for place in record["packs"]]
     if "at" in record:
         [(block, _, whole)] = held
         return Bytes(logical, -(-block[1] * size // max(whole, 1)))
