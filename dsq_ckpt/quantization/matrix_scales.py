@@ -24,10 +24,9 @@ _EIGHTH = 20  # bits of a float below an eighth of its octave
 _ONE = 127 << 3  # eighths of an octave up to 1.0
 _REACH = 120 << 3  # by which a ratio may be away from 1
 _TOGETHER = 1 << 24  # elements that are looked at together on a device
+_PIECE = 1 << 10  # elements of a row whose scales are made at once
 _TINY = float(np.finfo(np.float32).tiny)
 _LARGEST = np.float32(np.finfo(np.float32).max)
-FACTORS: F32 = (np.arange(256 << 3, dtype=np.uint32).clip(1 << 3, (255 << 3) - 1) << _EIGHTH).view(np.float32)
-"""float32[2048]: scales by 1016 plus the numbers of row and column; from the smallest normal number to a finite one."""
 
 
 class _Sums(NamedTuple):
@@ -93,26 +92,27 @@ class MatrixScales:
         return bool(len(self.by_row) or len(self.by_column))
 
     def divide(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """Return values over their scales, float32.
+        """Return values over their scales, float32; zero for zero and subnormal numbers.
 
         Args:
             values: flat elements of the chunk from `start` on, on any device.
             start: see above.
         """
         values = values.to(torch.float32)
-        if not self.any:
-            return values
         if values.device.type == "cpu":
             out = np.empty(len(values), np.float32)
-            _divide(values.numpy(), start, self.columns, *self._numbers(), FACTORS, out)
+            _divide(values.numpy(), start, self.columns, *self._numbers(), out)
             return torch.from_numpy(out)
+        values = torch.where(values.abs() < _TINY, 0.0, values)
+        if not self.any:
+            return values
         place = torch.arange(start, start + len(values), device=values.device)
         number = torch.full((len(values),), _ONE, dtype=torch.int32, device=values.device)
         if len(self.by_row):
             number += torch.from_numpy(self.by_row).to(values.device)[place // self.columns]
         if len(self.by_column):
             number += torch.from_numpy(self.by_column).to(values.device)[place % self.columns]
-        return values / torch.from_numpy(FACTORS).to(values.device)[number.clamp_(0, len(FACTORS) - 1)]
+        return values / (number.clamp_(1 << 3, (255 << 3) - 1) << _EIGHTH).view(torch.float32)
 
     def multiply(self, values: F32, start: int) -> None:
         """Multiply flat elements of the chunk from `start` on by their scales, in place.
@@ -120,7 +120,7 @@ class MatrixScales:
         Products past the largest finite number become that number.
         """
         if self.any:
-            _multiply(values, start, self.columns, *self._numbers(), FACTORS)
+            _multiply(values, start, self.columns, *self._numbers())
 
     def _numbers(self) -> tuple[I16, I16]:
         """Return what kernels take: by row, or the same for all; by column, likewise."""
@@ -130,9 +130,9 @@ class MatrixScales:
 
 def _here(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     rows, columns = part.shape
-    numbers, left, reach = np.zeros(rows), np.zeros((2, columns if by_column else 1)), np.zeros(2)
-    _add(part.to(torch.float32).contiguous().numpy().view(np.uint32), by_row, by_column, numbers, left, reach)
-    return _Sums(numbers, left, *reach)
+    numbers, left, reach = np.zeros(rows), np.zeros((2, columns if by_column else 1), np.int64), np.zeros(2, np.int32)
+    _add(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, left, reach)
+    return _Sums(numbers, left * np.array([[2.0**-_EIGHTH], [1.0]]), *(reach * 2.0**-_EIGHTH))
 
 
 def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
@@ -155,51 +155,66 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
 @jit
 def _add(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reach: Any) -> None:
     rows, columns = bits.shape
-    first, beyond, eighths = np.uint32(1 << 23), np.uint32(255 << 23), 2.0**-20
-    low, high = 0.0, 0.0
+    first, beyond, low, high = np.int32(1 << 23), np.int32(255 << 23), np.int32(0), np.int32(0)
     for i in range(rows):
+        row = bits[i]
         if by_row:
-            total, held = 0.0, 0
+            total, held = np.int64(0), np.int64(0)
             for j in range(columns):
-                if first <= bits[i, j] < beyond:
-                    total += bits[i, j] * eighths
-                    held += 1
-            numbers[i] = np.rint(total / held) - _ONE if held else 0.0
-        less = numbers[i] + _ONE
+                counts = (row[j] >= first) & (row[j] < beyond)
+                total += np.int64(row[j]) if counts else 0
+                held += counts
+            numbers[i] = np.rint(total * 2.0**-20 / held) - _ONE if held else 0.0
+        less = np.int32((numbers[i] + _ONE) * (1 << 20))
         for j in range(columns):
-            if first <= bits[i, j] < beyond:
-                rest = bits[i, j] * eighths - less
-                low, high = min(low, rest), max(high, rest)
-                if by_column:
-                    left[0, j] += rest
-                    left[1, j] += 1
+            counts = (row[j] >= first) & (row[j] < beyond)
+            rest = np.int32(row[j] - less) if counts else np.int32(0)
+            low, high = min(low, rest), max(high, rest)
+            if by_column:
+                left[0, j] += rest
+                left[1, j] += counts
     reach[0], reach[1] = low, high
 
 
-@jit(error_model="numpy")
-def _divide(values: Any, start: int, columns: int, by_row: Any, by_column: Any, factors: Any, out: Any) -> None:
-    row, column, i = start // columns, start % columns, 0
-    while i < len(values):
-        stop = min(len(values), i + columns - column)
-        number = _ONE + (by_row[row] if len(by_row) > 1 else by_row[0])
-        if len(by_column) == 1:
-            factor = factors[min(max(number + by_column[0], 0), 2047)]
-            for j in range(i, stop):
-                out[j] = values[j] / factor
-        else:
-            for j in range(i, stop):
-                out[j] = values[j] / factors[min(max(number + by_column[column + j - i], 0), 2047)]
-        row, column, i = row + 1, 0, stop
+@jit
+def _fill(start: int, stop: int, number: Any, by_column: Any, column: int, bits: Any) -> None:
+    """Write the bits of the scales of elements `start` to `stop` of a row; one number of columns serves all."""
+    if len(by_column) == 1:
+        bits[: stop - start] = np.int32(min(max(number + by_column[0], 8), 2039)) << np.int32(20)
+    else:
+        for j in range(stop - start):
+            bits[j] = np.int32(min(max(number + by_column[column + j], 8), 2039)) << np.int32(20)
 
 
 @jit(error_model="numpy")
-def _multiply(values: Any, start: int, columns: int, by_row: Any, by_column: Any, factors: Any) -> None:
+def _divide(values: Any, start: int, columns: int, by_row: Any, by_column: Any, out: Any) -> None:
+    factors = np.empty(_PIECE, np.float32)
+    bits, tiny = factors.view(np.int32), np.float32(_TINY)
     row, column, i = start // columns, start % columns, 0
     while i < len(values):
-        stop = min(len(values), i + columns - column)
-        number = _ONE + (by_row[row] if len(by_row) > 1 else by_row[0])
+        stop = min(len(values), i + columns - column, i + _PIECE)
+        number = np.int32(_ONE) + np.int32(by_row[row] if len(by_row) > 1 else by_row[0])
+        _fill(i, stop, number, by_column, column, bits)
         for j in range(i, stop):
-            own = by_column[column + j - i] if len(by_column) > 1 else by_column[0]
-            product = values[j] * factors[min(max(number + own, 0), 2047)]
-            values[j] = min(max(product, -_LARGEST), _LARGEST)
-        row, column, i = row + 1, 0, stop
+            out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j - i]
+        column += stop - i
+        i = stop
+        if column == columns:
+            row, column = row + 1, 0
+
+
+@jit(error_model="numpy")
+def _multiply(values: Any, start: int, columns: int, by_row: Any, by_column: Any) -> None:
+    factors = np.empty(_PIECE, np.float32)
+    bits = factors.view(np.int32)
+    row, column, i = start // columns, start % columns, 0
+    while i < len(values):
+        stop = min(len(values), i + columns - column, i + _PIECE)
+        number = np.int32(_ONE) + np.int32(by_row[row] if len(by_row) > 1 else by_row[0])
+        _fill(i, stop, number, by_column, column, bits)
+        for j in range(i, stop):
+            values[j] = min(max(values[j] * factors[j - i], -_LARGEST), _LARGEST)
+        column += stop - i
+        i = stop
+        if column == columns:
+            row, column = row + 1, 0

@@ -70,9 +70,7 @@ class ScaledFrame:
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return the ratios; zero for zero and subnormal numbers."""
-        values = flat.to(torch.float32)
-        values = torch.where(values.abs() < torch.finfo(torch.float32).tiny, 0.0, values)
-        return self.scales.divide(values, self.start + (where.start or 0))
+        return self.scales.divide(flat, self.start + (where.start or 0))
 
     def part(self, where: slice) -> ScaledFrame:
         """Return the frame of elements that begin later."""
