@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import uuid
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported; tests are for two cores, two at once
@@ -46,6 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Return the workers of `-n auto`: one more than cores, since some tests wait for processes that are gone."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, by the seconds that `slow` marks tell, so that no worker ends with one alone."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("slow"):
+            seconds[item.path] += mark.args[0] if mark.args else 10
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)

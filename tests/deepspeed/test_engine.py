@@ -13,7 +13,7 @@ from tests.deepspeed.launched import python, ranks
 from tests.helpers.commands import error, printed
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(3)
 
 
 def test_every_stage_resumes_to_the_last_bit(tmp_path):

@@ -14,7 +14,7 @@ from tests.deepspeed.launched import WORKERS, by_torchrun
 from tests.helpers.processes import ROOT
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(22)
 CONFIGS = ROOT / "configs" / "deepspeed"
 
 

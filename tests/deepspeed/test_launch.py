@@ -81,7 +81,7 @@ def test_a_launcher_without_effect_is_told(scripts, monkeypatch, seen, says):
         launch.main(["train.py"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(34)
 def test_deepspeeds_launcher(tmp_path):
     """It puts `--local_rank` before the script; the script calls `deepspeed.initialize` itself."""
     pytest.importorskip("deepspeed")

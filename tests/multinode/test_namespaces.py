@@ -19,7 +19,7 @@ import dsq_ckpt
 from tests.helpers.commands import document
 from tests.multinode.cluster import INTERFACE, ROOT, Host, NoNamespaces, cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
+pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(360)]
 
 LAUNCHER = ROOT / "scripts" / "launch_multinode.sh"
 WORKER = ROOT / "tests" / "multinode" / "workers" / "stalls.py"

@@ -11,7 +11,7 @@ from tests.helpers.processes import run, torchrun
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(3)
 WORKERS = Path(__file__).parent / "workers"
 
 
