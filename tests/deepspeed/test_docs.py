@@ -78,7 +78,7 @@ def test_commands_name_what_there_is():
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
 
 
-@pytest.mark.slow(61)
+@pytest.mark.slow(25)
 def test_examples(tmp_path, monkeypatch):
     """All of them in one process, then the commands that convert what it saved."""
     pytest.importorskip("deepspeed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -25,6 +26,8 @@ _PART = 5 << 20  # the smallest part that S3 takes
 @pytest.fixture
 def server(s3_address, bucket, monkeypatch):
     """The server that this process uses."""
+    # The time before a further try, in seconds: drawn from 0 to 1, and a save here makes dozens.
+    monkeypatch.setattr("botocore.retryhandler.random", SimpleNamespace(random=lambda: 0.01))
     with faulty_s3(s3_address) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.address)
         monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART})
