@@ -2,6 +2,7 @@
 
     python scripts/evaluate.py record gpt --seed 0    # train once without failures, keep exact checkpoints
     python scripts/evaluate.py offline gpt --json offline.json        # every system on that recorded run
+    python scripts/evaluate.py peers gpt-short --json peers.json      # ExCP, NNCodec, BitSnap, ZipNN and zstd on it
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
     python scripts/evaluate.py oneshot llama vit --json oneshot.json  # one checkpoint by itself, within a bound
@@ -30,6 +31,8 @@ from evaluation import report as results
 from evaluation import resume as resumed
 from evaluation import resume_deepspeed as restarted_tags
 from evaluation import rework as rework_runs
+from evaluation.peers import comparison as beside
+from evaluation.peers.environment import PeerMissingError
 from evaluation.recording import default_directory, load_recording
 from evaluation.recording import record as record_run
 from rich.console import Console
@@ -91,6 +94,41 @@ def offline(
         against = comparison.versus(rows)
         json_files.write(json_path, results.document("offline", settings, rows, versus=against))
     comparison.print_comparison(rows, against)
+
+
+@app.command()
+def peers(
+    workload: list[str] = WORKLOADS,
+    seed: int = typer.Option(0, help="Of the recorded runs."),
+    directory: Path | None = typer.Option(None, help="The recording, where it is not in the user's cache."),
+    peers: str = typer.Option(",".join(beside.JOBS), help=f"Separated by commas, of {', '.join(beside.JOBS)}."),
+    epsilon: list[float] = typer.Option([0.05, 0.01, 0.002], help="Bounds of every lossy peer, and of dsq."),
+    dsq_epsilon: list[float] = typer.Option([0.03, 0.02, 0.005, 0.001], help="Further bounds for dsq."),
+    json_path: Path = JSON,
+) -> None:
+    """Compress recorded runs with other projects' coders and with dsq at equal harm: ratio, and speed in MB/s.
+
+    NNCodec and ZipNN are installed into an environment of their own, on first use.
+    """
+    chosen = _known(peers.split(","), beside.JOBS)
+    names_of = _known(workload, names())
+    recordings = [_recordings(name, [seed], [] if directory is None else [directory])[0] for name in names_of]
+    torch.set_num_threads(1)
+    settings = {
+        "workload": names_of, "seed": seed, "peers": chosen, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon,
+        "tolerance": beside.TOLERANCE,
+    }
+    rows: list[results.Row] = []
+    for recording in recordings:
+        try:
+            for row in beside.compare(recording, chosen, epsilon, dsq_epsilon, console.print):
+                rows.append(row)
+                # After each row: what was measured is kept, should the program be stopped.
+                made = results.document("peers", settings, rows, versus=beside.versus(rows))
+                json_files.write(json_path, made)
+        except (PeerMissingError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
+    beside.print_comparison(rows, beside.versus(rows))
 
 
 @app.command()

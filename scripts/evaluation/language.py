@@ -78,6 +78,13 @@ def gpt(name: str, seed: int) -> Workload:
     return LanguageWorkload(name, plan, seed, GPT)
 
 
+@register("gpt-short")
+def gpt_short(name: str, seed: int) -> Workload:
+    """Make the same GPT for a run of ten checkpoints, where what is compared takes minutes per checkpoint."""
+    plan = Plan(steps=400, checkpoint_every=40, batch_size=4, rate=2e-3, warm_up=50, floor=0.1, clip=1.0)
+    return LanguageWorkload(name, plan, seed, GPT)
+
+
 @register("gpt-tiny")
 def gpt_tiny(name: str, seed: int) -> Workload:
     """Make a GPT of 60 thousand parameters that trains in a second, for tests."""

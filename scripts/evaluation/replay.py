@@ -118,6 +118,10 @@ class Replayed:
         return _ratio([self.kinds[kind] for kind in kinds if kind in self.kinds])
 
 
+Visit = Callable[[Workload, Replayed, Path, bool], None]
+"""Called with the run into which a checkpoint was loaded, its figures, its path, and whether with its refinement."""
+
+
 @dataclass
 class Replay:
     """A recorded run under one configuration."""
@@ -156,6 +160,7 @@ class Replay:
 def replay(
     directory: Path, config: dsq_ckpt.DSQConfig, *, choices: Mapping[int, dsq_ckpt.DSQConfig] | None = None,
     steps: Collection[int] | None = None, report: Callable[[str], None] = lambda line: None,
+    parts: Collection[str] = ("model", "optimizer"), visit: Visit | None = None,
 ) -> Replay:
     """Save every recorded checkpoint after step 0 as training would have, then load and evaluate each of them.
 
@@ -167,6 +172,8 @@ def replay(
         choices: configurations by step, taken as they are in place of a search.
         steps: of the checkpoints to take; None for all.
         report: called with a line about every checkpoint.
+        parts: of the run's state, what is saved.
+        visit: called after each load; the run may be trained on then.
     """
     recording = load_recording(directory)
     settings = recording.info["settings"]
@@ -187,11 +194,11 @@ def replay(
                     chooser = as_configured
                 chosen = config if choices is None else choices.get(step, config)
                 fractions = fractions_of(config)
-                point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, fractions)
+                point = save_recorded(run, checkpoint, Path(name) / f"{step:06d}", chosen, chooser, fractions, parts)
                 made.checkpoints.append(point)
                 report(_line(point))
             for point in made.checkpoints:
-                _evaluate(run, Path(name) / f"{point.step:06d}", point)
+                _evaluate(run, Path(name) / f"{point.step:06d}", point, parts, visit)
             made.warnings = sorted({str(warning.message) for warning in caught})
     finally:
         dsq_ckpt.forget()
@@ -200,7 +207,7 @@ def replay(
 
 def save_recorded(
     run: Workload, checkpoint: RecordedCheckpoint, path: Path, config: dsq_ckpt.DSQConfig, chooser: ConfigPolicy,
-    fractions: Fractions,
+    fractions: Fractions, parts: Collection[str] = ("model", "optimizer"),
 ) -> Replayed:
     """Restore the run at a recorded checkpoint, save it, and return what the save cost.
 
@@ -211,9 +218,10 @@ def save_recorded(
         config: of the save.
         chooser: as for `DSQStorageWriter`.
         fractions: as for `DSQStorageWriter`.
+        parts: of the run's state, what is saved.
     """
     run.restore({"model": checkpoint["model"], "optimizer": checkpoint["optimizer"]})
-    state = run.state()
+    state = {part: value for part, value in run.state().items() if part in parts}
     started = time.perf_counter()
     # Pinned: the second pass evaluates every refinement layer, which the next save would drop.
     writer = DSQStorageWriter(
@@ -304,20 +312,24 @@ def _contents(path: Path) -> dict[str, Any]:
         reader.close()
 
 
-def _evaluate(run: Workload, path: Path, point: Replayed) -> None:
+def _evaluate(run: Workload, path: Path, point: Replayed, parts: Collection[str], visit: Visit | None) -> None:
     """Load a checkpoint into the run, its base layer alone and then all of it, and evaluate both."""
-    state = run.state()
+    state = {part: value for part, value in run.state().items() if part in parts}
     started = time.perf_counter()
     dsq_ckpt.load(state, path, refinement=False)
     base_seconds = time.perf_counter() - started
-    point.base_loss = run.evaluate()
+    point.seconds_load, point.base_loss = base_seconds, run.evaluate()
+    if visit is not None:
+        visit(run, point, path, False)
     if not any(part.refinement for part in point.kinds.values()):
-        point.seconds_load, point.refined_loss = base_seconds, point.base_loss
+        point.refined_loss = point.base_loss
         return
     started = time.perf_counter()
     dsq_ckpt.load(state, path)
     point.seconds_load = time.perf_counter() - started
     point.refined_loss = run.evaluate()
+    if visit is not None:
+        visit(run, point, path, True)
 
 
 def _ratio(parts: list[Bytes]) -> float:

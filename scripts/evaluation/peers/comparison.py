@@ -1,0 +1,174 @@
+"""Which peers there are, what each is given, and rows side by side at equal harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from evaluation.peers.bitsnap import BitSnap
+from evaluation.peers.environment import Worker, install
+from evaluation.peers.excp import ExCP, Knob
+from evaluation.peers.packaged import Exact, Lossless, NNCodec, ZipNN, Zstd
+from evaluation.peers.walk import Continuation, Peer, walk, walk_ours
+from evaluation.recording import load_recording
+from evaluation.report import Column, Row, digits, percent, ratio, show
+
+OURS = "dsq"
+TOLERANCE = 0.001
+"""Harms that differ by less count as equal: relative rise of the held-out loss."""
+
+
+class Job(NamedTuple):
+    """One peer on one part of the state.
+
+    Attributes:
+        make: Makes the peer; called with what starts the process of packages that need one.
+        part: Of the state.
+        bounded: It is run at every bound, else once.
+        lossless: What comes back must be the same bit for bit.
+    """
+
+    make: Callable[[Callable[[], Worker]], Peer]
+    part: str
+    bounded: bool = False
+    lossless: bool = True
+
+
+WEIGHTS, STATE, BF16 = "weights", "weights + moments", "weights in bf16"
+
+
+def _coder(name: str, xor: bool, coder: Callable[[Callable[[], Worker]], Zstd | ZipNN]) -> Any:
+    return lambda worker: Lossless(f"{name}, XOR" if xor else name, coder(worker), xor)
+
+
+def _nncodec(worker: Callable[[], Worker]) -> Peer:
+    return NNCodec(worker())
+
+
+def _zstd(worker: Callable[[], Worker]) -> Zstd:
+    return Zstd()
+
+
+def _zipnn(worker: Callable[[], Worker]) -> ZipNN:
+    return ZipNN(worker())
+
+
+JOBS: dict[str, list[Job]] = {
+    "excp": [
+        *(Job(lambda worker: ExCP(), part, bounded=True, lossless=False) for part in (WEIGHTS, STATE)),
+        # As its authors run it, whatever harm that does here.
+        Job(lambda worker: ExCP("excp, published", (Knob(),)), STATE, lossless=False),
+    ],
+    "nncodec": [Job(_nncodec, WEIGHTS, bounded=True, lossless=False)],
+    "bitsnap": [Job(lambda worker: BitSnap(), BF16)],
+    "zstd": [Job(_coder("zstd", xor, _zstd), part) for part in (STATE, BF16) for xor in (False, True)],
+    "zipnn": [Job(_coder("zipnn", xor, _zipnn), part) for part in (STATE, BF16) for xor in (False, True)],
+    OURS: [Job(lambda worker: Exact(), part) for part in (STATE, BF16)],
+}
+"""By the name that `--peers` takes. Bounds of `dsq` itself are replayed beside its lossless jobs."""
+
+COLUMNS = (
+    Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
+    Column("ratio", "ratio", ratio), Column("harm, mean", "degradation_mean", percent),
+    Column("final", "degradation_final", percent), Column("max", "degradation_max", percent),
+    Column("missed", "missed"), Column("continued", "continued", percent),
+    Column("compress, MB/s", "compress", digits(2)), Column("decompress, MB/s", "decompress", digits(2)),
+)
+NOTES = """\
+ratio: bytes of the tensors over those written, all checkpoints together; harm: relative rise of the held-out loss with
+what was read back; continued: the same after 20 more steps; missed: checkpoints beyond the bound; speeds: medians"""
+VERSUS = (
+    Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
+    Column("ratio", "theirs", ratio), Column("dsq at no more harm", "ours", ratio), Column("its bound", "at", percent),
+    Column("times the ratio", "times", digits(2)), Column("times the speed", "faster", digits(1)),
+    Column("of decompression", "faster_back", digits(1)),
+)
+
+
+def compare(
+    directory: Path, peers: Sequence[str], epsilons: Sequence[float], ours: Sequence[float],
+    report: Callable[[str], None],
+) -> Iterator[Row]:
+    """Compress a recorded run with every peer at every bound, and with `dsq` at more of them.
+
+    Args:
+        directory: Of the recording.
+        peers: Of `JOBS`.
+        epsilons: Bounds of every lossy peer, and of `dsq`.
+        ours: Further bounds of `dsq`.
+        report: Called with progress, line by line.
+
+    Yields:
+        One row per peer, part of the state and bound.
+    """
+    recorded = load_recording(directory).info["settings"]
+    run: Row = {"run": f"{recorded['workload']}, seed {recorded['seed']}", "workload": recorded["workload"]}
+    continuation = Continuation(directory)
+    with ExitStack() as stack:
+        started: list[Worker] = []
+
+        def worker() -> Worker:
+            if not started:
+                started.append(Worker(install(report)))
+                stack.callback(started[0].close)
+            return started[0]
+
+        for name in peers:
+            for job in JOBS[name]:
+                peer = job.make(worker)
+                for epsilon in epsilons if job.bounded else [None]:
+                    report(f"{run['run']}: {peer.name}, {job.part}, bound {epsilon}")
+                    row = walk(
+                        directory, peer, epsilon, moments=job.part == STATE, lossless=job.lossless,
+                        dtype=torch.bfloat16 if job.part == BF16 else torch.float32, continuation=continuation,
+                        report=report,
+                    )
+                    yield run | {"peer": name, "name": peer.name, "part": job.part, "epsilon": epsilon} | row
+            if name != OURS:
+                continue
+            for part in (WEIGHTS, STATE):
+                for epsilon in sorted({*epsilons, *ours}, reverse=True):
+                    report(f"{run['run']}: dsq, {part}, bound {epsilon}")
+                    for row in walk_ours(
+                        directory, epsilon, moments=part == STATE, continuation=continuation, report=report
+                    ):
+                        yield run | {"peer": name, "part": part, "epsilon": epsilon} | row
+
+
+def versus(rows: Sequence[Row]) -> list[Row]:
+    """Return, per row of a peer within a bound, the highest ratio of `dsq` at no greater mean and final harm."""
+    found = []
+    for other in rows:
+        if other["peer"] == OURS or other["epsilon"] is None:
+            continue
+        harmless = [
+            row for row in rows
+            if row["peer"] == OURS and row["epsilon"] is not None
+            and all(row[key] == other[key] for key in ("run", "part"))
+            and all(
+                row[f"degradation_{which}"] <= max(other[f"degradation_{which}"], 0.0) + TOLERANCE
+                for which in ("mean", "final")
+            )
+        ]
+        made: dict[str, Any] = {key: other[key] for key in ("run", "part", "name", "epsilon")}
+        made["theirs"] = other["ratio"]
+        if harmless:
+            best = max(harmless, key=lambda row: row["ratio"])
+            made |= {
+                "ours": best["ratio"], "at": best["epsilon"], "layers": best["name"],
+                "times": best["ratio"] / other["ratio"], "faster": best["compress"] / other["compress"],
+                "faster_back": best["decompress"] / other["decompress"],
+            }
+        found.append(made)
+    return found
+
+
+def print_comparison(rows: Sequence[Row], against: Sequence[Row]) -> None:
+    """Print the tables of every run."""
+    for run in dict.fromkeys(row["run"] for row in rows):
+        show(f"{run}: size, harm and speed", COLUMNS, [row for row in rows if row["run"] == run], NOTES)
+        show(f"{run}: dsq at no greater mean and final harm", VERSUS, [row for row in against if row["run"] == run])

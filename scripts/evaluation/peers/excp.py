@@ -1,0 +1,131 @@
+"""ExCP (Li et al., "ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint Shrinking", arXiv 2406.11257).
+
+Its four steps, under the paper's names: residual checkpoint, weight-momentum joint pruning, non-uniform quantization,
+and a general archiver (the paper: 7-zip; here LZMA of Python's library, which is 7-zip's coder, at its strongest).
+"""
+
+from __future__ import annotations
+
+import lzma
+import struct
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.peers.states import MOMENTS, State
+
+ALPHA, BETA, BITS = 5e-5, 2.0, 4
+"""What the authors' code uses: thresholds of weights and of moments, bits of an index."""
+CAP = 2.5
+"""Where the authors' code stops raising the threshold of weights, in medians of the residual."""
+SAMPLE, ROUNDS = 1 << 16, 25
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+
+
+class Knob(NamedTuple):
+    """What ExCP is set by: alpha and beta of its thresholds, and the bits of an index (1, 2, 4 or 8)."""
+
+    alpha: float = ALPHA
+    bits: int = BITS
+    beta: float = BETA
+
+
+KNOBS = tuple(Knob(alpha, bits) for bits, alpha in (
+    (2, 1.0), (2, 1e-3), (2, 5e-4), (2, 2e-4), (2, 1e-4), (2, 0.0), (4, 2e-4), (4, ALPHA), (4, 0.0), (8, 0.0),
+))
+"""From the smallest files to the least harm."""
+
+
+@dataclass(frozen=True)
+class ExCP:
+    """The peer. Moments decide what is pruned, whether they are compressed themselves or not."""
+
+    name: str = "excp"
+    knobs: tuple[Knob, ...] = KNOBS
+
+    def encode(self, state: State, before: State, knob: Knob) -> bytes:
+        """Return the compressed difference of a state from what the last one came back as."""
+        streams: list[bytes] = []
+        for name, value in state.weights.items():
+            adam = state.rest["optimizer"]["state"][name]
+            residual = value - before.weights[name]  # residual checkpoint: of weights alone, moments as they are
+            kept, kept_moments = prune(residual, adam["exp_avg"], adam["exp_avg_sq"], knob)
+            streams.append(quantize(torch.where(kept, residual, 0), knob.bits))
+            for kind in state.moments:
+                streams.append(quantize(torch.where(kept_moments, adam[kind], 0), knob.bits))
+        lengths = struct.pack(f"<{len(streams)}I", *map(len, streams))
+        packed = lzma.compress(lengths + b"".join(streams), format=lzma.FORMAT_RAW, filters=FILTERS)
+        return struct.pack("<B", knob.bits) + packed
+
+    def decode(self, data: bytes, before: State) -> State:
+        """Return the state that `encode` was given, as far as it is kept."""
+        bits, packed = data[0], lzma.decompress(data[1:], format=lzma.FORMAT_RAW, filters=FILTERS)
+        kinds = [kind for kind in MOMENTS if kind in before.moments]
+        count = len(before.weights) * (1 + len(kinds))
+        lengths = struct.unpack_from(f"<{count}I", packed)
+        ends = np.cumsum((4 * count, *lengths))
+        streams = iter([packed[start:end] for start, end in pairwise(ends)])
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+        for name, value in before.weights.items():
+            weights[name] = value + dequantize(next(streams), bits, value)
+            for kind in kinds:
+                moments[kind][name] = dequantize(next(streams), bits, value)
+        return replace(before, weights=weights, moments=moments)
+
+
+def prune(residual: Tensor, first: Tensor, second: Tensor, knob: Knob) -> tuple[Tensor, Tensor]:
+    """Return which weights and which moments are kept (weight-momentum joint pruning).
+
+    r_w = alpha / sqrt(m) * median|dW| and r_o = beta * mean|v|, with v and m Adam's first and second moments; moments
+    are also dropped where their weight is. The formula of the paper has m of each element; the authors' code, followed
+    here, its mean over the tensor, and at most `CAP` medians.
+    """
+    factor = min(CAP, knob.alpha / max(float(second.mean()) ** 0.5, 1e-30))
+    kept = residual.abs() > factor * residual.abs().median()
+    return kept, kept & (first.abs() > knob.beta * first.abs().mean())
+
+
+def quantize(values: Tensor, bits: int) -> bytes:
+    """Return centers and packed indexes: 0 for zeros, else 1 + the nearest of 2^bits - 1 centers of k-means."""
+    flat = values.flatten().numpy()
+    places = np.flatnonzero(flat)
+    centers = kmeans(flat[places], 2**bits - 1)
+    index = np.zeros(-(-flat.size * bits // 8) * 8 // bits, np.uint8)
+    index[places] = 1 + np.searchsorted(_middles(centers), flat[places])
+    packed = np.zeros(index.size * bits // 8, np.uint8)
+    for place in range(8 // bits):
+        packed |= index[place :: 8 // bits] << (bits * place)
+    return struct.pack("<B", centers.size) + centers.tobytes() + packed.tobytes()
+
+
+def dequantize(stream: bytes, bits: int, like: Tensor) -> Tensor:
+    """Return the values of `quantize`, in the shape of a tensor."""
+    count = stream[0]
+    table = np.concatenate([np.zeros(1, np.float32), np.frombuffer(stream, np.float32, count, 1)])
+    packed = np.frombuffer(stream, np.uint8, offset=1 + 4 * count)
+    index = np.stack([packed >> (bits * place) & (2**bits - 1) for place in range(8 // bits)], axis=1)
+    return torch.from_numpy(table[index.ravel()[: like.numel()]]).view(like.shape)
+
+
+def kmeans(values: np.ndarray, count: int) -> np.ndarray:
+    """Return at most so many centers, ascending float32: Lloyd's rounds on a sample, from its quantiles."""
+    distinct = np.unique(values[:: 1 + values.size // SAMPLE])
+    if distinct.size <= count:
+        return distinct
+    points = np.sort(values[:: 1 + values.size // SAMPLE]).astype(np.float64)
+    centers = np.unique(np.quantile(points, (np.arange(count) + 0.5) / count))
+    sums = np.concatenate([[0.0], np.cumsum(points)])
+    for _ in range(ROUNDS):
+        ends = np.concatenate([[0], np.searchsorted(points, _middles(centers)), [points.size]])
+        sizes = np.diff(ends)
+        centers = np.where(sizes > 0, np.diff(sums[ends]) / np.maximum(sizes, 1), centers)
+    return centers.astype(np.float32)
+
+
+def _middles(centers: np.ndarray) -> np.ndarray:
+    return (centers[1:] + centers[:-1]) / 2
