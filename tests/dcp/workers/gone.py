@@ -12,8 +12,9 @@ import torch.distributed as dist
 from dsq_ckpt import LoadFailed, SaveFailed
 from dsq_ckpt.distributed.comm import RankUnreachable, TorchCommunicator, run_on_all_ranks
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
-comm = TorchCommunicator()
+dist.init_process_group("gloo")
+dist.barrier()  # a rank may begin late on a busy machine
+comm = TorchCommunicator(dist.new_group(timeout=datetime.timedelta(seconds=4)))
 comm.gather("both are there")
 if comm.rank:
     time.sleep(1)
