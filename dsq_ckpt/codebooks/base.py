@@ -48,8 +48,8 @@ class LevelFit:
         zero_is_level: Whether zero competes for the values near it. False where `levels` serve all values, or where
             `pruned` says which become zero.
         codes: uint8[bins], where values are assigned otherwise than to the nearest level.
-        centred: Whether each level then moves, by half an octave at most, to the mean logarithm of the values that were
-            assigned to it; on the logarithmic axis alone. A bias counts far more than the same error at random.
+        centred: Whether each level then moves, by half an octave at most, to the mean of the values that were assigned
+            to it; on the logarithmic axis alone. A bias counts far more than the same error at random.
     """
 
     levels: F64

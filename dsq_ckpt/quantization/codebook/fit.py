@@ -264,16 +264,15 @@ def _from_bits(levels: F64) -> F64:
 
 
 def _centred(joint: Counts, table: Codes, window: KeyWindow, levels: F64) -> F64:
-    """Return levels in the middle of the logarithms of their values, at most half an octave from where they were."""
+    """Return levels at the means of their values, at most half an octave from where they were."""
     rows, bins = np.nonzero(joint)
     codes = table[rows, bins]
     kept = (codes > 0) & (codes <= len(levels))
     codes, weight = codes[kept] - 1, joint[rows, bins][kept].astype(np.float64)
-    logs = np.log2(window.values()[bins[kept]]) + 127
     held = np.bincount(codes, weight, len(levels))
-    means = np.bincount(codes, weight * logs, len(levels)) / np.maximum(held, 1)
-    octave = np.floor(means)
-    bits = octave + np.exp2(means - octave) - 1  # the bits of a float are a bent copy of the logarithm
+    means = np.bincount(codes, weight * window.values()[bins[kept]], len(levels)) / np.maximum(held, 1)
+    octave = np.floor(np.log2(np.where(held > 0, means, 1.0)))
+    bits = octave + 127 + means / np.exp2(octave) - 1  # the bits of a float are a bent copy of the logarithm
     return np.where(held > 0, bits.clip(levels - 0.5, levels + 0.5), levels)
 
 

@@ -345,7 +345,7 @@ class Reader:  # a checkpoint directory
         total = np.full((rows, columns), 1016)
         total += numbers[first : first + r, None] if r else 0
         total += numbers[first + r : first + r + c] if c else 0
-        return (np.clip(total, 8, 2039).astype(np.uint32) << np.uint32(20)).view(np.float32).reshape(-1)
+        return np.array([2.0 ** (n / 8 - 127) for n in np.clip(total, 8, 2039).reshape(-1)], np.float32)
 
     def _times_roots(self, values: npt.NDArray[np.float32], record: Tree) -> npt.NDArray[np.float32]:
         fqn, found = record["root" if "root" in record else "unit"], None
