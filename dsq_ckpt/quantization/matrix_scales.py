@@ -85,13 +85,14 @@ class MatrixScales:
         work = partial(_near if near else _here, by_row=by_row, by_column=by_column)
         numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
         for part in map(work, parts) if workers is None or near else workers.map(work, parts):
-            numbers.append(part.numbers)
+            if by_row:  # 8 bytes for each element, where rows are as short as one
+                numbers.append(part.numbers)
             left += part.left
             low, high = min(low, part.low), max(high, part.high)
         means = np.rint(_eighths(left[0] / np.maximum(left[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
             return cls(columns, nothing, nothing)
-        own = np.concatenate(numbers) + (0 if by_column else means)
+        own = np.concatenate(numbers or [nothing]) + (0 if by_column else means)
         return cls(
             columns, own.astype(np.int16) if by_row else nothing,
             means.astype(np.int16) if by_column else nothing,
@@ -147,7 +148,8 @@ def _eighths(means: F64) -> F64:
 
 def _here(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     rows, columns = part.shape
-    numbers, left, reach = np.zeros(rows), np.zeros((2, columns if by_column else 1)), np.zeros(2, np.int32)
+    numbers, reach = np.zeros(rows if by_row else 1), np.zeros(2, np.int32)
+    left = np.zeros((2, columns if by_column else 1))
     _add(part.to(torch.float32).contiguous().numpy().view(np.int32), by_row, by_column, numbers, left, reach)
     return _Sums(numbers, left, *(reach * 2.0**-_EIGHTH))
 
@@ -158,7 +160,7 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
         values = part.to(torch.float32).contiguous()
         held = (values >= _TINY) & values.isfinite()
         logs = torch.where(held, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - _ONE, 0)
-        numbers = torch.zeros(len(part), dtype=torch.float64)
+        numbers = torch.zeros(1, dtype=torch.float64)
         if by_row:
             numbers = (logs.sum(1, dtype=torch.float64) / held.sum(1).clamp(min=1)).round()
             logs = torch.where(held, logs - numbers[:, None].to(torch.float32), 0)
@@ -185,8 +187,9 @@ def _add(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reac
                 total += np.int64(row[j]) if counts else 0
                 held += counts
             numbers[i] = np.rint(total * 2.0**-20 / held) - _ONE if held else 0.0
-        less = np.int32((numbers[i] + _ONE) * (1 << 20))
-        inverse, total_left, held_left = 2.0 ** (-numbers[i] / 8), 0.0, 0
+        number = numbers[i] if by_row else 0.0
+        less = np.int32((number + _ONE) * (1 << 20))
+        inverse, total_left, held_left = 2.0 ** (-number / 8), 0.0, 0
         for j in range(columns):
             counts = (row[j] >= first) & (row[j] < beyond)
             rest = np.int32(row[j] - less) if counts else np.int32(0)

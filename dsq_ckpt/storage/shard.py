@@ -117,6 +117,7 @@ class ShardWriter:
         self._open: dict[int, _Pack] = defaultdict(lambda: _Pack(0))
         self._requires: set[str] = set()
         self._scales: list[tuple[Written, I16]] = []
+        self._scale_count = 0
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -184,7 +185,8 @@ class ShardWriter:
         written = Written(ref, len(source.codes) * dtype.itemsize, size)
         if source.scales is not None and source.scales.any:
             by_row, by_column = source.scales.by_row, source.scales.by_column
-            record["scales"] = [sum(len(numbers) for _, numbers in self._scales), len(by_row), len(by_column)]
+            record["scales"] = [self._scale_count, len(by_row), len(by_column)]
+            self._scale_count += len(by_row) + len(by_column)
             self._scales.append((written, np.concatenate([by_row, by_column])))
         self._records.append(record)
         if source.refinement_bits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -123,6 +125,21 @@ def test_threads_change_nothing(threads) -> None:
     with Workers(threads, 1 << 10) as workers:
         parts = MatrixScales.fit(values, workers)
     assert np.array_equal(whole.by_row, parts.by_row) and np.array_equal(whole.by_column, parts.by_column)
+
+
+@pytest.mark.parametrize("shape", [(1 << 21,), (1 << 20, 2)])
+def test_short_rows_take_no_memory(shape) -> None:
+    """Flat partitions are one column: what is kept must not be as large as they are."""
+    values = torch.rand(shape) + 0.1
+    MatrixScales.fit(values[:64])  # compiles
+    with Workers(2, 1 << 16) as workers:
+        tracemalloc.start()
+        try:
+            MatrixScales.fit(values, workers)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < values.nbytes / 4
 
 
 @pytest.mark.parametrize("by_row", [True, False])
