@@ -92,9 +92,9 @@ class MatrixScales:
         means = np.rint(_eighths(left[0] / np.maximum(left[1], 1)))
         if max(high - means.min(), means.max() - low) > _REACH:
             return cls(columns, nothing, nothing)
-        own = np.concatenate(numbers or [nothing]) + (0 if by_column else means)
+        more = 0 if by_column else means
         return cls(
-            columns, own.astype(np.int16) if by_row else nothing,
+            columns, (np.concatenate(numbers) + more).astype(np.int16) if by_row else nothing,
             means.astype(np.int16) if by_column else nothing,
         )
 
