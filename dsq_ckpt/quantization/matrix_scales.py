@@ -81,8 +81,10 @@ class MatrixScales:
         matrix = values.detach().reshape(rows, columns)
         step = max(1, (_TOGETHER if workers is None else workers.block_elements) // columns)
         parts = (matrix[start : start + step] for start in range(0, rows, step))
+        if columns == 1:  # as of flat partitions: kernels go row by row
+            parts = (part.T for part in parts)
         near = matrix.device.type != "cpu"
-        work = partial(_near if near else _here, by_row=by_row, by_column=by_column)
+        work = partial(_near if near else _here, by_row=by_row, by_column=by_column and columns > 1)
         numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
         for part in map(work, parts) if workers is None or near else workers.map(work, parts):
             if by_row:  # 8 bytes for each element, where rows are as short as one
@@ -113,7 +115,7 @@ class MatrixScales:
         values = values.to(torch.float32)
         if values.device.type == "cpu":
             out = np.empty(len(values), np.float32)
-            _divide(values.numpy(), start, self.columns, *self._numbers(), FACTORS, out)
+            _divide(values.numpy(), start, *self._numbers(start + len(values)), FACTORS, out)
             return torch.from_numpy(out)
         values = torch.where(values.abs() < _TINY, 0.0, values)
         if not self.any:
@@ -132,12 +134,15 @@ class MatrixScales:
         Products past the largest finite number become that number.
         """
         if self.any:
-            _multiply(values, start, self.columns, *self._numbers(), FACTORS)
+            _multiply(values, start, *self._numbers(start + len(values)), FACTORS)
 
-    def _numbers(self) -> tuple[I16, I16]:
-        """Return what kernels take: by row, or the same for all; by column, likewise."""
+    def _numbers(self, stop: int) -> tuple[int, I16, I16]:
+        """Return what kernels take for elements before `stop`: columns; by row, or the same for all; by column."""
         zero = np.zeros(1, np.int16)
-        return (self.by_row if len(self.by_row) else zero), (self.by_column if len(self.by_column) else zero)
+        by_row = self.by_row if len(self.by_row) else zero
+        by_column = self.by_column if len(self.by_column) else zero
+        one = len(by_row) == len(by_column) == 1
+        return stop if one else self.columns, by_row, by_column
 
 
 def _eighths(means: F64) -> F64:
