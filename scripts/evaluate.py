@@ -103,7 +103,7 @@ def peers(
     directory: Path | None = typer.Option(None, help="The recording, where it is not in the user's cache."),
     peers: str = typer.Option(",".join(beside.JOBS), help=f"Separated by commas, of {', '.join(beside.JOBS)}."),
     epsilon: list[float] = typer.Option([0.05, 0.01, 0.002], help="Bounds of every lossy peer, and of dsq."),
-    dsq_epsilon: list[float] = typer.Option([0.03, 0.02, 0.005, 0.001], help="Further bounds for dsq."),
+    dsq_epsilon: list[float] = typer.Option([0.03, 0.02, 0.005], help="Further bounds for dsq."),
     json_path: Path = JSON,
 ) -> None:
     """Compress recorded runs with other projects' coders and with dsq at equal harm: ratio, and speed in MB/s.

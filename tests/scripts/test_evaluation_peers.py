@@ -17,7 +17,7 @@ from evaluation.peers.environment import PeerMissingError, Worker
 from evaluation.peers.excp import ExCP, Knob, dequantize, kmeans, prune, quantize
 from evaluation.peers.packaged import Exact, Lossless, NNCodec, ZipNN, Zstd
 from evaluation.peers.states import MOMENTS, State, read, restore
-from evaluation.peers.walk import walk
+from evaluation.peers.walk import first_that, walk
 from evaluation.recording import record
 from evaluation.workloads import create
 from torch import Tensor
@@ -79,14 +79,19 @@ def test_excp_gives_back_centers_of_what_it_keeps(bits: int) -> None:
 
 
 def test_excp_prunes_by_its_thresholds() -> None:
-    residual = torch.tensor([0.0, 1.0, -2.0, 3.0, -4.0])
-    first, second = torch.tensor([9.0, 9.0, 9.0, 1.0, 9.0]), torch.full((5,), 0.25)
-    kept, kept_moments = prune(residual, first, second, Knob(alpha=0.75, beta=1.0))  # 0.75 / 0.5 medians of 2
-    assert kept.tolist() == [False, False, False, False, True]
+    residual = torch.tensor([0.0, 1.0, -2.0, 3.0, -4.0])  # median 2
+    first, second = torch.tensor([9.0, 9.0, 9.0, 1.0, 9.0]), torch.tensor([1.0, 0.0, 0.25, 0.25, 0.25])
+    kept, kept_moments = prune(residual, first, second, Knob(alpha=0.5, bits=4, beta=1.0))  # a moment of 0: no limit
+    assert kept.tolist() == [False, False, False, True, True]
     assert kept_moments.tolist() == [False, False, False, False, True]
-    kept, kept_moments = prune(residual, first, second, Knob(alpha=0.25, beta=1.0))
+    second = torch.full((5,), 0.25)
+    kept, kept_moments = prune(residual, first, second, Knob(alpha=0.25, bits=4, beta=1.0, each=False))
     assert kept.tolist() == [False, False, True, True, True]
     assert kept_moments.tolist() == [False, False, True, False, True]
+    kept, _ = prune(residual, first, second, Knob(alpha=1e9, bits=4, each=False))  # at most 2.5 medians
+    assert not kept.any()
+    kept, _ = prune(torch.tensor([0.0, 2.0, 2.0, 4.9, 5.1]), first, second, Knob(alpha=1e9, bits=4, each=False))
+    assert kept.tolist() == [False, False, False, False, True]
 
 
 def test_kmeans_finds_separate_clusters() -> None:
@@ -176,6 +181,20 @@ def test_a_bound_is_kept(recording: Path) -> None:
     assert rows[0]["ratio"] > rows[1]["ratio"]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 17])
+def test_the_first_knob_that_keeps_a_bound(count: int) -> None:
+    for answer in range(count + 1):
+        for guess in range(count):
+            tried: list[int] = []
+
+            def keeps(place: int, answer: int = answer, tried: list[int] = tried) -> bool:
+                tried.append(place)
+                return place >= answer
+
+            assert first_that(keeps, count, guess) == min(answer, count - 1)
+            assert min(answer, count - 1) in tried and len(tried) == len(set(tried)) <= 10
+
+
 def test_what_changes_bits_is_not_lossless(recording: Path) -> None:
     with pytest.raises(ValueError, match=r"step 10: weights/.* came back with other bits"):
         walk(recording, ExCP(), None, moments=False, lossless=True)
@@ -186,13 +205,13 @@ def test_versus_is_at_no_more_harm() -> None:
         return {
             "run": "r", "part": "weights", "peer": peer, "name": peer, "epsilon": epsilon, "ratio": ratio,
             "degradation_mean": harm, "degradation_final": harm, "degradation_max": harm, "compress": 4 * ratio,
-            "decompress": 1.0,
+            "decompress": 1.0, "ratio_later": 2 * ratio, "lossless": peer == "zstd",
         }
 
     ours = [row("dsq", 0.05, 100, 0.04), row("dsq", 0.01, 50, 0.005), row("dsq", 0.001, 20, TOLERANCE / 2)]
     found = versus([row("excp", 0.05, 25, 0.03), row("nncodec", 0.01, 40, -0.01), row("zstd", 0.01, 1, 0.0), *ours])
     assert [(one["name"], one["ours"], one["times"]) for one in found] == [
-        ("excp", 50, 2.0), ("nncodec", 20, 0.5), ("zstd", 20, 20.0)
+        ("excp", 50, 2.0), ("nncodec", 20, 0.5)
     ]
     [lonely] = versus([row("excp", 0.05, 25, -1.0), ours[0]])
     assert "ours" not in lonely
@@ -213,11 +232,15 @@ def test_peers_command(recording: Path, tmp_path: Path) -> None:
     for row in rows:
         assert row["compress"] > 0 < row["decompress"] and len(row["checkpoints"]) == 6
         assert row["bytes"] > 0 and row["raw_bytes"] == rows[0]["raw_bytes"] * {
-            "weights": 1, "weights + moments": 3, "weights in bf16": 0.5,
+            "weights": 1 / 3, "weights + moments": 1, "weights in bf16": 1 / 6,
         }[row["part"]]
+        points = row["checkpoints"]
+        later = row["raw_bytes"] / len(points) / sum(point["bytes"] for point in points[1:]) * (len(points) - 1)
+        assert row["ratio_later"] == pytest.approx(later)
         continued = row["part"] == "weights + moments" and row["degradation_max"] != 0
         assert (row["continued"] is not None) == continued
-    assert [one["name"] for one in made["versus"]] == ["excp", "excp"]
+    assert [one["name"] for one in made["versus"]] == [row["name"] for row in rows if row["peer"] == "excp"]
+    assert {"excp", "excp, mean", "excp, published", "excp, 0.001, 2 bits"} < {one["name"] for one in made["versus"]}
     assert "dsq at no greater mean and final harm" in result.output
     refused = CliRunner().invoke(app, [*arguments, "--peers", "gzip"])
     assert refused.exit_code == 2 and "'gzip' is not one of excp" in " ".join(refused.output.replace("│", " ").split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from evaluation.peers.bitsnap import BitSnap
 from evaluation.peers.environment import Worker, install
-from evaluation.peers.excp import ExCP, Knob
+from evaluation.peers.excp import FIXED, MEAN_KNOBS, PUBLISHED, ExCP, Knob
 from evaluation.peers.packaged import Exact, Lossless, NNCodec, ZipNN, Zstd
 from evaluation.peers.walk import Continuation, Peer, walk, walk_ours
 from evaluation.recording import load_recording
@@ -45,6 +46,10 @@ def _coder(name: str, xor: bool, coder: Callable[[Callable[[], Worker]], Zstd | 
     return lambda worker: Lossless(f"{name}, XOR" if xor else name, coder(worker), xor)
 
 
+def _excp(knob: Knob) -> Any:
+    return lambda worker: ExCP(f"excp, {knob.alpha:g}, {knob.bits} bits", (knob,))
+
+
 def _nncodec(worker: Callable[[], Worker]) -> Peer:
     return NNCodec(worker())
 
@@ -59,9 +64,11 @@ def _zipnn(worker: Callable[[], Worker]) -> ZipNN:
 
 JOBS: dict[str, list[Job]] = {
     "excp": [
-        *(Job(lambda worker: ExCP(), part, bounded=True, lossless=False) for part in (WEIGHTS, STATE)),
+        Job(lambda worker: ExCP(), STATE, bounded=True, lossless=False),
+        Job(lambda worker: ExCP("excp, mean", MEAN_KNOBS), STATE, bounded=True, lossless=False),
+        *(Job(_excp(knob), STATE, lossless=False) for knob in FIXED),
         # As its authors run it, whatever harm that does here.
-        Job(lambda worker: ExCP("excp, published", (Knob(),)), STATE, lossless=False),
+        Job(lambda worker: ExCP("excp, published", (PUBLISHED,)), STATE, lossless=False),
     ],
     "nncodec": [Job(_nncodec, WEIGHTS, bounded=True, lossless=False)],
     "bitsnap": [Job(lambda worker: BitSnap(), BF16)],
@@ -73,18 +80,21 @@ JOBS: dict[str, list[Job]] = {
 
 COLUMNS = (
     Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
-    Column("ratio", "ratio", ratio), Column("harm, mean", "degradation_mean", percent),
+    Column("ratio", "ratio", ratio), Column("after the first", "ratio_later", ratio),
+    Column("harm, mean", "degradation_mean", percent),
     Column("final", "degradation_final", percent), Column("max", "degradation_max", percent),
     Column("missed", "missed"), Column("continued", "continued", percent),
     Column("compress, MB/s", "compress", digits(2)), Column("decompress, MB/s", "decompress", digits(2)),
 )
 NOTES = """\
-ratio: bytes of the tensors over those written, all checkpoints together; harm: relative rise of the held-out loss with
+ratio: bytes of the tensors over those written, all checkpoints together; after the first: without the first one, which
+is a keyframe of dsq, and of others a difference to the state at step 0; harm: relative rise of the held-out loss with
 what was read back; continued: the same after 20 more steps; missed: checkpoints beyond the bound; speeds: medians"""
 VERSUS = (
     Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),
     Column("ratio", "theirs", ratio), Column("dsq at no more harm", "ours", ratio), Column("its bound", "at", percent),
-    Column("times the ratio", "times", digits(2)), Column("times the speed", "faster", digits(1)),
+    Column("times the ratio", "times", digits(2)), Column("after the first", "times_later", digits(2)),
+    Column("times the speed", "faster", digits(1)),
     Column("of decompression", "faster_back", digits(1)),
 )
 
@@ -127,7 +137,9 @@ def compare(
                         dtype=torch.bfloat16 if job.part == BF16 else torch.float32, continuation=continuation,
                         report=report,
                     )
-                    yield run | {"peer": name, "name": peer.name, "part": job.part, "epsilon": epsilon} | row
+                    yield run | {
+                        "peer": name, "name": peer.name, "part": job.part, "epsilon": epsilon, "lossless": job.lossless,
+                    } | row
             if name != OURS:
                 continue
             for part in (WEIGHTS, STATE):
@@ -136,18 +148,18 @@ def compare(
                     for row in walk_ours(
                         directory, epsilon, moments=part == STATE, continuation=continuation, report=report
                     ):
-                        yield run | {"peer": name, "part": part, "epsilon": epsilon} | row
+                        yield run | {"peer": name, "part": part, "epsilon": epsilon, "lossless": False} | row
 
 
 def versus(rows: Sequence[Row]) -> list[Row]:
-    """Return, per row of a peer within a bound, the highest ratio of `dsq` at no greater mean and final harm."""
+    """Return, per row of a lossy peer, the highest ratio of `dsq` at no greater mean and final harm."""
     found = []
     for other in rows:
-        if other["peer"] == OURS or other["epsilon"] is None:
+        if other["peer"] == OURS or other["lossless"]:
             continue
         harmless = [
             row for row in rows
-            if row["peer"] == OURS and row["epsilon"] is not None
+            if row["peer"] == OURS and not row["lossless"]
             and all(row[key] == other[key] for key in ("run", "part"))
             and all(
                 row[f"degradation_{which}"] <= max(other[f"degradation_{which}"], 0.0) + TOLERANCE
@@ -160,7 +172,9 @@ def versus(rows: Sequence[Row]) -> list[Row]:
             best = max(harmless, key=lambda row: row["ratio"])
             made |= {
                 "ours": best["ratio"], "at": best["epsilon"], "layers": best["name"],
-                "times": best["ratio"] / other["ratio"], "faster": best["compress"] / other["compress"],
+                "times": best["ratio"] / other["ratio"],
+                "times_later": (best["ratio_later"] or 0.0) / (other["ratio_later"] or math.inf),
+                "faster": best["compress"] / other["compress"],
                 "faster_back": best["decompress"] / other["decompress"],
             }
         found.append(made)

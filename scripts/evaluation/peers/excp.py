@@ -18,26 +18,40 @@ from torch import Tensor
 
 from evaluation.peers.states import MOMENTS, State
 
-ALPHA, BETA, BITS = 5e-5, 2.0, 4
-"""What the authors' code uses: thresholds of weights and of moments, bits of an index."""
 CAP = 2.5
-"""Where the authors' code stops raising the threshold of weights, in medians of the residual."""
+"""Where the authors' code stops raising the threshold of a tensor's weights, in medians of the residual."""
 SAMPLE, ROUNDS = 1 << 16, 25
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
 
 class Knob(NamedTuple):
-    """What ExCP is set by: alpha and beta of its thresholds, and the bits of an index (1, 2, 4 or 8)."""
+    """What ExCP is set by.
 
-    alpha: float = ALPHA
-    bits: int = BITS
-    beta: float = BETA
+    Attributes:
+        alpha: Of the threshold of weights.
+        bits: Of an index: 1, 2, 4 or 8.
+        beta: Of the threshold of moments.
+        each: The threshold of a weight follows its own second moment, else the mean of its tensor's.
+    """
+
+    alpha: float
+    bits: int
+    beta: float = 2.0
+    each: bool = True
 
 
+PUBLISHED = Knob(5e-5, 4, 2.0, each=False)
+"""What the authors' code does by default."""
 KNOBS = tuple(Knob(alpha, bits) for bits, alpha in (
-    (2, 1.0), (2, 1e-3), (2, 5e-4), (2, 2e-4), (2, 1e-4), (2, 0.0), (4, 2e-4), (4, ALPHA), (4, 0.0), (8, 0.0),
+    *((2, 4e-3 * 2 ** (-step / 2)) for step in range(13)), (4, 1e-4), (4, 5e-5), (4, 2e-5), (4, 0.0), (8, 0.0),
 ))
 """From the smallest files to the least harm."""
+MEAN_KNOBS = tuple(Knob(alpha, bits, each=False) for bits, alpha in (
+    (2, 1.0), *((2, 2e-3 * 2 ** (-step / 2)) for step in range(9)), (4, 2e-4), (4, 1e-4), (4, 5e-5), (4, 0.0), (8, 0.0),
+))
+"""The same with thresholds of tensors."""
+FIXED = (*(Knob(alpha, 2) for alpha in (1e-3, 5e-4, 2.5e-4, 1.2e-4, 6e-5)), Knob(6e-5, 4), Knob(1e-5, 4))
+"""For a whole run: what a checkpoint drops is in the next difference, so that a bound on each alone is not the best."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,13 @@ def prune(residual: Tensor, first: Tensor, second: Tensor, knob: Knob) -> tuple[
     """Return which weights and which moments are kept (weight-momentum joint pruning).
 
     r_w = alpha / sqrt(m) * median|dW| and r_o = beta * mean|v|, with v and m Adam's first and second moments; moments
-    are also dropped where their weight is. The formula of the paper has m of each element; the authors' code, followed
-    here, its mean over the tensor, and at most `CAP` medians.
+    are also dropped where their weight is. The paper's formula has m of each element; the authors' code has its mean
+    over the tensor, and at most `CAP` medians.
     """
-    factor = min(CAP, knob.alpha / max(float(second.mean()) ** 0.5, 1e-30))
+    if knob.each:
+        factor = knob.alpha / second.sqrt().clamp_min(1e-30)
+    else:
+        factor = (knob.alpha / second.mean().sqrt().clamp_min(1e-30)).clamp_max(CAP)
     kept = residual.abs() > factor * residual.abs().median()
     return kept, kept & (first.abs() > knob.beta * first.abs().mean())
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -43,6 +43,16 @@ class Peer(Protocol):
     def decode(self, data: bytes, before: State) -> State: ...
 
 
+class Try(NamedTuple):
+    """A checkpoint at one knob: its bytes, what came back, the relative rise of the loss, and seconds of both ways."""
+
+    data: bytes
+    back: State
+    harm: float
+    compress: float
+    decompress: float
+
+
 @dataclass
 class Figures:
     """What one checkpoint after the other adds to a row."""
@@ -61,9 +71,12 @@ class Figures:
             "continued": statistics.mean(self.continued) if self.continued else None,
         }
         each = self.raw / len(self.points) / 1e6
+        later = sum(point["bytes"] for point in self.points[1:])
         for which in ("compress", "decompress"):  # medians: machines have slow moments
             made[which] = each / statistics.median(point[f"{which}_seconds"] for point in self.points)
-        return made | {"ratio": self.raw / made["bytes"]}
+        made["ratio"] = self.raw / made["bytes"]
+        made["ratio_later"] = 1e6 * each * (len(self.points) - 1) / later if later else None
+        return made
 
 
 class Continuation:
@@ -114,13 +127,19 @@ def walk(
     _tell(peer, "start")
     for state in states:
         before = State(state.step, state.loss, before.weights, before.moments, state.rest)
-        knobs = range(max(place - 1, 0), len(peer.knobs)) if epsilon is not None else [0]
-        for place in knobs:
+        tried: dict[int, Try] = {}
+
+        def keeps(place: int, state: State = state, before: State = before, tried: dict[int, Try] = tried) -> bool:
             data, compress = _timed(peer, peer.encode, state, before, peer.knobs[place])
             back, decompress = _timed(peer, peer.decode, data, before)
             harm = _same(state, back) if lossless else _harm(run, state, back)
-            if epsilon is None or harm <= epsilon:
-                break
+            tried[place] = Try(data, back, harm, compress, decompress)
+            return epsilon is None or harm <= epsilon
+
+        place = first_that(keeps, len(peer.knobs), place)
+        data, back, harm, compress, decompress = tried[place]
+        if list(tried)[-1] != place:  # `accept` is about what was decoded last
+            peer.decode(data, before)
         _tell(peer, "accept")
         made.raw += state.nbytes
         made.points.append({
@@ -134,6 +153,27 @@ def walk(
         before = back
         report(f"  step {state.step}: {state.nbytes / len(data):.1f}x, {harm:+.2%}, {peer.knobs[place]}")
     return made.row()
+
+
+def first_that(keeps: Callable[[int], bool], count: int, guess: int) -> int:
+    """Return the first of so many knobs that keeps a bound, the last if none does; gentler knobs than one keep it too.
+
+    Steps from the guess are doubled until the bound is crossed, then halved. What is returned was tried.
+    """
+    broken, kept, step, place = -1, count, 1, guess
+    while kept - broken > 1:
+        if keeps(place):
+            kept = place
+        else:
+            broken = place
+        if broken < 0:
+            place = max(kept - step, 0)
+        elif kept == count:
+            place = min(broken + step, count - 1)
+        else:
+            place = (broken + kept) // 2
+        step *= 2
+    return min(kept, count - 1)
 
 
 def walk_ours(
