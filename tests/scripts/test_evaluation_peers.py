@@ -217,6 +217,7 @@ def test_versus_is_at_no_more_harm() -> None:
     assert "ours" not in lonely
 
 
+@pytest.mark.slow
 def test_peers_command(recording: Path, tmp_path: Path) -> None:
     target = tmp_path / "peers.json"
     arguments = ["peers", "gpt-tiny", "--directory", str(recording), "--json", str(target)]
