@@ -30,7 +30,7 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.backend import sizes, storage_of
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import FACTORS, Checkpoint, dtype_of
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
@@ -226,7 +226,7 @@ class Parent:
         record = self.checkpoint.record(ref)
         if tuple(record["shape"]) != key.shape or dtype_of(record["dtype"]) not in QUANTIZABLE:
             return None
-        if not {"unit", "root", "scales"}.isdisjoint(record):  # its codes stand for values in units that change
+        if not FACTORS.isdisjoint(record):  # its codes stand for values in units that change
             return None
         values = self._cache.values.get(key)
         if values is None:

@@ -32,7 +32,7 @@ FACTORS: F32 = np.exp2(np.arange(256 << 3).clip(1 << 3, (255 << 3) - 1) / 8 - 12
 
 
 class _Sums(NamedTuple):
-    """What some rows have.
+    """Sums over some rows of a matrix.
 
     Attributes:
         numbers: float64[rows], eighths of an octave.
@@ -79,11 +79,11 @@ class MatrixScales:
         if not values.numel() or not (by_row or by_column):
             return cls(columns, nothing, nothing)
         matrix = values.detach().reshape(rows, columns)
-        step = max(1, (_TOGETHER if workers is None else workers.block_elements) // columns)
+        near = matrix.device.type != "cpu"
+        step = max(1, (_TOGETHER if near or workers is None else workers.block_elements) // columns)
         parts = (matrix[start : start + step] for start in range(0, rows, step))
         if columns == 1:  # as of flat partitions: kernels go row by row
             parts = (part.T for part in parts)
-        near = matrix.device.type != "cpu"
         work = partial(_near if near else _here, by_row=by_row, by_column=by_column and columns > 1)
         numbers, left, low, high = [], np.zeros((2, columns if by_column else 1)), 0.0, 0.0
         for part in map(work, parts) if workers is None or near else workers.map(work, parts):
@@ -115,7 +115,7 @@ class MatrixScales:
         values = values.to(torch.float32)
         if values.device.type == "cpu":
             out = np.empty(len(values), np.float32)
-            _divide(values.numpy(), start, *self._numbers(start + len(values)), FACTORS, out)
+            _scale(values.numpy(), start, *self._numbers(start + len(values)), FACTORS, True, out)
             return torch.from_numpy(out)
         values = torch.where(values.abs() < _TINY, 0.0, values)
         if not self.any:
@@ -134,7 +134,7 @@ class MatrixScales:
         Products past the largest finite number become that number.
         """
         if self.any:
-            _multiply(values, start, *self._numbers(start + len(values)), FACTORS)
+            _scale(values, start, *self._numbers(start + len(values)), FACTORS, False, values)
 
     def _numbers(self, stop: int) -> tuple[int, I16, I16]:
         """Return what kernels take for elements before `stop`: columns; by row, or the same for all; by column."""
@@ -223,31 +223,22 @@ def _fill(number: Any, by_column: Any, column: int, table: Any, factors: Any) ->
 
 
 @jit(error_model="numpy")
-def _divide(values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any, out: Any) -> None:
+def _scale(
+    values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any, divides: bool, out: Any
+) -> None:
+    """Divide or multiply elements by their scales; `out` may be `values`."""
     factors, tiny = np.empty(_PIECE, np.float32), np.float32(_TINY)
     row, column, i = start // columns, start % columns, 0
     while i < len(values):
         stop = min(len(values), i + columns - column, i + _PIECE)
         number = _ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
         _fill(number, by_column, column, table, factors[: stop - i])
-        for j in range(i, stop):
-            out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j - i]
-        column += stop - i
-        i = stop
-        if column == columns:
-            row, column = row + 1, 0
-
-
-@jit(error_model="numpy")
-def _multiply(values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any) -> None:
-    factors = np.empty(_PIECE, np.float32)
-    row, column, i = start // columns, start % columns, 0
-    while i < len(values):
-        stop = min(len(values), i + columns - column, i + _PIECE)
-        number = _ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
-        _fill(number, by_column, column, table, factors[: stop - i])
-        for j in range(i, stop):
-            values[j] = min(max(values[j] * factors[j - i], -_LARGEST), _LARGEST)
+        if divides:
+            for j in range(i, stop):
+                out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j - i]
+        else:
+            for j in range(i, stop):
+                out[j] = min(max(values[j] * factors[j - i], -_LARGEST), _LARGEST)
         column += stop - i
         i = stop
         if column == columns:

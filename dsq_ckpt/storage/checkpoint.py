@@ -29,7 +29,8 @@ from dsq_ckpt.storage.shard import RecordRef
 _MOST_BLOCK = 1 << 26  # elements
 _MOST_STEPS = 1 << 16
 _MOST_EXPONENT = 100
-_FACTORS = {"unit", "root", "scales"}  # by which values are multiplied after they were dequantized
+FACTORS = frozenset({"unit", "root", "scales"})
+"""Keys of a record by which its values are multiplied after they were dequantized."""
 
 
 class Checkpoint(CheckpointFiles):
@@ -154,7 +155,7 @@ class Checkpoint(CheckpointFiles):
         """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then own."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
-            factors = sorted(_FACTORS & record.keys())
+            factors = sorted(FACTORS & record.keys())
             if len(factors) > 1 or (factors and (place or link != ref)):
                 raise CorruptCheckpoint(
                     f"'{link.file}' record {link.record} has {factors}, expected one of them, and none in a sum"

@@ -145,7 +145,7 @@ def test_short_rows_take_no_memory(shape) -> None:
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("by_column", [True, False])
 def test_torch_operations_find_what_the_kernel_does(by_row, by_column) -> None:
-    """What runs on a device, here on the host."""
+    """The operations of a device, run on the host."""
     values = squares(64, 96)
     values[3] = 0
     values[5, 7] = torch.inf

@@ -167,7 +167,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     if split is not None:
         counts[:, protected] += split.protected.sum(1) + split.pruned[:, forced].sum(1)
         counts[:, 0] += split.pruned[:, ~forced].sum(1)
-    if proposal.centred and log:
+    if proposal.centred:
         levels = _centred(joint, table, window, levels)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
     low, high = _cells(joint, table, window, protected, log)
@@ -204,6 +204,8 @@ def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> Non
         found = "levels that are not finite or do not ascend"
     elif config.logarithmic and not (levels > 0).all():
         found = "levels on the logarithmic axis that are not positive"
+    elif proposal.centred and not config.logarithmic:
+        found = "centred levels that are not on the logarithmic axis"
     elif any(mask.shape != (window.size,) or mask.dtype.kind != "b" for mask in masks):
         found = f"masks that are not bool[{window.size}], one for each bin"
     elif (codes := proposal.codes) is not None and (

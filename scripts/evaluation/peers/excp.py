@@ -25,7 +25,7 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
 
 class Knob(NamedTuple):
-    """What ExCP is set by.
+    """Settings of ExCP.
 
     Attributes:
         alpha: Of the threshold of weights.

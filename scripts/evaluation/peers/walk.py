@@ -55,7 +55,7 @@ class Try(NamedTuple):
 
 @dataclass
 class Figures:
-    """What one checkpoint after the other adds to a row."""
+    """Figures of a row, summed over the checkpoints of a run."""
 
     raw: int = 0
     points: list[Row] = field(default_factory=list)
