@@ -18,7 +18,7 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook
 from dsq_ckpt.quantization.codebook.fit import Fitted
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
-from dsq_ckpt.quantization.moments import Frame
+from dsq_ckpt.quantization.moments import Frame, ratios
 
 _BLOCK = 1 << 18  # elements looked at together
 _LARGEST = float(np.finfo(np.float32).max)
@@ -77,10 +77,17 @@ def scale_of(exponent: float) -> float:
 
 
 class BlockData(NamedTuple):
-    """What a block of codes has beside them: protected values (fp32 bits, in order), packed refinement bits."""
+    """Data of a block beside its codes.
+
+    Attributes:
+        protected: fp32 bits of the protected values, in order.
+        refinement: packed refinement bits.
+        ratios: sum and number of the values over their levels (`moments.ratios`); none where no mean is kept.
+    """
 
     protected: Bits
     refinement: bytes
+    ratios: tuple[float, int] = (0.0, 0)
 
 
 class CodeSource(Protocol):
@@ -166,7 +173,8 @@ class QuantizingChunk:
             kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
             self._dequantizer.block(codes, kept, None, out)
             add(self._base_values[where], out, out)
-        return BlockData(protected, packed)
+        keeps_mean = self._frame is not None and self._frame.keeps_mean
+        return BlockData(protected, packed, ratios(values, codes, book.levels) if keeps_mean else (0.0, 0))
 
     def staged(self, workers: Workers) -> CodeSource:
         """Quantize all blocks."""

@@ -354,10 +354,12 @@ def _protected_count(record: dict[str, Any]) -> int:
 
 
 def _exponent(record: dict[str, Any]) -> float:
-    exponent = record.get("exponent", 0)
-    if type(exponent) not in (int, float) or not -_MOST_EXPONENT <= exponent <= _MOST_EXPONENT:
-        raise CorruptCheckpoint(f"'{record['fqn']}' has the exponent {exponent!r}")
-    return float(exponent)
+    """Return log2 of the factor that a record's levels are multiplied by."""
+    parts = record.get("exponent", 0), record.get("shift", 0)
+    for name, part in zip(("exponent", "shift"), parts, strict=True):
+        if type(part) not in (int, float) or not -_MOST_EXPONENT <= part <= _MOST_EXPONENT:
+            raise CorruptCheckpoint(f"'{record['fqn']}' has the {name} {part!r}")
+    return float(sum(parts))
 
 
 def within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

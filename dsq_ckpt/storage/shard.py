@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -149,19 +150,22 @@ class ShardWriter:
         base: list[Block | None] = []
         refined: list[Block] = []
         protected: list[Bits] = []
+        total, count = 0.0, 0
         for task, data, beside in self._workers.map(_Task.run, tasks()):
             let_signals_through()
             protected.append(beside.protected)
+            total, count = total + beside.ratios[0], count + beside.ratios[1]
             if len(task.chunk.source.codes):
                 base.append(None if data is None else self._base.add(data))
                 if task.chunk.source.refinement_bits:
                     refined.append(self._refinement_file().add(beside.refinement))
             if task.last:
-                yield self._add_record(task.chunk, base, refined, np.concatenate(protected))
-                base, refined, protected = [], [], []
+                mean = total / count if count and total > 0 else 1.0
+                yield self._add_record(task.chunk, base, refined, np.concatenate(protected), mean)
+                base, refined, protected, total, count = [], [], [], 0.0, 0
 
     def _add_record(
-        self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits
+        self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits, mean: float
     ) -> Written:
         source, dtype, parent = chunk.source, chunk.dtype, chunk.parent
         record: dict[str, Any] = {
@@ -169,6 +173,8 @@ class ShardWriter:
         }
         if source.exponent:
             record["exponent"] = source.exponent
+        if shift := round(math.log2(mean), 4):  # a factor to 16 bits is all that levels are multiplied by
+            record["shift"] = shift
         if source.second_moment is not None:
             record["root"] = source.second_moment
         if parent is not None:

@@ -322,7 +322,7 @@ class Reader:  # a checkpoint directory
             if bits and count:
                 protected = np.frombuffer(unshuffle(other.block(entry["protected"]), 4, 4 * count), "<f4")
         book = file.contents["groups"][record["group"]]["codebook"]
-        last, scale = len(book["levels"]), scale_of(record.get("exponent", 0))
+        last, scale = len(book["levels"]), scale_of(record.get("exponent", 0) + record.get("shift", 0))
         check_book(book)
         require(codes.count(last) == count and max(codes, default=0) <= last, "codes of the codebook")
         pairs: list[tuple[int, int | None]] = list(zip(codes, symbols if bits else [None] * n, strict=True))
