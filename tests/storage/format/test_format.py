@@ -94,7 +94,7 @@ def state(large: bool) -> Tree:
         "nan": {"weight": torch.full((30, 40), torch.nan)},
         "optimizer": {"lin1.weight": {
             "exp_avg": moment, "exp_avg_sq": moment.square() * 1e-8, "momentum_buffer": normal(30, 64),
-        }},
+        }, "lin2.weight": {"exp_avg_sq": torch.linspace(1e-9, 2e-9, 5400).view(60, 90)}},
         "wide": {"momentum_buffer": wide},
         "huge": {"weight": even(-1, 1, torch.float32), "brain": even(-1, 1, torch.bfloat16)},
         "half": {"weight": even(-1, 1, torch.float16)}, "vast": {"weight": even(-1, 0.9, torch.float32)},
@@ -299,7 +299,7 @@ def test_every_key_is_documented(run: list[Path], sums: list[Path]) -> None:
                     assert set(group["codebook"]) == codebook_keys
                 seen["record"] = seen["record"].union(*contents["records"])
     by_update = "update" in str(Manifest.read(run[0]).config["quantize"]["exp_avg"])
-    former = {"unit"} if by_update else {"unit", "root", "scales"}  # by size, as moments once were
+    former = {"unit"} if by_update else {"unit", "root", "scales", "shift"}  # by size, as moments once were
     assert seen["base"] == base_keys[0] - former and seen["record"] == base_keys[1] - former
     assert seen["refined"] == refinement_keys[1]
 
