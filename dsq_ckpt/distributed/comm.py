@@ -23,7 +23,7 @@ from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
 _T = TypeVar("_T")
 _HEAD, _SHORT = 8, 4088
-"""Bytes of a length, and of a pickle that is gathered in one round; a longer one takes a second."""
+"""Bytes of a length, and of a pickle that is gathered or broadcast in one round; a longer one takes a second."""
 _FREED_WITHIN = 0.2  # seconds; other backends may keep tensors for longer
 
 
@@ -123,18 +123,30 @@ class TorchCommunicator:
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def broadcast(self, value: Any) -> Any:
-        values = [value]
+        data = pickle.dumps(value) if self.rank == 0 else b""
         with _reaching(self.rank):
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
+            found = self._broadcast(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
+            size = int.from_bytes(found[:_HEAD], "little")
+            if size > _SHORT:
+                found += self._broadcast(data[_SHORT:], size - _SHORT)
+        return value if self.rank == 0 else pickle.loads(found[_HEAD : _HEAD + size])
+
+    def _broadcast(self, data: bytes, size: int) -> bytes:
+        """Return what rank 0 gives, padded to `size` bytes; collective."""
+        device = self._device()
+        tensor = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        with _lent(tensor) if device.type == "cpu" else nullcontext():
+            dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor.cpu().numpy().tobytes()
 
 
 @contextmanager
 def _lent(*tensors: torch.Tensor) -> Iterator[None]:
     """Wait, after a collective, until the thread of gloo that ran it has let go of its tensors too.
 
-    It signals the end before it frees them, and needs the interpreter for that: of a process that exits meanwhile, as
-    after a last save, it is an abort (pytorch/pytorch#190489).
+    It signals the end before it frees them, and needs the interpreter for that. A process that exits meanwhile, as after
+    a last save, aborts (pytorch/pytorch#190489). One that drops DDP meanwhile hangs: DDP's reducer may be the last to
+    hold the group, and waits for that thread while it holds the interpreter's lock.
     """
     before = [sys.getrefcount(tensor) for tensor in tensors]
     try:

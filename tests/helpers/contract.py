@@ -39,7 +39,7 @@ def _values(comm: Communicator) -> None:
         everywhere = comm.gather(value)
         assert len(everywhere) == comm.size and repr(everywhere[comm.rank]) == repr(value)
     assert [len(text) for text in comm.gather("y" * (100 - comm.rank))] == [100 - rank for rank in range(comm.size)]
-    for value in (None, "z" * 3000, {"a": [1, 2]}):
+    for value in (None, "z" * 3000, "z" * 4071, "z" * 9000, {"a": [1, 2]}):
         given = value if comm.rank == 0 else lambda: "this is not even looked at"
         assert comm.broadcast(given) == value
 
