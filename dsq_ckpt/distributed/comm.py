@@ -144,9 +144,9 @@ class TorchCommunicator:
 def _lent(*tensors: torch.Tensor) -> Iterator[None]:
     """Wait, after a collective, until the thread of gloo that ran it has let go of its tensors too.
 
-    It signals the end before it frees them, and needs the interpreter for that. A process that exits meanwhile, as after
-    a last save, aborts (pytorch/pytorch#190489). One that drops DDP meanwhile hangs: DDP's reducer may be the last to
-    hold the group, and waits for that thread while it holds the interpreter's lock.
+    It signals the end before it frees them, and needs the interpreter for that. A process that exits meanwhile, as
+    after a last save, aborts (pytorch/pytorch#190489). One that drops DDP meanwhile hangs: DDP's reducer may be the
+    last to hold the group, and waits for that thread while it holds the interpreter's lock.
     """
     before = [sys.getrefcount(tensor) for tensor in tensors]
     try:
