@@ -3,11 +3,13 @@
 A server imports and compiles what all of them need, and forks whenever it is asked to. A fork has a session of its own,
 and the environment, directory and output that it is given; it runs a script, `-m module` or `-c text`, as Python would.
 `torchrun` in a fork starts its ranks in the same way, from two servers in turn: sets are ordered otherwise in each.
+A fork is in the namespaces of who asks for it, which the server need not be in: hosts in `tests/multinode` are made so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import hashlib
@@ -15,6 +17,7 @@ import importlib
 import io
 import json
 import os
+import platform
 import runpy
 import shutil
 import signal
@@ -34,7 +37,11 @@ _MODULES = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dsq_ckpt.api",
     "dsq_ckpt.dcp", "dsq_ckpt.lowdiff", "dsq_ckpt.lowdiff.log_server", "dsq_ckpt.lowdiff.replica_server",
 )
-_OF_EACH = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "PYTHONHASHSEED")
+_USED_LATE = (  # prefixes of variables that nothing reads when it is imported
+    "AWS_", "CUDA_VISIBLE_DEVICES", "GLOO_", "NCCL_SOCKET_IFNAME", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST",
+    "PYTEST_XDIST_WORKER", "PYTHON=", "SHLVL", "STALL_AT_STEP", "TMPDIR", "_=",
+)
+_NAMESPACES = ("user", "net", "uts", "pid", "mnt")
 _SECONDS = 600  # that a server may take to begin
 _exec = subprocess.Popen
 
@@ -89,13 +96,33 @@ def start(
         pass_fds: other files that it has, by the same numbers.
         turn: it is forked from one server if this is even, else from another.
     """
-    connection = _connect({**environment, "PYTHONHASHSEED": str(1 + turn % 2)})
+    connection = _connect(environment, turn)
     request = {
         "arguments": list(arguments), "environment": dict(environment), "directory": str(directory),
         "numbers": [1, 2, *pass_fds],
     }
-    socket.send_fds(connection, [json.dumps(request).encode()], [output, output, *pass_fds])
+    with contextlib.ExitStack() as stack:
+        spaces = [stack.enter_context(open(f"/proc/self/ns/{name}")).fileno() for name in _NAMESPACES]
+        socket.send_fds(connection, [json.dumps(request).encode()], [*spaces, output, output, *pass_fds])
     return Fork(connection)
+
+
+def interpreter(path: Path, environment: Mapping[str, str]) -> Path:
+    """Write a program that starts forks as Python starts processes, for what takes the path of an interpreter.
+
+    Args:
+        path: of the program.
+        environment: that it will have; the servers are started now, not by who may be in other namespaces.
+    """
+    for turn in range(2):
+        _connect(environment, turn).close()
+    path.write_text(
+        f"#!{sys.executable} -S\nimport os, sys\nsys.path[0] = {str(Path(__file__).parents[2])!r}\n"
+        "from tests.helpers import forks\n"
+        "sys.exit(forks.start(sys.argv[1:], os.environ, os.getcwd(), 1).wait())\n"
+    )
+    path.chmod(0o755)
+    return path
 
 
 def popen(command: Sequence[str], **options: Any) -> Any:
@@ -105,9 +132,13 @@ def popen(command: Sequence[str], **options: Any) -> Any:
     return start(command[1:], options["env"], os.getcwd(), options["stderr"], options["pass_fds"])
 
 
-def _connect(environment: dict[str, str]) -> socket.socket:
+def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
     """Connect to the server whose environment that is, which is started if it is not there."""
-    base = {name: value for name, value in environment.items() if name not in _OF_EACH[:-1] and not _of_a_rank(name)}
+    base = {
+        name: value for name, value in environment.items()
+        if not f"{name}=".startswith(_USED_LATE) and not _of_a_rank(name)
+    }
+    base["PYTHONHASHSEED"] = str(1 + turn % 2)
     directory = Path(environment[VARIABLE])
     path = directory / hashlib.sha256(json.dumps(sorted(base.items())).encode()).hexdigest()[:16]
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,24 +179,36 @@ def _serve(path: Path) -> dict[str, object]:
             connection = listener.accept()[0]
         except TimeoutError:
             continue
-        data, files, *_ = socket.recv_fds(connection, 1 << 20, 16)
-        if os.fork() == 0:
+        data, files, *_ = socket.recv_fds(connection, 1 << 20, 20)
+        if data and os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _enter(files[: len(_NAMESPACES)])
             if (fork := os.fork()) == 0:
+                with contextlib.suppress(BrokenPipeError):  # who asked may have been killed
+                    connection.send(b"%d" % os.getpid())  # as it is called in its namespace
                 connection.close()
-                return {**json.loads(data), "files": files}
+                return {**json.loads(data), "files": files[len(_NAMESPACES) :]}
             for file in files:
                 os.close(file)
-            with contextlib.suppress(BrokenPipeError):  # who asked may have been killed
-                connection.send(b"%d" % fork)
-                connection.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
+            status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+            with contextlib.suppress(BrokenPipeError):
+                connection.send(b"%d" % status)
             os._exit(0)
         connection.close()
         for file in files:
             os.close(file)
     shutil.rmtree(path.parent, ignore_errors=True)
     os._exit(0)
+
+
+def _enter(spaces: Sequence[int]) -> None:
+    """Enter the namespaces that are not this process's own; a process namespace is that of its children."""
+    pairs = zip(_NAMESPACES, spaces, strict=True)
+    others = [file for name, file in pairs if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino]
+    for file in others:  # `/proc` is another one in between
+        if ctypes.CDLL(None, use_errno=True).setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _become(
@@ -181,6 +224,7 @@ def _become(
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = platform._uname_cache = None  # type: ignore[attr-defined]
     os.chdir(directory)
     if arguments[0] == "-u":
         del arguments[0]

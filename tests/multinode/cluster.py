@@ -17,7 +17,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.helpers import forks
+from tests.helpers.processes import ROOT
+
 INTERFACE = "eth0"
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname", "bash")
 _HOLD = ["bash", "-c", "echo ready; exec cat"]
@@ -84,12 +86,12 @@ class Host:
     def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[str]:
         """Run a command on this host; its output is appended to `log`."""
         base = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "SLURM_", "RDZV_"))}
-        base |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}", "PYTHON": sys.executable}
-        base |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        base |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+        base["PYTHON"] = str(forks.interpreter(log.with_suffix(".python"), base))
         with log.open("a") as stream:
             agent = subprocess.Popen(
                 [*self._inside(), *command], stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-                env=base | environment, cwd=ROOT, text=True, start_new_session=True,
+                env=base, cwd=ROOT, text=True, start_new_session=True,
             )
         self._agents.append(agent)
         return agent

@@ -8,15 +8,19 @@ a resume loaded, and the log how the run failed.
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
-from train_multinode import Run, main
 
 from dsq_ckpt.storage.shard import ShardWriter
+
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+from train_multinode import Run, main
 
 
 def whole(tree: Any) -> Any:
