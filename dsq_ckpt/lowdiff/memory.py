@@ -163,12 +163,13 @@ class SurvivingReplica:
     Args:
         run: directory of the run.
         comm: communicator of the ranks that recover.
+        timeout: seconds in which the process that holds this rank's shard may begin to listen, while it writes.
     """
 
-    def __init__(self, run: Path, comm: Communicator) -> None:
+    def __init__(self, run: Path, comm: Communicator, timeout: float = _PATIENCE) -> None:
         self._run = run
         self._comm = comm
-        self._channel = _connect(run, comm.rank)
+        self._channel = _connect(run, comm.rank, min(timeout, _PATIENCE))
 
     def state(self) -> MemorySnapshot | None:
         """Return the state at the last step that all processes have, or None if any of them has ended."""
@@ -237,9 +238,9 @@ class SurvivingReplica:
         return found if found is not None and isinstance(found[0], dict) and keys <= found[0].keys() else None
 
 
-def _connect(run: Path, rank: int) -> Channel | None:
+def _connect(run: Path, rank: int, timeout: float) -> Channel | None:
     """Connect to the process that holds this rank's shard; retry while a process of the run still writes."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + timeout
     while (channel := _connected(run, rank)) is None and _written(run) and time.monotonic() < deadline:
         time.sleep(0.01)
     return channel

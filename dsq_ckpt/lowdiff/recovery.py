@@ -156,7 +156,7 @@ def recover_train_state(
     started = time.perf_counter()
     if merge:
         run_on_all_ranks(comm, lambda: check_linear(train_state.optimizer), LoadFailed)
-    survivors = SurvivingReplica(directory, comm)
+    survivors = SurvivingReplica(directory, comm, timeout)
     in_memory = survivors.state() if memory else None
     if in_memory is not None:
         kept = in_memory
