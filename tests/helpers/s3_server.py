@@ -16,6 +16,8 @@ SETTINGS = {
 _SERVER = """
 import logging, sys
 from moto.server import ThreadedMotoServer
+from werkzeug.serving import WSGIRequestHandler
+WSGIRequestHandler.disable_nagle_algorithm = True  # else a body waits 40 ms, until its headers are acknowledged
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()

@@ -12,7 +12,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage import remote_gc
+from dsq_ckpt.storage import object_store, remote_gc
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST
 from dsq_ckpt.storage.object_store import ObjectStore
@@ -26,8 +26,9 @@ _PART = 5 << 20  # the smallest part that S3 takes
 @pytest.fixture
 def server(s3_address, bucket, monkeypatch):
     """The server that this process uses."""
-    # The time before a further try, in seconds: drawn from 0 to 1, and a save here makes dozens.
+    # The time before a further try, in seconds: of theirs drawn from 0 to 1, and a save here makes dozens.
     monkeypatch.setattr("botocore.retryhandler.random", SimpleNamespace(random=lambda: 0.01))
+    monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
     with faulty_s3(s3_address) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.address)
         monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART})
@@ -47,7 +48,7 @@ def loaded(path) -> dict:
 
 def large(step: int) -> dict:
     """A state whose exact tensor takes several parts."""
-    ids = torch.randint(0, 2**62, (3_000_000,), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(0, 2**62, (1_400_000,), generator=torch.Generator().manual_seed(step))
     return {**state_of(step), "ids": ids}
 
 
@@ -141,7 +142,7 @@ dsq_ckpt.save(large(2), f"{run}/step-2")
 @pytest.mark.parametrize("when", ["between files and manifest", "in an upload"])
 def test_a_client_that_is_killed_leaves_nothing_visible(server, bucket, when):
     status, output = run(
-        ["-c", _KILLED, f"{bucket}/run", when], AWS_ENDPOINT_URL=server.address,
+        ["-c", _KILLED, f"{bucket}/run", when], forked=True, AWS_ENDPOINT_URL=server.address,
         FSSPEC_S3=f'{{"default_block_size": {_PART}}}',
     )
     assert status == -signal.SIGKILL, output
