@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv demo demo-deepspeed test coverage lint docs campaign bench clean
+.PHONY: venv demo demo-deepspeed test coverage kernels lint docs campaign bench clean
 
 venv: $(STAMP)
 
@@ -24,11 +24,15 @@ demo: $(STAMP)
 demo-deepspeed: $(STAMP)
 	$(BIN)/python scripts/demo_deepspeed.py --json demo-deepspeed.json
 
-test: lint
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint kernels
 	$(PYTEST)
 
 coverage: $(STAMP)
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
+
+kernels: $(STAMP)
+	$(BIN)/dsq warmup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
