@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,21 @@ def test_codes_in_memory_and_codes_from_files_lead_to_the_same_run(tmp_path):
     for name in names:
         a, b = (loaded(tmp_path / run / name, state, refinement=False) for run in "ab")
         assert differences(a, b) == []
+
+
+def test_a_background_process_keeps_the_codes_of_a_shared_parent(tmp_path):
+    """The process that trains tells it of checkpoints, not of what they are coded against."""
+    history, run = SaveHistory(), states()
+    for name in "ab":
+        dsq_ckpt.save(next(run), tmp_path / name, config=AUTO, history=history)
+    a, b = (Manifest.read(tmp_path / name).save_id for name in "ab")
+    told = [replace(one, shares=None) for one in history.outline() if one.save_id == b]
+    history.adopt(told)
+    assert [one.save_id for one in history.checkpoints()] == [b, a] and history.find(a).cache
+    dsq_ckpt.save(next(run), tmp_path / "c", config=AUTO, history=history)
+    assert Manifest.read(tmp_path / "c").parent == a
+    history.adopt([])
+    assert history.checkpoints() == []
 
 
 def test_a_parent_that_is_gone(tmp_path):
