@@ -159,10 +159,11 @@ def test_a_checkpoint_without_its_refinement(tmp_path, keyframe):
 
 
 def test_a_frozen_tensor_takes_no_bytes_in_a_delta(tmp_path):
-    state = {"a.weight": torch.randn(90, 90), "b.weight": torch.randn(90, 90)}
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(90, 90, generator=generator) for name in ("a.weight", "b.weight")}
     for number in range(4):
         dsq_ckpt.save(state, tmp_path / str(number))
-        state["b.weight"] += 0.01 * torch.randn(90, 90)
+        state["b.weight"] += 0.1 * torch.randn(90, 90, generator=generator)
     done = dsq_ckpt.merge(tmp_path / "3", tmp_path / "merged")
     with Checkpoint(done.path) as checkpoint:
         assert checkpoint.record(checkpoint.find("a.weight", (0, 0)))["blocks"] == [None]
