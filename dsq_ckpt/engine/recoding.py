@@ -46,11 +46,12 @@ class Recoding:
         counts = np.zeros((_ALONE + 1, 256), np.int64)
         for chain in chains:
             codes, before = self._codes(chain)
-            if before is None:
-                counts[_ALONE] += np.bincount(codes, minlength=256)
-            else:
-                pairs = before.astype(np.uint16) << np.uint16(8) | codes
-                counts[:_ALONE] += np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
+            for where in workers.blocks(len(codes)):  # a count takes eight bytes for each code
+                if before is None:
+                    counts[_ALONE] += np.bincount(codes[where], minlength=256)
+                else:
+                    pairs = before[where].astype(np.uint16) << np.uint16(8) | codes[where]
+                    counts[:_ALONE] += np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
         symbols = checkpoint.codebook(chains[0][0]).symbols
         contexts = max((checkpoint.codebook(chain[-1]).symbols for chain in chains if len(chain) > 1), default=0)
         if counts[:, symbols:].any() or counts[contexts:_ALONE].any():
