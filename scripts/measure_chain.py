@@ -3,6 +3,8 @@
     python scripts/measure_chain.py --json chain.json
     python scripts/measure_chain.py --workload vit --saves 18 --json bytes.json
     python scripts/measure_chain.py --workload gpt --saves 44 --every 36 --json growth.json
+    python scripts/measure_chain.py --workload vit --saves 33 --parents --json parents.json
+    python scripts/measure_chain.py --depths --layers 20 --json depths.json
 
 A random walk of weights and Adam's moments is saved 33 times in one chain, with `refinement.keep_last` 1 and 3, and
 with `storage.replicate_keyframes`. Bytes are those on the device, each hard-linked file once.
@@ -10,6 +12,9 @@ with `storage.replicate_keyframes`. Bytes are those on the device, each hard-lin
 With `--workload`, one of `scripts/evaluate.py` is trained instead, and saved by a `Compressor` with its defaults: what
 the bytes that are kept were spent on, with moments of small tensors in bf16, as by default, and exact. With `--every`,
 the sizes of the run after each checkpoint instead, beside those of plain ones; `scripts/evaluate.py report` draws them.
+With `--parents`, the same checkpoints are saved, without a search, once for each rule by which a parent can be chosen:
+what is written and kept, and how many records of codes a load decodes for each element. With `--depths`, the time of a
+load by the length of the chain, against `dcp.load`.
 """
 
 from __future__ import annotations
@@ -21,17 +26,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
+from dsq_ckpt.cli.benchmark import drift, synthetic_state
+from dsq_ckpt.config.schema import RefinementConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.ancestry import CHECKED_EVERY, damaged, due
 from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -193,6 +203,118 @@ def grow(workload: str, saves: int, every: int, directory: Path) -> dict[str, An
     return document("growth", settings, rows)
 
 
+def _chain(longest: int) -> Callable[[int], int | None]:
+    return lambda number: number - 1 if number % (longest + 1) else None
+
+
+def _hubs(width: int, depth: int) -> Callable[[int], int | None]:
+    """Code so many checkpoints against one, the last of which is the next such one."""
+    def parent(number: int) -> int | None:
+        place = number % (width * depth + 1)
+        return number - (place - 1) % width - 1 if place else None
+
+    return parent
+
+
+def _ruler(period: int) -> Callable[[int], int | None]:
+    def parent(number: int) -> int | None:
+        place = number % period
+        return number - (place & -place) if place else None
+
+    return parent
+
+
+RULES: dict[str, Callable[[int], int | None]] = {
+    "each a keyframe": lambda number: None,
+    **{f"chain of {n}": _chain(n) for n in (1, 2, 4, 8, 16, 32)},
+    **{f"{n} against one, chain of {m}": _hubs(n, m) for n, m in ((2, 4), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))},
+    "binary tree of 32": _ruler(32),
+}
+"""Number of a checkpoint to that of its parent; None for a keyframe."""
+
+
+def layers(path: Path) -> float:
+    """Return how many records of codes a load of a checkpoint decodes for each element that is quantized."""
+    with Checkpoint(path) as checkpoint:
+        coded = [(key.elements, ref) for key, ref in checkpoint.chunks() if checkpoint.record(ref)["type"] == "coded"]
+        decoded = sum(n * len(checkpoint.chain(ref, "parent", ("coded",))) for n, ref in coded)
+        return decoded / sum(n for n, _ in coded)
+
+
+def compare_rules(workload: str, saves: int, directory: Path) -> dict[str, Any]:
+    """Return bytes and records decoded by the rule that chooses parents."""
+    from evaluation import create
+
+    torch.set_num_threads(1)
+    made = create(workload)
+    every = made.steps // saves
+    histories = {name: dsq_ckpt.SaveHistory() for name in RULES}
+    config = {"delta": {"max_chain": 1000}, "storage": {"fsync": False}}
+    for number in range(saves):
+        made.train(number * every, (number + 1) * every)
+        state = made.state()
+        for name, rule in RULES.items():
+            before = rule(number)
+            dsq_ckpt.save(
+                state, directory / name / f"{number:03d}", config=config, history=histories[name],
+                parent=None if before is None else directory / name / f"{before:03d}",
+            )
+    return {"workload": workload, "saves": saves, "every": every, "run": made.settings(), "rules": {
+        name: _of_rule(directory / name) for name in RULES
+    }}
+
+
+def _of_rule(run: Path) -> dict[str, Any]:
+    paths = sorted(run.iterdir())
+    reports, decoded = [dsq_ckpt.describe(path) for path in paths], [layers(path) for path in paths]
+    logical = sum(report["bytes_logical"] for report in reports)
+    written = sum(report["bytes_written"] for report in reports)
+    kinds: Counter[str] = Counter()
+    refined = []
+    for path in paths:
+        known = Manifest.read(path).kinds
+        kinds.update({kind: sizes.base for kind, sizes in known.items()})
+        refined.append(sum(sizes.refinement for sizes in known.values()))
+    # As a run keeps it: here, checkpoints that share a named parent do not drop the refinement of each other.
+    kept = written - sum(refined[: -RefinementConfig().keep_last])
+    return {
+        "ratio_kept": logical / kept, "bytes_kept": kept, "ratio_written": logical / written,
+        "layers": statistics.mean(decoded), "layers_most": max(decoded), "bytes_base": dict(sorted(kinds.items())),
+    }
+
+
+DEPTHS = (0, 1, 2, 3, 4, 6, 8, 16, 32)
+
+
+def load_times(layers: int, repeats: int, directory: Path) -> dict[str, Any]:
+    """Return the time of a load, from the page cache, by the length of the chain, against `dcp.load`."""
+    rows: dict[str, Any] = {}
+    config = {"storage": {"fsync": False}, "refinement": {"keep_last": 100}, "delta": {"max_chain": max(DEPTHS)}}
+    for moments in (False, True):
+        state = synthetic_state(layers * 10**6, moments)
+        into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        plain, run, history = directory / f"plain-{moments}", directory / f"run-{moments}", dsq_ckpt.SaveHistory()
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(plain), no_dist=True)
+        for number in range(max(DEPTHS) + 1):
+            dsq_ckpt.save(state, run / f"{number:02d}", config=config, history=history)
+            state = drift(state, number)
+        seconds: dict[Any, list[float]] = {"dcp.load": [], **{depth: [] for depth in DEPTHS}}
+        for _ in range(repeats + 1):  # the first round warms caches and loads kernels
+            for name, measured in seconds.items():
+                started = time.perf_counter()
+                if name == "dcp.load":
+                    dcp.load(into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
+                else:
+                    dsq_ckpt.load(into, run / f"{name:02d}", history=dsq_ckpt.SaveHistory())
+                measured.append(time.perf_counter() - started)
+        peer = seconds.pop("dcp.load")[1:]
+        rows["weights and moments" if moments else "weights"] = {"dcp.load, s": statistics.median(peer), **{
+            f"depth {depth}": statistics.median(a / b for a, b in zip(measured[1:], peer, strict=True))
+            for depth, measured in seconds.items()
+        }}
+    return {"parameters": layers * 10**6, "repeats": repeats, "load / dcp.load": rows}
+
+
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,10 +322,17 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=33)
     parser.add_argument("--workload", help="of scripts/evaluate.py, to be trained and saved by a Compressor")
     parser.add_argument("--every", type=int, help="steps between checkpoints: measure the sizes after each")
+    parser.add_argument("--parents", action="store_true", help="of a workload: compare rules that choose parents")
+    parser.add_argument("--depths", action="store_true", help="measure the time of a load by the length of the chain")
+    parser.add_argument("--repeats", type=int, default=5, help="of loads that are timed")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        if arguments.workload is None:
+        if arguments.depths:
+            result = load_times(arguments.layers, arguments.repeats, Path(directory))
+        elif arguments.parents:
+            result = compare_rules(arguments.workload, arguments.saves, Path(directory))
+        elif arguments.workload is None:
             result = measure(arguments.layers, arguments.saves, Path(directory))
         elif arguments.every is not None:
             result = grow(arguments.workload, arguments.saves, arguments.every, Path(directory))

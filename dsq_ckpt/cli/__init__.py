@@ -310,12 +310,15 @@ def compress(
 def merge(
     checkpoint: CheckpointPath,
     target: Annotated[Path, _path("TARGET", "Checkpoint directory to make.")],
+    keyframe: Annotated[
+        bool, typer.Option("--keyframe", help="Write a keyframe, which needs no file of another checkpoint.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Merge a chain of differences (delta.against: values) into few, with the same values; CHECKPOINT stays."""
+    """Merge a chain of deltas into one, or differences of values into few, with the same values; CHECKPOINT stays."""
     from dsq_ckpt.cli import joining
 
-    joining.run(checkpoint, target, as_json)
+    joining.run(checkpoint, target, keyframe, as_json)
 
 
 @app.command()

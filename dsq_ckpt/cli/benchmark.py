@@ -168,7 +168,7 @@ def _checkpoints(
     suffix = " (weights + moments)" if moments else ""
     config = DSQConfig().with_values(**{"storage.threads": threads})
     state = synthetic_state(parameters, moments)
-    drifted = _drift(state, 1)
+    drifted = drift(state, 1)
     into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     fp32 = sum(tensor.numel() for tensor in state.values()) * 4
     directory.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def _stalls(
     directory.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = stalls((state, _drift(state, 1)), config, directory, repeats)
+        found = stalls((state, drift(state, 1)), config, directory, repeats)
     suffix = " (weights + moments)" if moments else ""
     rows.update({name + suffix: _summary(values) for name, values in found.items()})
 
@@ -265,10 +265,10 @@ def _save_chain(state: dict[str, torch.Tensor], run: Path, config: DSQConfig) ->
     history = SaveHistory()
     for number in range(max(_DEPTHS) + 1):
         api.save(state, run / f"{number:02d}", config=config, no_dist=True, history=history)
-        state = _drift(state, number)
+        state = drift(state, number)
 
 
-def _drift(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def drift(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """Return the state some hundred steps later: weights a 20th of their size away, moments half renewed.
 
     The codes of weights then take 0.3 bits each, as in recorded runs.

@@ -28,6 +28,9 @@ from dsq_ckpt.errors import ConfigError
 LAYERS = ("embedding", "linear", "conv", "other")
 """Groups of weights by layer type."""
 
+_LINKS, _SIBLINGS = 4, 2
+"""Of `delta.max_chain: auto`, by measurement: benchmarks/results/parents-*.json and docs/design.md."""
+
 # How many ranks run on this host, as torchrun and the launchers of Open MPI and of MPICH and its kin tell them.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
@@ -169,7 +172,20 @@ class DeltaConfig(_Strict):
     coder: Literal["rans", "huffman"] = "rans"
     rearrange: StrictBool = Field(True, description="huffman: deltas split by previous code")
     run_length: StrictBool = Field(True, description="huffman: lengths of runs are coded")
-    max_chain: int = Field(32, ge=1, le=1000, description="a keyframe at the latest after this many deltas")
+    max_chain: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+        32, description="a keyframe at the latest after this many deltas, each against the one before; auto: "
+        "checkpoints share a parent, so that a load decodes few of them"
+    )
+
+    @property
+    def most_links(self) -> int:
+        """How many deltas a load may have to decode."""
+        return self.max_chain if isinstance(self.max_chain, int) else 32 if self.against == "values" else _LINKS
+
+    @property
+    def siblings(self) -> int:
+        """How many checkpoints in a row are coded against the same one."""
+        return 1 if isinstance(self.max_chain, int) or self.against == "values" else _SIBLINGS
 
 
 class SearchConfig(_Strict):

@@ -49,7 +49,7 @@ _EXPECTED = {
 """By pydantic's kinds of errors."""
 NOT_REGISTERED = "not_registered"
 """Kind of our own: a name that a registry does not know. Its context has the names that are expected."""
-_UNION = ("bool", "constrained-int")
+_UNION = ("bool", "constrained-int", "literal['auto']")
 """Names that pydantic gives to the alternatives of a field."""
 
 

@@ -81,7 +81,8 @@ def stage_codes(
             found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
             for chunk in found.chunks:
                 payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
-                cache_chunk(cache, chunk.codes, options.config.delta.enabled)
+                if chunk.base is None or not context.shared:
+                    cache_chunk(cache, chunk.codes, options.config.delta.enabled)
             for item in found.unquantized:
                 payloads[item.key] = ExactCopy(item.load().detach().to("cpu", copy=True), item.config)
             cache.values |= exact_values(found.unquantized, context.layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import defaultdict
@@ -49,7 +50,8 @@ Refinement = Literal["auto"] | bool
 class DSQStorageReader(StorageReader):
     """A reader of compressed checkpoints, for `dcp.load`.
 
-    Each stored chunk is decoded once and sliced. The checkpoint becomes the parent of the next save in its run.
+    Each stored chunk is decoded once, as far as this rank reads it, and sliced. The checkpoint becomes the parent of
+    the next save in its run.
 
     Args:
         path: the checkpoint directory; may be given as `checkpoint_id` of `dcp.load` instead.
@@ -198,16 +200,18 @@ class DSQStorageReader(StorageReader):
                 f"'{index.fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
                 "for; save it by a rule with exact: true, or drop it from exact="
             )
-        codes = None
+        codes = part = None
         if record["type"] == "coded":
-            codes = checkpoint.codes(ref, workers)
+            part = checkpoint.part_of(ref, refined, *_span(items, record["shape"]))
+            codes = checkpoint.codes(ref, workers, part)
             key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
             if _whole(items, key) and "residual" not in record:
                 cache.codes[key] = codes
                 cache.refs[key] = ref
         targets = [planner.resolve_tensor(item).detach() for item in items]
         # One target that is the whole chunk is decoded in place; anything else is sliced from a copy.
-        chunk = checkpoint.tensor(ref, refined, workers, codes, into=targets[0] if len(targets) == 1 else None)
+        into = targets[0] if len(targets) == 1 else None
+        chunk = checkpoint.tensor(ref, refined, workers, codes, into, part)
         for item, target in zip(items, targets, strict=True):
             if target.dtype != chunk.dtype and not self._allow_cast:
                 raise LossyTensor(
@@ -312,6 +316,18 @@ def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
     """Return the path to each name in the nested state dict; None if the planner of the save kept none."""
     paths = checkpoint.index["planner"]
     return None if paths is None else {fqn: tuple(path) for fqn, path in paths.items()}
+
+
+def _span(items: Sequence[ReadItem], shape: Sequence[int]) -> tuple[int, int]:
+    """Return from which element of a chunk to which, exclusive, this rank reads."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    ends = [
+        [sum(place * stride for place, stride in zip(corner, strides, strict=True)) for corner in (
+            item.storage_offsets, [start + length - 1 for start, length in zip(
+                item.storage_offsets, item.lengths, strict=True)],
+        )] for item in items if math.prod(item.lengths)
+    ]
+    return min((first for first, _ in ends), default=0), max((last + 1 for _, last in ends), default=0)
 
 
 def _whole(items: list[ReadItem], key: ChunkKey) -> bool:

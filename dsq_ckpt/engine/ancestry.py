@@ -175,7 +175,8 @@ def _gone(path: Path) -> bool:
 def due(parent: ParentRef, everything: bool = False) -> list[ManifestFile]:
     """Return the data files of a checkpoint that are to be checked with a delta against it, largest first."""
     files = [file for file in Manifest.read(expanded(parent.path)).files if file.role in ("own", "ancestor")]
-    chosen = [file for file in files if everything or _is_due(file.name, parent.depth)]
+    turn = parent.depth + parent.place - 1  # rises with each delta, but where the parent changes after several
+    chosen = [file for file in files if everything or _is_due(file.name, turn)]
     return sorted(chosen, key=lambda file: (-file.size, file.name))
 
 
@@ -189,8 +190,8 @@ def damaged(directory: Path, files: Sequence[ManifestFile], workers: Workers) ->
     return found
 
 
-def _is_due(name: str, depth: int) -> bool:
-    return (xxhash.xxh3_64_intdigest(name.encode()) + depth) % CHECKED_EVERY == 0
+def _is_due(name: str, turn: int) -> bool:
+    return (xxhash.xxh3_64_intdigest(name.encode()) + turn) % CHECKED_EVERY == 0
 
 
 def problem_of(path: Path, expected: ManifestFile) -> str | None:

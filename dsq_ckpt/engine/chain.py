@@ -55,7 +55,7 @@ class Lineage(NamedTuple):
 
 
 def lineage(
-    path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes, history: SaveHistory
+    path: Path, parent: str | os.PathLike[str] | None, shapes: Shapes, history: SaveHistory, siblings: int = 1
 ) -> Lineage:
     """Return the checkpoints that a save to `path` comes after.
 
@@ -65,6 +65,7 @@ def lineage(
             else the path of a complete checkpoint.
         shapes: shapes of all tensors of the state, by name.
         history: checkpoints that this process committed or loaded.
+        siblings: how many checkpoints in a row are to be coded against the same one.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
@@ -72,7 +73,9 @@ def lineage(
     run = run_of(path)
     if parent is None or parent == "auto":
         last = _last(run, shapes, history, warns=parent is not None)
-        return Lineage(last, last, _resumes(run, history) if last is None else last.lossy_resumes)
+        if last is None:
+            return Lineage(lossy_resumes=_resumes(run, history))
+        return Lineage(last, _shared(last, history, siblings) or last, last.lossy_resumes)
     named = checkpoint_path(parent)
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
@@ -109,6 +112,23 @@ def _last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) 
     return None
 
 
+def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef | None:
+    """Return the checkpoint that the last one is coded against, if the next one is to be coded against it, too.
+
+    None: it is not, or it is gone, or the last one was loaded, so that its codes are in memory and not that one's.
+    """
+    path = expanded(last.path)
+    manifest, known = Manifest.read(path), history.find(last.save_id)
+    if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (known is not None and known.loaded):
+        return None
+    with suppress(DSQError):
+        older = Manifest.read(path.parent / manifest.parent_name)
+        if older.save_id == manifest.parent:
+            place = str(path.parent / manifest.parent_name)
+            return ParentRef(older.save_id, place, older.depth, last.lossy_resumes, manifest.siblings + 1)
+    return None
+
+
 def _resumes(run: Path, history: SaveHistory) -> int:
     """Return how often any state of a run was restored, for a state whose tensors have new names."""
     counts = [0]
@@ -140,7 +160,7 @@ def choose_parent(
         parent: None asks for a keyframe.
         config: chain length and whether deltas are made at all.
     """
-    if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.max_chain:
+    if base is None or parent is None or not config.delta.enabled or base.depth >= config.delta.most_links:
         return None
     path = expanded(base.path)
     needed = [file for file in Manifest.read(path).files if file.role in ("own", "ancestor")]
@@ -174,10 +194,21 @@ class BaseRecord(NamedTuple):
 
 
 class Parent:
-    """The parent checkpoint on one rank; codes and values come from memory if they are cached, else from disk."""
+    """The parent checkpoint on one rank; codes and values come from memory if they are cached, else from disk.
 
-    def __init__(self, ref: ParentRef, model: ParentModel, workers: Workers, history: SaveHistory) -> None:
+    Args:
+        ref: the parent.
+        model: codebooks and scales of the parent.
+        workers: threads.
+        history: checkpoints that this process committed or loaded.
+        shared: whether the next save is to be coded against it, too, and needs what is cached.
+    """
+
+    def __init__(
+        self, ref: ParentRef, model: ParentModel, workers: Workers, history: SaveHistory, shared: bool = False
+    ) -> None:
         self.ref = ref
+        self._shared = shared
         self.model = model
         self._workers = workers
         self.checkpoint = Checkpoint(expanded(ref.path), lazy=True)
@@ -215,8 +246,9 @@ class Parent:
         return BaseRecord(ref, self.checkpoint.requires(ref.file)), codes
 
     def device_codes(self, key: ChunkKey) -> torch.Tensor | None:
-        """Remove and return the previous codes of a chunk in device memory, None if they are not there."""
-        return self._cache.device_codes.pop(key, None)
+        """Return the previous codes of a chunk in device memory, None if they are not there; removed unless shared."""
+        codes = self._cache.device_codes
+        return codes.get(key) if self._shared else codes.pop(key, None)
 
     def values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
         """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers)."""

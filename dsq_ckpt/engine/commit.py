@@ -194,6 +194,7 @@ def _manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
         parent=parent.save_id if parent else None, parent_name=_name_of(expanded(parent.path)) if parent else None,
         previous=previous, previous_name=previous_name, depth=parent.depth + 1 if parent else 0,
+        siblings=parent.place if parent else 0,
         refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
         files=files, kinds=_kinds(results),
         groups={

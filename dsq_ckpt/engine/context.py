@@ -36,6 +36,7 @@ class SaveContext:
         exact: whether everything is stored exactly, whatever the configuration says; see `too_many_resumes`.
         lossy_resumes: how often the run was restored from a lossy checkpoint before.
         started: when the save began on the coordinator, in seconds since the epoch.
+        shared: whether the next save is to be coded against the same parent, so that codes are not kept that have one.
     """
 
     save_id: str
@@ -47,6 +48,7 @@ class SaveContext:
     exact: bool = False
     lossy_resumes: int = 0
     started: float = 0.0
+    shared: bool = False
 
 
 def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[Layout]) -> SaveContext:
@@ -64,7 +66,8 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
     """
     layout = Layout.union(layouts)
-    lineage = chain.lineage(path, options.parent, layout.shapes, options.history)
+    siblings = options.config.delta.siblings
+    lineage = chain.lineage(path, options.parent, layout.shapes, options.history, siblings)
     exact = too_many_resumes(lineage.lossy_resumes, options.config)
     if exact is not None:
         warn(exact)
@@ -73,7 +76,7 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
         model = None if parent is None else _model(parent, layout)
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
-            lineage.lossy_resumes,
+            lineage.lossy_resumes, shared=parent is not None and parent.place < siblings,
         )
 
     if exact is not None:

@@ -46,6 +46,8 @@ class ParentRef(NamedTuple):
     depth: int
     lossy_resumes: int = 0
     """Of the checkpoint that comes after it: its own, and one more if this process loaded it and it is lossy."""
+    place: int = 1
+    """Of the checkpoint that is coded against it, among those in a row that are."""
 
 
 @dataclass
@@ -79,6 +81,7 @@ class KnownCheckpoint:
         cache: its chunks on this rank.
         previous: save id of the checkpoint it came after.
         follows: whether that checkpoint lies in the same run directory, so that the run is in use.
+        shares: save id of the checkpoint it is coded against, if the next one is to be, too; it has no cache then.
         loaded: whether it was loaded, so that the next save comes from a restored state.
         complete: whether it is known to be committed; otherwise its manifest tells.
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
@@ -90,6 +93,7 @@ class KnownCheckpoint:
     cache: ChunkCache = field(default_factory=ChunkCache)
     previous: str | None = None
     follows: bool = False
+    shares: str | None = None
     loaded: bool = False
     complete: bool = False
     suspect: bool = False
@@ -150,7 +154,7 @@ class SaveHistory:
 
     def add_pending(
         self, path: Path, save_id: str, cache: ChunkCache, shapes: Shapes | None = None,
-        previous: ParentRef | None = None,
+        previous: ParentRef | None = None, parent: str | None = None, shares: bool = False,
     ) -> None:
         """Add the checkpoint of a save under way; it counts once its manifest is there.
 
@@ -160,8 +164,10 @@ class SaveHistory:
             cache: chunks of this rank.
             shapes: shapes of the tensors of all ranks; None: not known before its files are there.
             previous: the checkpoint it comes after.
+            parent: save id of the checkpoint it is coded against.
+            shares: whether the next one is to be coded against that, too.
         """
-        new = KnownCheckpoint(save_id, path.absolute(), shapes, cache)
+        new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, shares=parent if shares else None)
         with self._lock:
             self._known[:] = [one for one in self._known if one.save_id != save_id]
             for other in self.checkpoints(new.run):
@@ -174,7 +180,7 @@ class SaveHistory:
             for other in self.checkpoints():
                 # Where each checkpoint has a run directory of its own, no later save would free these caches.
                 passed_by = other.run == new.run or not other.follows
-                if other.cache and other.save_id != new.previous and passed_by and _same(new, other):
+                if other.cache and other.save_id not in (new.previous, parent) and passed_by and _same(new, other):
                     other.cache = ChunkCache()
             self._known.insert(0, new)
             self._bound()
@@ -228,8 +234,14 @@ class SaveHistory:
     def adopt(self, outline: Outline) -> None:
         """Replace the known checkpoints by those of another process; chunks that are cached here stay."""
         with self._lock:
-            caches = {one.save_id: one.cache for one in self._known}
-            self._known[:] = [replace(one, cache=caches.get(one.save_id, one.cache)) for one in outline]
+            own = {one.save_id: one for one in self._known}
+            adopted = {one.save_id: one for one in outline}
+            for save_id in own.keys() & adopted.keys():
+                known = own[save_id]
+                shares = adopted[save_id].shares or known.shares  # the other process does not know what it was
+                adopted[save_id] = replace(adopted[save_id], cache=known.cache, shares=shares)
+            shared = {one.shares for one in adopted.values()} - {None} - adopted.keys()
+            self._known[:] = [*adopted.values(), *(one for one in self._known if one.save_id in shared)]
 
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
         """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
@@ -256,6 +268,8 @@ class SaveHistory:
         place = self._known.index(new)
         for other in self._known[place + 1 :]:
             replaced = other.save_id == new.previous
+            if other.save_id == new.shares:
+                continue
             if other.run == new.run and (replaced or _same(new, other)):
                 self._known.remove(other)
             elif replaced:

@@ -17,7 +17,9 @@ from dsq_ckpt.storage.links import NO_LINKS, copy_file, holder_of, link_files, t
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 
 
-def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool) -> None:
+def inherit(
+    parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool, previous: Path | None = None
+) -> None:
     """Link the files of the parent that a new checkpoint needs into it; keyframe files may have several copies.
 
     Of `copies` checkpoints of a chain that follow each other, no two share a keyframe file: each has it from the
@@ -29,6 +31,7 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
         names: names of the parent's data files.
         copies: number of copies of each keyframe file on the device; 1: all checkpoints share it.
         fsync: flush copies to the device.
+        previous: directory of the checkpoint that the new one comes after; None: the parent.
 
     Raises:
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
@@ -40,7 +43,7 @@ def inherit(parent: Path, target: Path, names: frozenset[str], copies: int, fsyn
         with CheckpointFiles(parent, lazy=True) as files:
             known = {file.name: file for file in files.manifest.files}
             keyframes = {name for name in names & known.keys() if files.requires(name) == {name}}
-        holders = _newest_first(parent, copies) if keyframes else []
+        holders = _newest_first(previous or parent, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():
                 _other_copy([holder / name for holder in holders], target / name, known[name], copies, fsync)

@@ -1,8 +1,10 @@
-"""Merging a chain of differences into super-steps, which are faster to read (LC-Checkpoint, section 3.2).
+"""Merging chains, which are then faster to read; values stay the same bit for bit, with and without refinement.
 
-A checkpoint of differences needs all records back to its keyframe. A merged one holds, for every chunk, the
-combinations of their codes as one record (as few as possible: a record holds at most 255 combinations), over the same
-keyframe. It gives the same values bit for bit, with and without refinement. The source is not touched.
+A checkpoint needs all records back to its keyframe. Where codes are coded given the parent's, a merged one holds each
+chunk's codes given those of the keyframe, or given none where that is no larger (Inshrinkerator, section 10:
+"intermediate compaction"). Where differences of values are added up, it holds the combinations of their codes as one
+record over the same keyframe, a super-step (LC-Checkpoint, section 3.2; as few as possible: a record holds at most 255
+combinations). The source is not touched.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from dsq_ckpt.coding import RansCoder, shuffle_compress
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine.recoding import Recoding
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.quantization.superstep import SuperStep
@@ -28,7 +31,7 @@ from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, Block, ContainerReader, ContainerWriter, write_index
 from dsq_ckpt.storage.links import link_files
-from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.shard import RecordRef
 from dsq_ckpt.storage.target_directory import refuse_checkpoint
@@ -43,8 +46,8 @@ class Merged:
 
     Attributes:
         path: the new checkpoint.
-        links_before, links: differences that the longest chain of a chunk adds up, in the source and now.
-        bytes: bytes of the files it wrote; the keyframe's are linked.
+        links_before, links: deltas in the longest chain of a chunk, in the source and now.
+        bytes: bytes of the files it wrote; the keyframe's are linked, if it needs them.
     """
 
     path: Path
@@ -53,15 +56,18 @@ class Merged:
     bytes: int
 
 
-def merge(source: StrPath, target: StrPath) -> Merged:
-    """Write a copy of a checkpoint of differences in which chains are merged.
+def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged:
+    """Write a copy of a checkpoint in which chains are merged.
 
     Runs in one process, whatever number of ranks saved. `target` is a checkpoint like others: it needs `source` no
     longer, and may be the parent of further saves.
 
     Args:
-        source: a checkpoint saved with `delta.against` "values".
+        source: a checkpoint with a chain.
         target: the directory to make.
+        keyframe: write a keyframe, which needs no file of another checkpoint; otherwise codes are written as one delta
+            against the keyframe of their chain where that is smaller. Differences of values (`delta.against`) need
+            their keyframe.
 
     Raises:
         CheckpointExists: `target` holds a complete checkpoint.
@@ -71,7 +77,7 @@ def merge(source: StrPath, target: StrPath) -> Merged:
         >>> state = {"w": torch.randn(256, 256)}
         >>> for step in range(4):
         ...     state["w"] += 0.01 * torch.randn(256, 256)
-        ...     result = dsq_ckpt.save(state, f"run/{step}", config={"system": "lc"})
+        ...     result = dsq_ckpt.save(state, f"run/{step}")
         >>> merged = dsq_ckpt.merge("run/3", "run/merged")
         >>> merged.links_before, merged.links
         (3, 1)
@@ -82,24 +88,39 @@ def merge(source: StrPath, target: StrPath) -> Merged:
     with Checkpoint(local_path(source)) as checkpoint, Workers(
         storage.thread_count(), storage.block_elements
     ) as workers:
-        before = max((len(_chain(checkpoint, ref)) - 1 for _, ref in checkpoint.chunks()), default=0)
         if any(file.role == "attachment" for file in checkpoint.manifest.files):
             raise SaveFailed(
                 f"'{source}' is a tag of DeepSpeed, whose own files belong to this very save; tags are not merged"
             )
-        if before < 2:
-            raise SaveFailed(f"'{source}' has nothing to merge: no tensor is a sum of two differences or more")
+        links = [(len(_sum(checkpoint, ref)) - 1, len(_codes(checkpoint, ref)) - 1) for _, ref in checkpoint.chunks()]
+        added, coded = (max((link[n] for link in links), default=0) for n in (0, 1))
+        if keyframe and added:
+            raise SaveFailed(
+                f"'{source}' adds differences of values to its keyframe, and cannot do without it; merge without "
+                "keyframe"
+            )
+        if added < 2 and coded < (1 if keyframe else 2):
+            raise SaveFailed(
+                f"'{source}' has nothing to merge: "
+                + ("it is a keyframe" if keyframe else "no chain of a tensor has two deltas or more")
+            )
         make_directory(goal, fsync=True)
-        ranks = [_Rank(checkpoint, name, goal, workers) for name in checkpoint.index["files"]]
+        ranks = [_Rank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
         save_id = uuid.uuid4().hex[:16]
         files = [file for rank in ranks for file in rank.write(save_id)]
         manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
-    return Merged(goal, before, max(rank.links for rank in ranks), manifest.bytes_in("own", "index", "refinement"))
+    written = manifest.bytes_in("own", "index", "refinement")
+    return Merged(goal, max(added, coded), max(rank.links for rank in ranks), written)
 
 
-def _chain(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
+def _sum(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
     """Return a record and the records that it is added to, newest first."""
     return checkpoint.chain(ref, "residual", ("coded", "merged", "plain"))
+
+
+def _codes(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
+    """Return a record and the records that its codes are coded given, newest first."""
+    return checkpoint.chain(ref, "parent", ("coded", "merged", "plain"))
 
 
 def _commit(
@@ -115,16 +136,29 @@ def _commit(
     files = files + [file.model_copy(update={"role": "ancestor"}) for file in old.files if file.name in ancestors]
     index = {**checkpoint.index, "files": [f"{save_id}{name[16:]}" for name in checkpoint.index["files"]]}
     files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))
-    newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name))
+    newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name), default=None)
     siblings = goal.parent == checkpoint.directory.absolute().parent
     manifest = old.model_copy(update={
         "save_id": save_id, "version": FORMAT_VERSION, "created": time.time(), "files": files, "kinds": kinds,
-        "parent": newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
+        "groups": _reports(old, ranks),
+        "parent": newest and newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
         "depth": max(rank.depth for rank in ranks), "seconds": time.time() - started,
     })
     sync_directory(goal)
     manifest.write(goal, exclusive=True, fsync=True)
     return manifest
+
+
+def _reports(old: Manifest, ranks: Sequence[_Rank]) -> dict[str, GroupReport]:
+    """Return what the manifest says of groups, with those that were coded anew as they are now."""
+    reports = dict(old.groups)
+    for name in {name for rank in ranks for name in rank.recodings} & reports.keys():
+        coded = [rank.coded[name] for rank in ranks if name in rank.coded]
+        reports[name] = reports[name].model_copy(update={
+            "delta": any(given for given, _ in coded),
+            "bits_per_element": 8 * sum(size for _, size in coded) / max(reports[name].elements, 1),
+        })
+    return reports
 
 
 class _Rank:
@@ -134,13 +168,16 @@ class _Rank:
 
     Attributes:
         requires: ancestors it needs.
-        links: differences that the longest chain of a chunk adds up.
-        depth: the same, with the codes that the oldest of them is coded given.
+        links: deltas in the longest chain of a chunk: differences it adds up, or records its codes are coded given.
+        depth: the same, where the oldest of these differences counts with those that its codes are coded given.
         grown: bytes by kind of tensor.
+        recodings: groups whose codes are written anew.
+        coded: by group, whether any of its records needs an older one, and bytes of its codes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, goal: Path, workers: Workers) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, goal: Path, keyframe: bool, workers: Workers) -> None:
         self._checkpoint, self._name, self._goal, self._workers = checkpoint, name, goal, workers
+        self._keyframe = keyframe
         self._reader = checkpoint.reader(name)
         self._stem = Path(name).stem
         refinement = f"{self._stem}.refinement"
@@ -149,10 +186,16 @@ class _Rank:
         self.requires: set[str] = set()
         self.links = self.depth = 0
         self.grown: dict[str, int] = defaultdict(int)
+        self.recodings: dict[str, Recoding] = {}
+        self.coded: dict[str, tuple[bool, int]] = {}
 
     def write(self, save_id: str) -> list[ManifestFile]:
         """Write the files of this rank."""
-        head = {"save": save_id, "rank": self._reader.contents["rank"]}
+        with self._checkpoint.naming(self._name):
+            return self._write(save_id)
+
+    def _write(self, save_id: str) -> list[ManifestFile]:
+        head = {"version": FORMAT_VERSION, "save": save_id, "rank": self._reader.contents["rank"]}
         self._base = f"{save_id}{self._name[16:]}"
         with ContainerWriter(self._goal, self._base, True) as self._writer:
             contents = {**self._reader.contents, **head, **self._contents()}
@@ -174,10 +217,16 @@ class _Rank:
         copied, old = _Copies(self._reader, self._writer), self._reader.contents
         self._more: list[Tree] = []
         self._count = len(old["records"])
+        self.recodings = self._find_recodings(old["records"])
         records = [self._record(number, record, copied) for number, record in enumerate(old["records"])]
         used = {record["group"] for record in records if record["type"] == "coded"}
+        for record in records:
+            if record["type"] == "coded":
+                given, size = self.coded.get(record["group"], (False, 0))
+                own = sum(int(block[1]) for block in record["blocks"] if block is not None)
+                self.coded[record["group"]] = given or "parent" in record, size + own
         groups = {
-            name: {**group, "model": copied(group["model"])} for name, group in old["groups"].items() if name in used
+            name: {**group, **self._model(name, group, copied)} for name, group in old["groups"].items() if name in used
         }
         packs = [(copied(place), itemsize, size) for place, itemsize, size in old["packs"]]
         scales = {"scales": [copied(old["scales"][0]), old["scales"][1]]} if "scales" in old else {}
@@ -186,24 +235,67 @@ class _Rank:
             "requires": sorted(self.requires), "groups": groups, "packs": packs, "records": records + self._more,
         }
 
+    def _find_recodings(self, records: Sequence[Tree]) -> dict[str, Recoding]:
+        """Return the groups with chains of codes to be merged."""
+        chains: dict[str, list[list[RecordRef]]] = defaultdict(list)
+        apart = set()
+        for number, record in enumerate(records):
+            if record["type"] == "coded" and "residual" in record:  # its codes stay, and so does their model
+                apart.add(record["group"])
+            elif record["type"] == "coded":
+                chain = self._checkpoint.chain(RecordRef(self._name, number), "parent", ("coded",))
+                self._check_older(chain)
+                chains[record["group"]].append(chain)
+        longest = 1 if self._keyframe else 2
+        return {
+            group: Recoding(self._checkpoint, found, self._keyframe, self._workers)
+            for group, found in chains.items() if group not in apart and max(map(len, found)) > longest
+        }
+
+    def _check_older(self, chain: Sequence[RecordRef]) -> None:
+        if len(chain) > 1 and chain[-1].file == self._name:
+            raise CorruptCheckpoint(f"'{self._name}' record {chain[-1].record} is not of an earlier checkpoint")
+
+    def _model(self, name: str, group: Tree, copied: _Copies) -> Tree:
+        """Return the coder of a group and the place of its model."""
+        if (recoding := self.recodings.get(name)) is None:
+            return {"model": copied(group["model"])}
+        return {"coder": recoding.coder.name, "model": self._writer.add(recoding.coder.to_bytes())}
+
+    def _recoded(self, ref: RecordRef, record: Tree, copied: _Copies) -> Tree:
+        """Return a record whose codes are coded anew."""
+        recoding = self.recodings[record["group"]]
+        chain = self._checkpoint.chain(ref, "parent", ("coded",))
+        found = recoding.blocks(chain, int(self._reader.contents["block_elements"]))
+        new = {**record, "blocks": [None if data is None else self._writer.add(data) for data in found]}
+        new.pop("parent", None)
+        if recoding.given and len(chain) > 1:
+            new["parent"] = list(chain[-1])
+            self.requires.add(chain[-1].file)  # and none that other records of that file need
+            self.links, self.depth = max(self.links, 1), max(self.depth, 1)
+        if "protected" in record:
+            new["protected"] = copied(record["protected"])
+        self.grown[kind_of(record["fqn"])] += _size(new) - _size(record)
+        return new
+
     def _record(self, number: int, record: Tree, copied: _Copies) -> Tree:
-        """Return the record in the merged checkpoint: itself, or the super-step of its chain."""
+        """Return the record in the merged checkpoint: itself, coded anew, or the super-step of its chain."""
         ref = RecordRef(self._name, number)
         if record["type"] not in ("coded", "merged"):
             return record
-        *steps, oldest = _chain(self._checkpoint, ref)
-        if oldest.file == self._name and oldest != ref:
-            raise CorruptCheckpoint(f"'{self._name}' record {oldest.record} is not of an earlier checkpoint")
-        codes = len(self._checkpoint.chain(oldest, "parent", ("coded", "plain"))) - 1
-        needed = oldest.file if steps else record.get("parent", [None])[0]
-        if needed is not None:
-            self.requires |= self._checkpoint.requires(needed)
+        if record.get("group") in self.recodings:
+            return self._recoded(ref, record, copied)
+        *steps, oldest = chain = _sum(self._checkpoint, ref)
+        self._check_older(chain)
+        given = [link.file for link in _codes(self._checkpoint, oldest)[1:]]
+        codes = len(given)
+        self.requires |= self._checkpoint.requires(oldest.file) if steps else set(given)
         refined = self._refinement is not None and str(number) in self._refinement.contents["records"]
         kept = refined or len(steps) < 2
         older: list[Any] = list(oldest)
         runs = list(self._runs(steps[kept:][::-1]))
         links = len(runs) + bool(kept and steps)
-        self.links, self.depth = max(self.links, links), max(self.depth, links + codes)
+        self.links, self.depth = max(self.links, links if steps else codes), max(self.depth, links + codes)
         size = -_size(record)
         for place, run in enumerate(runs):
             merged = self._merged(record, run, older)

@@ -127,7 +127,8 @@ class SavePipeline:
     def remember(self, context: SaveContext, cache: ChunkCache) -> None:
         """Keep the chunks that the next save is coded against, once this one is committed."""
         self.options.history.add_pending(
-            self.path, context.save_id, cache, context.layout.shapes, context.previous
+            self.path, context.save_id, cache, context.layout.shapes, context.previous,
+            context.parent and context.parent.save_id, context.shared,
         )
 
     def commit(self, context: SaveContext, results: Sequence[RankResult], contents: SaveContents) -> Committed:

@@ -135,7 +135,8 @@ class _Sketching:
         if lossy:
             warmup.wait("save")
         if context.parent is not None and context.model is not None:
-            self._parent = Parent(context.parent, context.model, self._workers, self._options.history)
+            history = self._options.history
+            self._parent = Parent(context.parent, context.model, self._workers, history, context.shared)
             self.loader = self._loader()
         chunks = [chunk for item in lossy if (chunk := self.loader.load(item)) is not None]
         return chunks + [

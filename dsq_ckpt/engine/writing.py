@@ -85,7 +85,8 @@ def write_rank(
                 keys.append(source.key)
                 if source.second_moment is not None:
                     result.units.append(source.key._replace(fqn=source.second_moment))
-                cache_chunk(cache, source, config.delta.enabled)
+                if base is None or not context.shared:
+                    cache_chunk(cache, source, config.delta.enabled)
                 dtype = state.items[source.key].dtype
                 if base is None:
                     yield ChunkRecord(source, dtype, None, frozenset())
@@ -114,8 +115,10 @@ def write_rank(
         let_signals_through()
         base_file, result.refinement, result.requires = shard.finish()
         if context.parent is not None and result.requires:
+            before = context.previous if context.parent.place > 1 else None
             inherit(
-                expanded(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies, storage.fsync
+                expanded(context.parent.path), path, frozenset(result.requires), storage.keyframe_copies,
+                storage.fsync, before and expanded(before.path),
             )
         if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
             storage_of(path).flush(path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +23,11 @@ from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import from_octave_units, from_roots
 from dsq_ckpt.quantization.superstep import SuperStep
-from dsq_ckpt.storage.container import Block, ContainerReader
+from dsq_ckpt.storage.container import Block
 from dsq_ckpt.storage.files import CheckpointFiles, names_file
+from dsq_ckpt.storage.layers import Layer, block_elements
 from dsq_ckpt.storage.shard import RecordRef
 
-_MOST_BLOCK = 1 << 26  # elements
 _MOST_STEPS = 1 << 16
 _MOST_EXPONENT = 100
 FACTORS = frozenset({"unit", "root", "scales"})
@@ -53,8 +54,34 @@ class Checkpoint(CheckpointFiles):
         return self._model(ref.file, self.record(ref)["group"])[0]
 
     @names_file
-    def codes(self, ref: RecordRef, workers: Workers) -> Codes:
+    def part_of(self, ref: RecordRef, refined: bool, first: int, last: int) -> slice | None:
+        """Return which elements of a chunk to decode for those from `first` to `last`, exclusive; None: all.
+
+        These are whole blocks. Where values stand beside the codes, in the order of these, where blocks of the chain
+        differ in size, and in sums, all of a chunk is decoded.
+        """
+        record, steps = self.record(ref), set[int]()
+        for place in (ref, self._measure_of(record)):
+            if place is None or (place != ref and self.record(place)["type"] == "plain"):
+                continue
+            own = self.record(place)
+            if own["type"] != "coded" or "residual" in own or _protected_count(own):
+                return None
+            steps |= {block_elements(self.reader(link.file)) for link in self.chain(place, "parent", ("coded",))}
+        if refined and (name := f"{Path(ref.file).stem}.refinement") in self._sizes:
+            steps.add(block_elements(self.reader(name)))
+        step, count = max(steps), math.prod(record["shape"])
+        found = slice(first // step * step, min(-(-last // step) * step, count))
+        return None if len(steps) > 1 or found == slice(0, count) else found
+
+    @names_file
+    def codes(self, ref: RecordRef, workers: Workers, part: slice | None = None) -> Codes:
         """Return the codes of a chunk, decoded from its keyframe on; uint8, flat.
+
+        Args:
+            ref: its record.
+            workers: threads.
+            part: from `part_of`: only these elements are decoded, the others are undefined.
 
         Raises:
             CorruptCheckpoint: any record of the chain is missing, altered or does not fit.
@@ -78,7 +105,7 @@ class Checkpoint(CheckpointFiles):
                 layer.decode(where, parent, to)
                 parent, to, other = to, other, to
 
-        for _ in workers.map(work, range(0, count, step)):
+        for _ in workers.map(work, range(0, count, step)[_blocks_of(part, step)]):
             pass
         return out
 
@@ -99,7 +126,7 @@ class Checkpoint(CheckpointFiles):
     @names_file
     def tensor(
         self, ref: RecordRef, refined: bool, workers: Workers, codes: Codes | None = None,
-        into: torch.Tensor | None = None,
+        into: torch.Tensor | None = None, part: slice | None = None,
     ) -> torch.Tensor:
         """Return a chunk in the dtype and shape in which it was saved.
 
@@ -108,6 +135,7 @@ class Checkpoint(CheckpointFiles):
             refined: use the refinement layer.
             codes: its codes, where they were decoded already.
             into: where the chunk is wanted; it is decoded there, and returned, if shape, dtype and layout allow.
+            part: from `part_of`: only these elements are decoded, the others are undefined.
         """
         record = self.record(ref)
         shape, dtype = record["shape"], dtype_of(record["dtype"])
@@ -120,21 +148,21 @@ class Checkpoint(CheckpointFiles):
             return flat.view(shape).to(dtype)
         if record["type"] not in ("coded", "merged"):
             raise CorruptCheckpoint(f"record {ref.record} is of type {record['type']!r}, not a tensor")
-        codes = self.codes(ref, workers) if codes is None else codes
+        codes = self.codes(ref, workers, part) if codes is None else codes
         direct = into is not None and dtype == torch.float32 == into.dtype and into.device.type == "cpu"
         if direct and into is not None and into.is_contiguous() and list(into.shape) == shape:
-            self._sum(ref, codes, refined, workers, into.view(-1).numpy())
-            self._times_roots(record, into.view(-1).numpy(), workers)
+            self._sum(ref, codes, refined, workers, into.view(-1).numpy(), part)
+            self._times_roots(record, into.view(-1).numpy(), workers, part)
             return into
         values = np.empty(len(codes), np.float32)
-        self._sum(ref, codes, refined, workers, values)
-        self._times_roots(record, values, workers)
+        self._sum(ref, codes, refined, workers, values, part)
+        self._times_roots(record, values, workers, part)
         return within(torch.from_numpy(values), dtype).view(shape)
 
-    def _times_roots(self, record: dict[str, Any], values: F32, workers: Workers) -> None:
-        """Multiply first moments by the roots of their second moments, if they were divided by these."""
+    def _measure_of(self, record: dict[str, Any]) -> RecordRef | None:
+        """Return the record of the second moments by whose roots first moments were divided, None if they were not."""
         if (name := record.get("root", record.get("unit"))) is None:
-            return
+            return None
         ref = self.find(str(name), tuple(record["offsets"]))
         other = self.record(ref)
         if other["shape"] != record["shape"] or "unit" in other or "root" in other:
@@ -142,16 +170,24 @@ class Checkpoint(CheckpointFiles):
                 f"'{ref.file}' record {ref.record} does not fit {record['fqn']}, which is measured by it: "
                 f"{other['fqn']} of shape {other['shape']}, expected {record['shape']}"
             )
-        if other["type"] == "plain":
+        return ref
+
+    def _times_roots(self, record: dict[str, Any], values: F32, workers: Workers, part: slice | None) -> None:
+        """Multiply first moments by the roots of their second moments, if they were divided by these."""
+        if (ref := self._measure_of(record)) is None:
+            return
+        if self.record(ref)["type"] == "plain":
             squares = self._plain_values(ref, workers)
         else:
             squares = np.empty(len(values), np.float32)
-            self._sum(ref, self.codes(ref, workers), False, workers, squares)
+            self._sum(ref, self.codes(ref, workers, part), False, workers, squares, part)
         multiply = from_roots if "root" in record else from_octave_units  # which format version 4 had
-        for _ in workers.map(lambda where: multiply(values[where], squares[where]), workers.blocks(len(values))):
+        for _ in workers.map(lambda where: multiply(values[where], squares[where]), _slices(workers, values, part)):
             pass
 
-    def _sum(self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32) -> None:
+    def _sum(
+        self, ref: RecordRef, codes: Codes, refined: bool, workers: Workers, out: F32, part: slice | None = None
+    ) -> None:
         """Decode a record with codes into `out`, float32 flat: the records it is added to, oldest first, then own."""
         for place, link in enumerate(reversed(self.chain(ref, "residual", ("coded", "merged", "plain")))):
             record = self.record(link)
@@ -171,12 +207,14 @@ class Checkpoint(CheckpointFiles):
             if record["type"] == "merged":
                 self.superstep(link, own).add_to(out, workers)
             else:
-                self._values(link, record, own, refined and link == ref, workers, out, onto=place > 0)
+                self._values(link, record, own, refined and link == ref, workers, out, place > 0, part)
             if "scales" in record:
-                self._times_scales(link, record, out, workers)
+                self._times_scales(link, record, out, workers, part)
 
     @names_file
-    def _times_scales(self, ref: RecordRef, record: dict[str, Any], values: F32, workers: Workers) -> None:
+    def _times_scales(
+        self, ref: RecordRef, record: dict[str, Any], values: F32, workers: Workers, part: slice | None
+    ) -> None:
         """Multiply second moments by the scales of their rows and columns."""
         numbers = self._scale_numbers(ref.file)
         first, by_row, by_column = record["scales"]
@@ -191,7 +229,9 @@ class Checkpoint(CheckpointFiles):
             )
         end = first + by_row
         scales = MatrixScales(columns, numbers[first:end], numbers[end : end + by_column])
-        for _ in workers.map(lambda where: scales.multiply(values[where], where.start), workers.blocks(len(values))):
+        for _ in workers.map(
+            lambda where: scales.multiply(values[where], where.start), _slices(workers, values, part)
+        ):
             pass
 
     def _scale_numbers(self, file: str) -> I16:
@@ -237,7 +277,7 @@ class Checkpoint(CheckpointFiles):
     @names_file
     def _values(
         self, ref: RecordRef, record: dict[str, Any], codes: Codes, refined: bool, workers: Workers, out: F32,
-        onto: bool,
+        onto: bool, part: slice | None,
     ) -> None:
         """Dequantize a record into `out`, float32 flat, its blocks in parallel; `onto`: add it to what is there."""
         book, protected = self.codebook(ref), self._protected(ref.file, record)
@@ -250,7 +290,7 @@ class Checkpoint(CheckpointFiles):
             raw = self._unshuffled(name, Block(*entry["protected"]), 4, 4 * len(protected))
             protected = np.frombuffer(raw, np.uint32)
         source = self.reader(ref.file if entry is None else name)
-        step = _block_elements(source)
+        step = block_elements(source)
         starts = range(0, len(codes), step)
         if entry is not None and len(entry["blocks"]) != len(starts):
             raise CorruptCheckpoint(f"'{source.path}': {len(entry['blocks'])} blocks for {len(starts)} of codes")
@@ -278,7 +318,7 @@ class Checkpoint(CheckpointFiles):
             except (CodingError, ValueError) as error:
                 raise CorruptCheckpoint(f"'{source.path}', {record['fqn']}: {error}") from error
 
-        for _ in workers.map(work, range(len(starts))):
+        for _ in workers.map(work, range(len(starts))[_blocks_of(part, step)]):
             pass
 
     def _model(self, file: str, group: str) -> tuple[Codebook, Coder]:
@@ -293,16 +333,16 @@ class Checkpoint(CheckpointFiles):
             return coder_class(tree["coder"]).from_bytes(self.reader(file).read(Block(*tree["model"])))
 
     @names_file
-    def _layer(self, ref: RecordRef, count: int) -> _Layer:
+    def _layer(self, ref: RecordRef, count: int) -> Layer:
         """Return the codes of a record of `count` elements, for its place in a chain."""
         record, reader = self.record(ref), self.reader(ref.file)
         merged = record["type"] == "merged"
         coder = self._coder(ref.file, record) if merged else self._model(ref.file, record["group"])[1]
-        step = _block_elements(reader)
+        step = block_elements(reader)
         blocks = [None if block is None else Block(*block) for block in record["blocks"]]
         if len(blocks) != -(-count // step):
             raise CorruptCheckpoint(f"'{reader.path}': {len(blocks)} blocks of {step} codes for {count} elements")
-        return _Layer(reader, coder, step, blocks)
+        return Layer(reader, coder, step, blocks)
 
     def _protected(self, file: str, record: dict[str, Any]) -> U32:
         if not (count := _protected_count(record)):
@@ -311,39 +351,15 @@ class Checkpoint(CheckpointFiles):
         return np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
 
 
-class _Layer(NamedTuple):
-    """Blocks of codes of one record of a chain."""
-
-    reader: ContainerReader
-    coder: Coder
-    step: int
-    blocks: list[Block | None]
-
-    def decode(self, where: slice, parent: Codes | None, out: Codes) -> None:
-        """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
-
-        Raises:
-            CorruptCheckpoint: a block is altered, or does not fit.
-        """
-        for place in range(where.start // self.step, -(-where.stop // self.step)):
-            part = slice(place * self.step - where.start, (place + 1) * self.step - where.start)
-            block, previous = self.blocks[place], None if parent is None else parent[part]
-            try:
-                if block is not None:
-                    self.coder.decode(self.reader.read(block), previous, out[part])
-                elif previous is not None:
-                    out[part] = previous
-                else:
-                    raise CodingError("it repeats previous codes, but has none")
-            except (CodingError, ValueError) as error:
-                raise CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}") from error
+def _blocks_of(part: slice | None, step: int) -> slice:
+    """Return which blocks of `step` elements a part of a chunk consists of."""
+    return slice(None) if part is None else slice(part.start // step, -(-part.stop // step))
 
 
-def _block_elements(reader: ContainerReader) -> int:
-    step = reader.contents["block_elements"]
-    if type(step) is not int or not 0 < step <= _MOST_BLOCK:
-        raise CorruptCheckpoint(f"'{reader.path}': blocks of {step} elements")
-    return step
+def _slices(workers: Workers, values: F32, part: slice | None) -> Iterator[slice]:
+    """Yield slices of a part of a chunk, for threads to work on."""
+    start, stop = (0, len(values)) if part is None else (part.start, part.stop)
+    return (slice(start + one.start, start + one.stop) for one in workers.blocks(stop - start))
 
 
 def _protected_count(record: dict[str, Any]) -> int:

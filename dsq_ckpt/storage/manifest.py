@@ -171,6 +171,8 @@ class Manifest(BaseModel):
     """Its directory name, in the same run directory; None if it lies elsewhere."""
     depth: Count
     """Deltas between this checkpoint and its keyframe."""
+    siblings: Count = 0
+    """How many checkpoints in a row are coded against its parent, up to this one; 0: a keyframe, or not counted."""
     refinement: Literal["kept", "dropped", "none"]
     pinned: bool = False
     files: list[ManifestFile]

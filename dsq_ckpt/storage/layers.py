@@ -1,0 +1,52 @@
+"""One record of a chain of codes, decoded block by block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.core.arrays import Codes
+from dsq_ckpt.errors import CodingError, CorruptCheckpoint
+from dsq_ckpt.storage.container import Block, ContainerReader
+
+_MOST_BLOCK = 1 << 26  # elements
+
+
+class Layer(NamedTuple):
+    """Blocks of codes of one record of a chain."""
+
+    reader: ContainerReader
+    coder: Coder
+    step: int
+    blocks: list[Block | None]
+
+    def decode(self, where: slice, parent: Codes | None, out: Codes) -> None:
+        """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
+
+        Raises:
+            CorruptCheckpoint: a block is altered, or does not fit.
+        """
+        for place in range(where.start // self.step, -(-where.stop // self.step)):
+            part = slice(place * self.step - where.start, (place + 1) * self.step - where.start)
+            block, previous = self.blocks[place], None if parent is None else parent[part]
+            try:
+                if block is not None:
+                    self.coder.decode(self.reader.read(block), previous, out[part])
+                elif previous is not None:
+                    out[part] = previous
+                else:
+                    raise CodingError("it repeats previous codes, but has none")
+            except (CodingError, ValueError) as error:
+                raise CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}") from error
+
+
+def block_elements(reader: ContainerReader) -> int:
+    """Return the elements of each block of codes of a file.
+
+    Raises:
+        CorruptCheckpoint: there can be no blocks of so many.
+    """
+    step = reader.contents["block_elements"]
+    if type(step) is not int or not 0 < step <= _MOST_BLOCK:
+        raise CorruptCheckpoint(f"'{reader.path}': blocks of {step} elements")
+    return step
