@@ -94,7 +94,7 @@ setup(
         "safetensors": ["safetensors"],  # for dsq_ckpt.compress of such files
         "deepspeed": ["deepspeed"],
         "lightning": ["lightning>=2.6"],
-        "huggingface": ["transformers>=5", "accelerate>=1.10"],
+        "huggingface": ["transformers>=5.3", "accelerate>=1.10"],
         "torchtitan": ["torchtitan>=0.3"],
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
