@@ -96,6 +96,7 @@ setup(
         "lightning": ["lightning>=2.6"],
         "huggingface": ["transformers>=5.3", "accelerate>=1.10"],
         "torchtitan": ["torchtitan>=0.3"],
+        "torchft": ["torchft>=0.2"],
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "remote": ["fsspec", "s3fs"],  # for s3:// paths; gcsfs (gs://) and adlfs (az://) are installed by themselves
@@ -116,6 +117,7 @@ setup(
             "transformers",
             "accelerate",
             "lightning",
+            "torchft",
             "tyro",  # what torchtitan needs, which the Makefile installs without the rest of its dependencies
             "torchdata",
             "fsspec",

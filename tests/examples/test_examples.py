@@ -87,6 +87,15 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
 
 
+@pytest.mark.slow(15)
+def test_torchft(tmp_path: Path) -> None:
+    """A replica that was killed gets the state of the other, and both end with the same weights."""
+    output = program("torchft_ddp")
+    assert "replica 1 ended with -9, and starts again" in output
+    assert re.search(r"starts again.*replica 1 got the state of step 1\d", output, re.S)
+    assert "step 20: the same weights" in output
+
+
 @pytest.mark.slow
 def test_deepspeed(tmp_path: Path) -> None:
     """By DeepSpeed's own launcher, and then by torchrun."""
