@@ -124,6 +124,8 @@ setup(
             "s3fs",
             "moto[server]",  # a server of S3 for tests
             "tensorboard",  # reads what the callable of dsq_ckpt.report.scalars wrote
+            "wandb",
+            "mlflow-skinny",
             "mpi4py",
             "mpich",  # an MPI of the tests' own: it starts in a fifth of a second, as root and without a network too
             triton,
