@@ -118,6 +118,7 @@ setup(
             "accelerate",
             "lightning",
             "torchft",
+            "ray[train]",
             "tyro",  # what torchtitan needs, which the Makefile installs without the rest of its dependencies
             "torchdata",
             "fsspec",
