@@ -6,7 +6,6 @@
 import multiprocessing
 import os
 import signal
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torchft.coordination import LighthouseServer
 from dsq_ckpt.integrations.torchft import DSQTransport
 
 STEPS, DIES_AT = 20, 10
-TIMEOUT = timedelta(seconds=60)
 
 
 def train(number: int, lighthouse: str, dies: bool, results: Any) -> None:
@@ -37,10 +35,10 @@ def train(number: int, lighthouse: str, dies: bool, results: Any) -> None:
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT), load_state_dict=load_state_dict, state_dict=state_dict,
+        pg=ProcessGroupGloo(), load_state_dict=load_state_dict, state_dict=state_dict,
         min_replica_size=2, rank=0, world_size=1, store_addr="localhost", store_port=store.port,
-        lighthouse_addr=lighthouse, replica_id=f"replica_{number}", timeout=TIMEOUT,
-        checkpoint_transport=DSQTransport(TIMEOUT),  # the line
+        lighthouse_addr=lighthouse, replica_id=f"replica_{number}",
+        checkpoint_transport=DSQTransport(),  # the line
     )
     model, optimizer = DistributedDataParallel(manager, inner), Optimizer(manager, plain)
     tokens = torch.arange(128)[number::2]
@@ -71,7 +69,7 @@ def main() -> None:
     second.join()
     print(f"replica 1 ended with {second.exitcode}, and starts again", flush=True)
     again = start(1, False)
-    sums = dict(results.get() for _ in range(2))
+    sums = dict(results.get(timeout=600) for _ in range(2))
     for process in (first, again):
         process.join()
     print(f"step {STEPS}: {'the same weights' if sums[0] == sums[1] else f'other weights: {sums}'}")

@@ -118,7 +118,7 @@ def test_torchft(tmp_path: Path) -> None:
     """A replica that was killed gets the state of the other, and both end with the same weights."""
     output = program("torchft_ddp")
     assert "replica 1 ended with -9, and starts again" in output
-    assert re.search(r"starts again.*replica 1 got the state of step 1\d", output, re.S)
+    assert re.search(r"starts again.*replica 1 got the state of step (9|10)\b", output, re.S)
     assert "step 20: the same weights" in output
 
 
