@@ -94,8 +94,9 @@ setup(
         "safetensors": ["safetensors"],  # for dsq_ckpt.compress of such files
         "deepspeed": ["deepspeed"],
         "lightning": ["lightning>=2.6"],
-        "huggingface": ["transformers>=5", "accelerate>=1.10"],
+        "huggingface": ["transformers>=5.3", "accelerate>=1.10"],
         "torchtitan": ["torchtitan>=0.3"],
+        "torchft": ["torchft>=0.2"],
         "mpi": ["mpi4py"],  # for dsq_ckpt.compress by the ranks of an MPI job, whose library it finds
         "plot": ["matplotlib"],  # for scripts/evaluate.py report
         "remote": ["fsspec", "s3fs"],  # for s3:// paths; gcsfs (gs://) and adlfs (az://) are installed by themselves
@@ -116,12 +117,16 @@ setup(
             "transformers",
             "accelerate",
             "lightning",
+            "torchft",
+            "ray[train]",
             "tyro",  # what torchtitan needs, which the Makefile installs without the rest of its dependencies
             "torchdata",
             "fsspec",
             "s3fs",
             "moto[server]",  # a server of S3 for tests
             "tensorboard",  # reads what the callable of dsq_ckpt.report.scalars wrote
+            "wandb",
+            "mlflow-skinny",
             "mpi4py",
             "mpich",  # an MPI of the tests' own: it starts in a fifth of a second, as root and without a network too
             triton,

@@ -25,7 +25,7 @@ from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with,
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_path, shown
+from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, shown
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
@@ -110,7 +110,7 @@ class Compressor:
         expect_folds(evaluate, check)
         expect("every", every, int | None, "a number of steps")
         expect("history", history, SaveHistory | None, "a SaveHistory")
-        expect("on_save", on_save, Callable | None, "a function of a SaveResult")
+        expect_on_save(on_save)
         if hooks not in ("step", "backward", "manual"):
             raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
         self.config = as_config(config)

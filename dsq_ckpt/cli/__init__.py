@@ -392,7 +392,8 @@ def bench(
     from dsq_ckpt.cli import benchmark
 
     where = directory or Path(tempfile.gettempdir())
-    result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats, stall_only=stall)
+    with output.meter("measuring", hidden=json_file is not None):
+        result = benchmark.run_bench(int(parameters), threads, where, repeats=repeats, stall_only=stall)
     benchmark.print_bench(result, output.console())
     if json_file is not None:
         json_files.write(json_file, result)

@@ -34,6 +34,15 @@ def expect_path(name: str, value: Any) -> None:
     expect(name, value, (str, os.PathLike), "the directory of a checkpoint, as a str or a Path")
 
 
+def expect_on_save(on_save: Any) -> None:
+    """Check what is to be told of each checkpoint.
+
+    Raises:
+        ConfigError: it is no function.
+    """
+    expect("on_save", on_save, Callable | None, "a function of a SaveResult")
+
+
 def expect_extra(extra: Any) -> None:
     """Check what is to be saved or loaded beside model and optimizer.
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.core.workers import Workers
@@ -106,7 +106,7 @@ class DSQStorageWriter(StorageWriter):
         self.config = DSQConfig.create(dict(config) if isinstance(config, Mapping) else config)
         expect("model", model, nn.Module | None, "a module, whose tree defines layer types")
         expect("history", history, SaveHistory | None, "a SaveHistory")
-        expect("on_save", on_save, Callable | None, "a function of a SaveResult")
+        expect_on_save(on_save)
         if is_lossy(self.config):
             warmup.start()
         self._options = SaveOptions(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dsq_ckpt.api.compressor import fractions_of, weighs_elements
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect, expect_folds
+from dsq_ckpt.core.arguments import expect_folds, expect_on_save
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.deepspeed.tags import tags_in
 from dsq_ckpt.distributed.comm import TorchCommunicator, timeout_of
@@ -82,7 +82,7 @@ def initialize(
         'run/global_step1'
     """
     expect_folds(evaluate, check)
-    _expect_on_save(on_save)
+    expect_on_save(on_save)
     deepspeed = _deepspeed()
     if isinstance(tree := kwargs.get("config"), dict):
         block_of(tree, silent=True)  # raise errors before the engine is built
@@ -117,7 +117,7 @@ def attach(
         SaveFailed: on all ranks, if only some ranks pass `evaluate` or `check`.
     """
     expect_folds(evaluate, check)
-    _expect_on_save(on_save)
+    expect_on_save(on_save)
     _deepspeed()
     from dsq_ckpt.deepspeed.engine import DSQCheckpointEngine
     from dsq_ckpt.deepspeed.gradients import FlatGradients
@@ -147,10 +147,6 @@ def attach(
         engine, inner, chosen, group, _policy(engine, evaluate, check), gradients, on_save
     )
     _check_and_remember_loads(engine)
-
-
-def _expect_on_save(on_save: Any) -> None:
-    expect("on_save", on_save, Callable | None, "a function of a SaveResult")
 
 
 def install() -> None:

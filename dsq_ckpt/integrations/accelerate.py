@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, LoadFailed
+from dsq_ckpt.integrations.attaching import attached
 from dsq_ckpt.integrations.staged import StagedCheckpoint, holds_checkpoint
 from dsq_ckpt.integrations.training_state import TrainingState
 from dsq_ckpt.storage.paths import local_path
@@ -51,14 +52,12 @@ def attach(accelerator: Accelerator, config: ConfigLike = None, *, on_save: OnSa
             DeepSpeed (which has an integration of its own), FSDP1, Megatron-LM, XLA, or `save_on_each_node`.
     """
     expect("accelerator", accelerator, Accelerator, "an accelerate.Accelerator: attach(accelerator)")
-    expect("on_save", on_save, Callable | None, "a function of a SaveResult")
+    expect_on_save(on_save)
     checked = as_config(config)
     _refuse(accelerator)
-    if not isinstance(accelerator, DSQAccelerator):
-        kind = type(accelerator)
-        accelerator.__class__ = type(f"DSQ{kind.__name__}", (DSQAccelerator, kind), {"__module__": kind.__module__})
-    accelerator.dsq_config, accelerator.dsq_on_save = checked, on_save
-    return accelerator
+    made = attached(accelerator, DSQAccelerator)
+    made.dsq_config, made.dsq_on_save = checked, on_save
+    return made
 
 
 class DSQAccelerator(Accelerator):

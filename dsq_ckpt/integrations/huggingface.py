@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,32 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.core.arguments import expect
-from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.arguments import expect, expect_on_save
+from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.engine.result import OnSave
-from dsq_ckpt.errors import ConfigError, LoadFailed
+from dsq_ckpt.errors import ConfigError, LoadFailed, described
+from dsq_ckpt.integrations.attaching import attached
 from dsq_ckpt.integrations.staged import StagedCheckpoint, holds_checkpoint
 from dsq_ckpt.integrations.training_state import TrainingState
 
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.index.json")
 
 
-def attach(trainer: Trainer, config: ConfigLike = None, *, on_save: OnSave | None = None) -> Trainer:
+def attach(
+    trainer: Trainer, config: ConfigLike = None, *, on_save: OnSave | None = None, asynchronous: bool = False
+) -> Trainer:
     """Let a trainer save and load compressed checkpoints; call it before `trainer.train`.
 
     Args:
         trainer: a `Trainer`, or an instance of a subclass.
         config: a `DSQConfig`, a dict, the path of a JSON or YAML file, or the name of a preset.
         on_save: called with the `SaveResult` of each checkpoint, on rank 0, for a logger.
+        asynchronous: save in the background. Training goes on as soon as the state is copied, or quantized; the next
+            save and the end of `train` wait for the one before, and raise its error.
 
     Returns:
         The same trainer.
@@ -48,14 +54,13 @@ def attach(trainer: Trainer, config: ConfigLike = None, *, on_save: OnSave | Non
             DeepSpeed (which has an integration of its own), FSDP1, `save_on_each_node`, or pushes of checkpoints.
     """
     expect("trainer", trainer, Trainer, "a transformers.Trainer: attach(trainer)")
-    expect("on_save", on_save, Callable | None, "a function of a SaveResult")
+    expect_on_save(on_save)
+    expect("asynchronous", asynchronous, bool, "True or False")
     checked = as_config(config)
     _refuse(trainer)
-    if not isinstance(trainer, DSQTrainer):
-        kind = type(trainer)
-        trainer.__class__ = type(f"DSQ{kind.__name__}", (DSQTrainer, kind), {"__module__": kind.__module__})
-    trainer.dsq_config, trainer.dsq_on_save = checked, on_save  # type: ignore[attr-defined]
-    return trainer
+    made = attached(trainer, DSQTrainer)
+    made.dsq_config, made.dsq_on_save, made.dsq_asynchronous = checked, on_save, asynchronous
+    return made
 
 
 class DSQTrainer(Trainer):
@@ -69,23 +74,81 @@ class DSQTrainer(Trainer):
     """The configuration; None: the defaults."""
     dsq_on_save: OnSave | None = None
     """Called with the `SaveResult` of each checkpoint, on rank 0."""
+    dsq_asynchronous = False
+    """Whether a thread completes checkpoints while training goes on."""
     model: Any
     optimizer: Any
     lr_scheduler: Any
     _saves_checkpoint = False
     _staged: StagedCheckpoint | None = None
+    _pending: Future[None] | None = None
     _goal: str
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does; the end waits for the save in the background.
+
+        Raises:
+            DSQError: the last save failed.
+        """
+        try:
+            found = super().train(*args, **kwargs)
+        except BaseException:
+            if self._pending is not None and (failure := self._pending.exception()) is not None:
+                warn_safely(f"the last save in the background failed too: {described(failure)}")
+            self._pending = None
+            raise
+        self._wait()
+        return found
+
+    def _wait(self) -> None:
+        """Wait until the save in the background is complete.
+
+        Raises:
+            DSQError: it failed.
+        """
+        pending, self._pending = self._pending, None  # a failure is raised once
+        if pending is not None:
+            pending.result()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait()  # it loads the best checkpoint, and removes others
+        return super()._finalize_training(*args, **kwargs)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._wait()
         self._saves_checkpoint = True
         try:
-            super()._save_checkpoint(model, trial)
+            if self.dsq_asynchronous:
+                self._save_later(model, trial)
+            else:
+                super()._save_checkpoint(model, trial)
         except BaseException as error:
             if self._staged is not None:
                 self._staged.__exit__(type(error), error, None)
             raise
         finally:
             self._staged, self._saves_checkpoint = None, False
+
+    def _save_later(self, model: nn.Module, trial: Any) -> None:
+        """Save in the background; Trainer writes its own files below a hidden name, and sees no other checkpoint there.
+
+        It removes old checkpoints once it has saved, which here has to wait until the new one is complete.
+        """
+        run_directory = super()._get_output_dir(trial)
+        goal = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._staged = staged = StagedCheckpoint(goal, self.dsq_config or DSQConfig(), self.dsq_on_save, True)
+        super()._save_checkpoint(model, trial)
+        if self._is_best():
+            self.state.best_model_checkpoint = goal
+        self._write_state()
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        self._pending = staged.publish_later(lambda: rotate_checkpoints(run_directory, limit, best, use_mtime=True))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._saves_checkpoint and self._staged is not None and self.dsq_asynchronous:
+            return str(self._staged.files.parent)
+        found: str = super()._get_output_dir(trial)
+        return found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`, as Trainer does; in a checkpoint, compressed with the optimizer."""
@@ -94,7 +157,8 @@ class DSQTrainer(Trainer):
             return
         _refuse(self)
         self._goal = output_dir
-        self._staged = StagedCheckpoint(output_dir, self.dsq_config or DSQConfig(), self.dsq_on_save)
+        if self._staged is None:
+            self._staged = StagedCheckpoint(output_dir, self.dsq_config or DSQConfig(), self.dsq_on_save)
         state = TrainingState([self.model], [] if self.args.save_only_model else [self._plain_optimizer()])
         self._staged.save(state.collect, model=self.model, pinned=self._is_best())
         self._staged.write(self._write_settings)
@@ -178,17 +242,23 @@ class DSQTrainer(Trainer):
 
     def _publish(self) -> None:
         """Let the checkpoint appear; Trainer writes `trainer_state.json` again, with the state of callbacks."""
+        if self.dsq_asynchronous:
+            return
         assert self._staged is not None
         if self._is_best():  # Trainer looks for the directory before it has its name
             self.state.best_model_checkpoint = self._goal
+        self._write_state()
+        self._staged.publish()
+        self._staged = None
+
+    def _write_state(self) -> None:
+        assert self._staged is not None
 
         def write(directory: Path) -> None:
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
 
         self._staged.write(write)
-        self._staged.publish()
-        self._staged = None
 
 
 def _refuse(trainer: Trainer) -> None:

@@ -12,6 +12,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from dsq_ckpt.api.save_load import save
+from dsq_ckpt.api import background
+from dsq_ckpt.api.save_load import async_save, save
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.commit import retire
@@ -49,23 +51,30 @@ class StagedCheckpoint:
             files that are no part of one are kept.
         config: configuration of the save.
         on_save: called with the `SaveResult` on rank 0, once the directory has its name.
+        asynchronous: `save` returns when training may go on; `publish_later` follows it.
 
     Raises:
         ConfigError: the goal is a URL.
 
     Attributes:
         goal: the directory that is to appear.
-        path: the hidden directory, which the compressed checkpoint makes and other files are then written to.
+        files: the directory for files of the library: the hidden one of the compressed checkpoint; or one of the goal's
+            name in another hidden one, where a thread makes the former meanwhile.
     """
 
-    def __init__(self, goal: str | os.PathLike[str], config: DSQConfig, on_save: OnSave | None = None) -> None:
+    def __init__(
+        self, goal: str | os.PathLike[str], config: DSQConfig, on_save: OnSave | None = None, asynchronous: bool = False
+    ) -> None:
         self.goal, self._config, self._on_save = local_path(goal), config, on_save
         if self.goal.is_symlink():
             self.goal = self.goal.resolve()
         self._comm = communicator(None)
-        mark = gather_from_all_ranks(self._comm, lambda: uuid.uuid4().hex[:8])[0]
-        self.path = hidden_name(self.goal, mark)
+        mark = gather_from_all_ranks(self._comm, lambda: uuid.uuid4().hex)[0]
+        self._path = hidden_name(self.goal, mark[:8])
+        self._apart = hidden_name(self.goal, mark[8:16]) if asynchronous else None
+        self.files = self._path if self._apart is None else self._apart / self.goal.name
         self._result: SaveResult | None = None
+        self._saving: Future[SaveResult] | None = None
         self._published = False
 
     def __enter__(self) -> StagedCheckpoint:
@@ -74,10 +83,13 @@ class StagedCheckpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._published or isinstance(error, RankUnreachable):  # others may still write
             return
+        if self._saving is not None and self._saving.exception() is None:  # which waits: it still writes there
+            self._result = self._saving.result()
         if self._result is not None:
             default_history().remove(self._result.save_id)
         if self._comm.rank == 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            for left in (self._path, *([self._apart] if self._apart is not None else [])):
+                shutil.rmtree(left, ignore_errors=True)
 
     def save(
         self, collect: Callable[[], dict[str, Any]], *, model: nn.Module | None = None, pinned: bool = False
@@ -92,7 +104,11 @@ class StagedCheckpoint:
             return collect()
 
         state = run_on_all_ranks(self._comm, begin)
-        self._result = save(state, self.path, config=self._config, model=model, pinned=pinned)
+        options: dict[str, Any] = {"config": self._config, "model": model, "pinned": pinned}
+        if self._apart is None:
+            self._result = save(state, self._path, **options)
+        else:
+            self._saving = async_save(state, self._path, **options)
 
     def write(self, work: Callable[[Path], object]) -> None:
         """Call `work` with the hidden directory on every rank; it writes files of the library there.
@@ -100,7 +116,30 @@ class StagedCheckpoint:
         Raises:
             SaveFailed: it failed on a rank.
         """
-        run_on_all_ranks(self._comm, lambda: work(self.path))
+        run_on_all_ranks(self._comm, lambda: work(self.files))
+
+    def publish_later(self, then: Callable[[], object]) -> Future[None]:
+        """Publish in a thread, once the save in the background is complete; the next save waits for it.
+
+        Args:
+            then: called in that thread on rank 0 after the directory has its name.
+
+        Returns:
+            A future, whose `result()` raises on all ranks what failed on one.
+        """
+        self._comm = communicator(background.group(None))  # training uses the default group meanwhile
+        executor = ThreadPoolExecutor(1, "dsq_ckpt-publish")
+        published = executor.submit(self._publish_saved, then)
+        executor.shutdown(wait=False)
+        background.begun(published)
+        return published
+
+    def _publish_saved(self, then: Callable[[], object]) -> None:
+        assert self._saving is not None, "save comes first"
+        with self:
+            self._result = run_on_all_ranks(self._comm, self._saving.result)
+            self.publish()
+            run_on_all_ranks(self._comm, lambda: then() if self._comm.rank == 0 else None)
 
     def publish(self) -> None:
         """Give the directory its name, then drop the refinement of older checkpoints as the configuration asks.
@@ -130,12 +169,18 @@ class StagedCheckpoint:
             self.goal.parent.mkdir(parents=True, exist_ok=True)
             for left in self.goal.parent.glob(f".{glob.escape(self.goal.name)}.dsq-*.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
+            if self._apart is not None:
+                self.files.mkdir(parents=True)
 
     def _rename(self) -> None:
         if self._comm.rank != 0:
             return
+        if self._apart is not None:
+            for written in self.files.iterdir():
+                written.rename(self._path / written.name)
+            shutil.rmtree(self._apart)
         for entry in self.goal.iterdir() if self.goal.is_dir() else ():
-            kept = self.path / entry.name
+            kept = self._path / entry.name
             if entry.name == MANIFEST or is_ours(entry.name) or _REPLACED.fullmatch(entry.name) or kept.exists():
                 continue
             if entry.is_dir() and not entry.is_symlink():
@@ -143,14 +188,14 @@ class StagedCheckpoint:
             else:
                 shutil.copy2(entry, kept, follow_symlinks=False)
         if self._config.storage.fsync:
-            ours = {file.name for file in Manifest.read(self.path).files}
-            for place, _, names in os.walk(self.path):
+            ours = {file.name for file in Manifest.read(self._path).files}
+            for place, _, names in os.walk(self._path):
                 for name in names:
                     if name not in ours and not os.path.islink(file := os.path.join(place, name)):
                         with open(file, "rb") as stream:
                             flush(stream, True)
                 sync_directory(Path(place))
-        replace_directory(self.path, self.goal)
+        replace_directory(self._path, self.goal)
 
 
 def settle(

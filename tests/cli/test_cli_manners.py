@@ -47,12 +47,13 @@ def test_progress_on_a_terminal_alone_and_never_with_json(run, tmp_path, monkeyp
         ("log", run), ("report", run, "-o", tmp_path / "page.html"), ("verify", run), ("gc", run),
         ("export", run / NAMES[2], tmp_path / "out.pt"), ("cp", run, tmp_path / "copy"),
         ("compress", tmp_path / "plain.pt", tmp_path / "compressed"), ("rm", run / NAMES[0]),
+        ("bench", "--stall", "--parameters", 100_000, "--repeats", 1, "--dir", tmp_path),
     ]
     for number in range(len(commands)):
         assert slowly(number).exit_code == 0, commands[number]
     assert shown == [
         "reading the run", "reading the run", "checksums", "decoding", "looking for garbage", "export to torch",
-        "copying", "compressing", "removing",
+        "copying", "compressing", "removing", "measuring",
     ]
     shown.clear()
     shutil.rmtree(tmp_path / "copy")

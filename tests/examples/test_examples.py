@@ -87,6 +87,41 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
 
 
+TWICE = """
+import runpy, sys
+arguments = sys.argv[1:]
+for sys.argv in (arguments, [*arguments, "--steps", "60"]):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow(40)
+def test_ray_train(tmp_path: Path) -> None:
+    """Two workers, twice in one process, as Ray's start takes long; what it keeps of the deltas is complete."""
+    status, output = run(
+        ["-c", TWICE, str(EXAMPLES / "ray_train.py"), "--out", str(tmp_path / "run")], forked=True,
+        RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+    )
+    assert status == 0, output[-4000:]
+    assert "began at step 0" in output and "resumed at step 40" in output and "saved step-000060" in output
+    kept = sorted(path.parent for path in (tmp_path / "run").glob("*/manifest.json"))
+    assert [path.name for path in kept] == ["step-000050", "step-000060"]
+    assert all(dsq_ckpt.describe(path)["depth"] >= 4 for path in kept)
+    for path in kept:
+        found: dict[str, object] = {}
+        dsq_ckpt.load(found, path)
+        assert found["step"] == int(path.name[-6:])
+
+
+@pytest.mark.slow(15)
+def test_torchft(tmp_path: Path) -> None:
+    """A replica that was killed gets the state of the other, and both end with the same weights."""
+    output = program("torchft_ddp")
+    assert "replica 1 ended with -9, and starts again" in output
+    assert re.search(r"starts again.*replica 1 got the state of step (9|10)\b", output, re.S)
+    assert "step 20: the same weights" in output
+
+
 @pytest.mark.slow
 def test_deepspeed(tmp_path: Path) -> None:
     """By DeepSpeed's own launcher, and then by torchrun."""

@@ -11,7 +11,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch.utils._pytree import tree_map_only
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
-from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.integrations.lightning import placing
@@ -52,6 +52,7 @@ class DSQCheckpointIO(CheckpointIO):
     ) -> None:
         self.config = as_config(config)
         expect("pinned", pinned, bool, "True or False")
+        expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
         self._removals = Removals()
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
-from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError, LoadFailed
@@ -70,6 +70,7 @@ class DSQModelParallelStrategy(ModelParallelStrategy):
         )
         self.config = as_config(config)
         expect("pinned", pinned, bool, "True or False")
+        expect_on_save(on_save)
         self.pinned, self.on_save = pinned, on_save
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import dsq_ckpt
-from dsq_ckpt.integrations.lightning import DSQCheckpointIO, checkpoint_file
+from dsq_ckpt.integrations.lightning import DSQCheckpointIO, DSQModelParallelStrategy, checkpoint_file
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.helpers.processes import run
 from tests.integrations.lightning.common import Model, damage, names, same, saving, seed, trained, trainer
@@ -274,6 +274,9 @@ def test_errors(tmp_path: Path) -> None:
     assert not path.exists()
     with pytest.raises(dsq_ckpt.ConfigError, match="preset"):
         DSQCheckpointIO("no-such-preset")
+    for adapter in (DSQCheckpointIO, DSQModelParallelStrategy):
+        with pytest.raises(dsq_ckpt.ConfigError, match="on_save is 'print', expected a function"):
+            adapter(on_save="print")
 
 
 def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:

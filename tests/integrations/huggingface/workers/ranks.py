@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dsq_ckpt.engine.history import forget
 from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError
 from dsq_ckpt.integrations import accelerate as integration
+from tests.integrations.huggingface.workers.background import background_trainer, before_publishing, full_disk
 from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
 
 ROOT, SINGLE = map(Path, sys.argv[1:3])
@@ -53,6 +54,23 @@ def ddp(output: Path) -> None:
     lossy = trainer(output.with_name("lossy"), 4, config=None)
     lossy.train()
     assert sound(output.with_name("lossy") / "checkpoint-4").depth == 1
+
+
+def ddp_in_background(output: Path) -> None:
+    """The same with saves in the background; a failure of rank 0 there is an error of all at the next save."""
+    first = background_trainer(output, 6, gradient_accumulation_steps=1)
+    first.train()
+    assert names(output) == ["checkpoint-4", "checkpoint-6"] and sound(output / "checkpoint-4").ranks == 2
+    once(lambda: until(output, output.with_name("background"), 4))
+    again = background_trainer(output.with_name("background"), 6, gradient_accumulation_steps=1)
+    again.train(resume_from_checkpoint=True)
+    same(everything(first), everything(again))
+    made = background_trainer(output.with_name("full"), 6)
+    with before_publishing(4, full_disk), pytest.raises(DSQError, match=r"No space left|rank 0 failed"):
+        made.train()
+    assert made.state.global_step == 6
+    dist.barrier()  # rank 0 removes what is left
+    assert names(output.with_name("full")) == ["checkpoint-2"]
 
 
 def rank_counts(output: Path) -> None:
@@ -98,10 +116,10 @@ def as_cpu() -> None:
 
 
 def trainer_fsdp2(output: Path) -> None:
-    """With FSDP2's sharded parameters a resumed run ends bit-identical."""
-    def sharded(directory: Path) -> Any:
+    """With FSDP2's sharded parameters a resumed run ends bit-identical; it saves in the background."""
+    def sharded(directory: Path, make: Any = trainer) -> Any:
         as_cpu()
-        made = trainer(directory, 6, gradient_accumulation_steps=1)
+        made = make(directory, 6, gradient_accumulation_steps=1)
         as_fsdp(made.accelerator)
         made.is_fsdp_enabled = True
         return made
@@ -110,9 +128,11 @@ def trainer_fsdp2(output: Path) -> None:
     first.train()
     assert isinstance(first.model, FSDPModule)
     once(lambda: until(output, output.with_name("sharded"), 4))
-    again = sharded(output.with_name("sharded"))
+    again = sharded(output.with_name("sharded"), background_trainer)
     again.train(resume_from_checkpoint=True)
     assert again.model is not first.model
+    assert names(output.with_name("sharded")) == ["checkpoint-4", "checkpoint-6"]
+    assert sound(output.with_name("sharded") / "checkpoint-6").ranks == 2
     same(everything(first), everything(again))
     as_cpu()
 
@@ -261,7 +281,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore", UserWarning)
     Accelerator(cpu=True)
     run(
-        [ddp, rank_counts, rank_fails, plain_states, ddp_states, fsdp2_states, trainer_fsdp2], ROOT,
+        [ddp, ddp_in_background, rank_counts, rank_fails, plain_states, ddp_states, fsdp2_states, trainer_fsdp2], ROOT,
         rank(),
     )
     dist.barrier()

@@ -22,6 +22,15 @@ from dsq_ckpt.cli import app
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed, SaveFailed
 from dsq_ckpt.integrations import huggingface
 from dsq_ckpt.storage.manifest import Manifest
+from tests.integrations.huggingface.workers.background import (
+    best_in_background,
+    deltas_in_background,
+    failed_in_background,
+    in_background,
+    killed_in_background,
+    only_model_in_background,
+    refused_in_background,
+)
 from tests.integrations.huggingface.workers.common import (
     WORDS,
     everything,
@@ -288,6 +297,7 @@ if __name__ == "__main__":
         run(
             [
                 exact_resume, deltas, rotation, best_model, best_strategy, only_model, switched, killed, failed,
-                damaged, models, exported, refused,
+                damaged, models, exported, refused, in_background, deltas_in_background, best_in_background,
+                only_model_in_background, failed_in_background, killed_in_background, refused_in_background,
             ], root,
         )

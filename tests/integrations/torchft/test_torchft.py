@@ -1,0 +1,368 @@
+"""`DSQTransport`: states arrive bit for bit, or there is one error that says why they did not."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torchft.checkpointing.transport_test import make_state_dict, run_multi_recovery_test
+from torchft.coordination import LighthouseServer
+
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.integrations.torchft import DSQTransport
+from tests.helpers.processes import ROOT
+from tests.integrations.torchft.between import between
+
+PATIENCE = timedelta(seconds=300)
+SHORT = timedelta(milliseconds=200)
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[DSQTransport[Any]]:
+    made = DSQTransport[Any](PATIENCE, directory=tmp_path)
+    yield made
+    made.shutdown()
+    assert os.listdir(tmp_path) == [], "nothing is left"
+
+
+def small() -> dict[str, Any]:
+    return {"w": torch.randn(40, 30), "step": 3}
+
+
+def large() -> dict[str, Any]:
+    """A state that does not fit into the buffers of a connection."""
+    return {"w": torch.randint(256, (48 << 20,), dtype=torch.uint8)}
+
+
+def same(one: Any, other: Any) -> None:
+    """Check that two states are the same to the bit."""
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+    elif isinstance(one, dict):
+        assert type(other) is dict and one.keys() == other.keys()
+        for key, value in one.items():
+            same(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert type(one) is type(other) and len(one) == len(other)
+        for own, its in zip(one, other, strict=True):
+            same(own, its)
+    else:
+        assert type(one) is type(other) and repr(one) == repr(other)  # NaN too
+
+
+def test_the_contract_that_torchft_tests(tmp_path: Path) -> None:
+    """Torchft's own test of transports: three replicas, of which two and one recover, distributed tensors, timeouts."""
+    device = torch.device("cpu")
+
+    def state() -> dict[str, object]:
+        return make_state_dict(device)
+
+    def made(rank: int, size: int) -> DSQTransport[dict[str, object]]:
+        return DSQTransport(timedelta(seconds=10), state_dict=state, directory=tmp_path)
+
+    run_multi_recovery_test(TestCase(), made, device)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_training_has_arrives_bit_for_bit(transport: DSQTransport[Any]) -> None:
+    """Also what is no tensor, with its types, and tensors of all kinds."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 40)).square().mean().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    state = {
+        "user": {"default": {
+            "model": dict(model.state_dict()), "optim": optimizer.state_dict(), "schedule": schedule.state_dict(),
+            "more": {
+                "empty": {}, "list": [1, 2.5, None, "text", True], "pair": (1, "a"), "nan": float("nan"),
+                7: torch.randn(6, 8)[:, ::2], "half": torch.randn(50).bfloat16(), "none": torch.empty(0, 3),
+                "scalar": torch.tensor(-0.0), "bools": torch.rand(9) > 0.5, "ints": torch.arange(5),
+                "odd": torch.tensor([float("nan"), float("inf"), 1e-42]), "large": 1 << 80,
+            },
+        }},
+        "torchft": {"step": 12, "batches_committed": 24},
+    }
+    transport.send_checkpoint([1], 12, state, PATIENCE)
+    expected = {key: value for key, value in model.state_dict().items()}
+    same(transport.recv_checkpoint(0, transport.metadata(), 12, PATIENCE), state)
+    with torch.no_grad():
+        before = model[0].weight.clone()
+        model[0].weight.add_(1)  # the state was copied
+    again = transport.recv_checkpoint(0, transport.metadata(), 12, PATIENCE)
+    assert torch.equal(again["user"]["default"]["model"]["0.weight"], before)
+    assert expected.keys() == again["user"]["default"]["model"].keys()
+
+
+def test_another_step_is_refused(transport: DSQTransport[Any]) -> None:
+    transport.send_checkpoint([1], 5, small(), PATIENCE)
+    with pytest.raises(LoadFailed, match=r"the state of step 3 from .*: it answers 'the state of step 5 is served"):
+        transport.recv_checkpoint(0, transport.metadata(), 3, PATIENCE)
+
+
+def test_a_request_waits_for_the_state(transport: DSQTransport[Any]) -> None:
+    """Also after `disallow_checkpoint`; but not forever."""
+    state = small()
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(transport.recv_checkpoint, 0, transport.metadata(), 1, PATIENCE)
+        time.sleep(0.2)
+        transport.send_checkpoint([1], 1, state, PATIENCE)
+        same(early.result(), state)
+    transport.disallow_checkpoint()
+    transport.disallow_checkpoint()
+    with pytest.raises(LoadFailed, match=r"timed out after 0\.2 s"):
+        transport.recv_checkpoint(0, transport.metadata(), 1, SHORT)
+
+
+def test_a_sender_that_sends_nothing_in_time_says_so(tmp_path: Path) -> None:
+    transport = DSQTransport[Any](SHORT, directory=tmp_path)
+    with pytest.raises(LoadFailed, match="it answers 'no state was sent in time'"):
+        transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
+    transport.shutdown(wait=False)
+
+
+def test_disallow_waits_for_what_is_under_way(transport: DSQTransport[Any]) -> None:
+    state, hold, reached = large(), threading.Event(), threading.Event()
+
+    def slow(passed: int, block: bytes) -> bytes:
+        reached.set()
+        assert hold.wait(PATIENCE.total_seconds())
+        return block
+
+    transport.send_checkpoint([1], 1, state, PATIENCE)
+    with between(transport.metadata(), slow) as address, ThreadPoolExecutor() as pool:
+        received = pool.submit(transport.recv_checkpoint, 0, address, 1, PATIENCE)
+        assert reached.wait(PATIENCE.total_seconds())
+        waits = pool.submit(transport.disallow_checkpoint)
+        time.sleep(0.3)
+        assert not waits.done()
+        hold.set()
+        same(received.result(), state)
+        waits.result()
+
+
+def test_a_receiver_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
+    """`disallow_checkpoint` gives it up after the timeout."""
+    transport, hold = DSQTransport[Any](SHORT, directory=tmp_path), threading.Event()
+    transport.send_checkpoint([1], 1, large(), PATIENCE)
+
+    def stuck(passed: int, block: bytes) -> bytes:
+        hold.wait(PATIENCE.total_seconds())
+        return b""
+
+    with between(transport.metadata(), stuck) as address, ThreadPoolExecutor() as pool:
+        received = pool.submit(transport.recv_checkpoint, 0, address, 1, PATIENCE)
+        transport.disallow_checkpoint()
+        transport.shutdown()
+        hold.set()
+        with pytest.raises(LoadFailed, match="the sender has ended, or cannot be reached"):
+            received.result()
+
+
+SENDER = """
+import sys, time
+from datetime import timedelta
+from dsq_ckpt.integrations.torchft import DSQTransport
+from tests.integrations.torchft.test_torchft import PATIENCE, large
+
+transport = DSQTransport(PATIENCE, directory=sys.argv[1])
+transport.send_checkpoint([1], 4, large(), PATIENCE)
+print(transport.metadata(), flush=True)
+time.sleep(PATIENCE.total_seconds())
+"""
+
+
+@pytest.mark.slow
+def test_a_sender_that_is_killed_midway(transport: DSQTransport[Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In a process of its own, killed when a megabyte has passed; its address is then an error too."""
+    sender = subprocess.Popen(
+        [sys.executable, "-c", SENDER, str(tmp_path_factory.mktemp("sender"))], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+    def killing(passed: int, block: bytes) -> bytes:
+        if passed > 1 << 20 and sender.poll() is None:
+            sender.send_signal(signal.SIGKILL)
+            sender.wait()
+        return block
+
+    assert sender.stdout is not None
+    try:
+        metadata = sender.stdout.readline().strip()
+        with (
+            between(metadata, killing) as address,
+            pytest.raises(LoadFailed, match=r"the state of step 4 .*the sender has ended, or cannot be reached"),
+        ):
+            transport.recv_checkpoint(0, address, 4, PATIENCE)
+        assert sender.returncode == -signal.SIGKILL
+        with pytest.raises(LoadFailed, match="the sender has ended, or cannot be reached"):
+            transport.recv_checkpoint(0, metadata, 4, PATIENCE)
+    finally:
+        sender.kill()
+        sender.stdout.close()
+
+
+def test_altered_bytes_are_one_error(transport: DSQTransport[Any]) -> None:
+    """Wherever one is altered: an error of this package, or it was padding and the state is right."""
+    state = small()
+    transport.send_checkpoint([1], 2, state, PATIENCE)
+    length = 0
+
+    def count(passed: int, block: bytes) -> bytes:
+        nonlocal length
+        length = passed + len(block)
+        return block
+
+    with between(transport.metadata(), count) as address:
+        same(transport.recv_checkpoint(0, address, 2, PATIENCE), state)
+    errors = []
+    for place in range(200, length, length // 40):
+
+        def flip(passed: int, block: bytes, place: int = place) -> bytes:
+            if not passed <= place < passed + len(block):
+                return block
+            altered = bytearray(block)
+            altered[place - passed] ^= 4
+            return bytes(altered)
+
+        with between(transport.metadata(), flip) as address:
+            try:
+                same(transport.recv_checkpoint(0, address, 2, PATIENCE), state)
+            except DSQError as error:
+                assert "the state of step 2 from" in str(error)
+                errors.append(error)
+    assert len(errors) > 5 and any(isinstance(error, CorruptCheckpoint) for error in errors)
+
+
+class Trap:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.where),)
+
+
+def test_nothing_is_unpickled(transport: DSQTransport[Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    where = tmp_path_factory.mktemp("trap") / "sprung"
+    transport.send_checkpoint([1], 1, {**small(), "trap": Trap(where)}, PATIENCE)
+    with pytest.raises(DSQError, match=r"the state of step 1 from .*trap"):
+        transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
+    assert not where.exists()
+
+
+def archive(*members: tuple[str, bytes]) -> bytes:
+    """A tar file whose members are of a name and a type."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as made:
+        for name, kind in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/passwd"
+            made.addfile(member)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("sent", "text"), [
+    (archive(("../evil", tarfile.REGTYPE)), r"sends '\.\./evil', which is no file"),
+    (archive(("manifest.json", tarfile.SYMTYPE)), r"sends 'manifest\.json', which is no file"),
+    (archive(("below", tarfile.DIRTYPE)), "sends 'below', which is no file"),
+    (archive(("twice", tarfile.REGTYPE), ("twice", tarfile.REGTYPE)), "FileExistsError"),
+    (archive(), "the manifest, which comes last, did not"),
+    (b"no archive at all" * 99, "ReadError"),
+    (b"", "ReadError"),
+])
+def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, text: str, tmp_path: Path) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(sent)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(LoadFailed, match=text):
+            transport.recv_checkpoint(0, f"http://127.0.0.1:{server.server_port}/x/", 1, PATIENCE)
+        server.shutdown()
+    assert not (tmp_path.parent / "evil").exists() and not (tmp_path / "evil").exists()
+
+
+def test_addresses(transport: DSQTransport[Any], tmp_path: Path) -> None:
+    """Of another transport that had the port before, or of another kind."""
+    transport.send_checkpoint([1], 1, small(), PATIENCE)
+    port = transport.metadata().split(":")[2].split("/")[0]
+    for metadata in (f"http://localhost:{port}/{'0' * 32}/", f"http://localhost:{port}/checkpoint/"):
+        with pytest.raises(LoadFailed, match="no address of a DSQTransport, or of one that has ended"):
+            transport.recv_checkpoint(0, metadata, 1, PATIENCE)
+    for metadata in ("<n/a>", f"file://{tmp_path}/", ""):
+        with pytest.raises(LoadFailed, match="all replicas need the same checkpoint_transport"):
+            transport.recv_checkpoint(0, metadata, 1, PATIENCE)
+
+
+def test_distributed_tensors(transport: DSQTransport[Any], tmp_path: Path) -> None:
+    """Are shards of the receiver's; without its state, or of another shape, they are refused by name."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        full = torch.randn(8, 6)
+        state = {"user": {"w": distribute_tensor(full, mesh, [Shard(0)]), "plain": torch.ones(3)}}
+        with pytest.raises(ConfigError, match=r"state\['user'\]\['w'\] is a DTensor.*state_dict="):
+            transport.send_checkpoint([1], 1, state, PATIENCE)
+        own = {"user": {"w": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)])}}
+        healed = DSQTransport[Any](PATIENCE, state_dict=lambda: own, directory=tmp_path)
+        healed.send_checkpoint([1], 1, state, PATIENCE)
+        found = healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
+        assert found["user"]["w"].placements == (Shard(0),) and torch.equal(found["user"]["w"].to_local(), full)
+        own["user"]["w"] = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
+        with pytest.raises(LoadFailed, match=r"\['w'\]: the shard is of shape \(8, 6\), and of \(4, 6\) here"):
+            healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
+        healed.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"timeout is 60, expected a datetime\.timedelta"):
+        DSQTransport(60)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="state_dict is of class dict, expected a function"):
+        DSQTransport(state_dict={})  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a lighthouse, as a replica of one process."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torchft.md").read_text(), re.S)
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "TORCHFT_LIGHTHOUSE": lighthouse.address(), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+        "RANK": "0", "WORLD_SIZE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, Any] = {"state_dict": small, "load_state_dict": lambda state: None}
+    exec(block, given)
+    given["manager"].shutdown()
+    lighthouse.shutdown()
