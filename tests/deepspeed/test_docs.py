@@ -13,6 +13,7 @@ import pytest
 from dsq_ckpt import DSQConfig
 from tests.deepspeed.launched import by_torchrun, python
 from tests.helpers.commands import dsq
+from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 
 TEXT = (ROOT / "docs" / "deepspeed.md").read_text()
@@ -78,10 +79,10 @@ def test_commands_name_what_there_is():
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
 
 
+@needs("deepspeed")
 @pytest.mark.slow(25)
 def test_examples(tmp_path, monkeypatch):
     """All of them in one process, then the commands that convert what it saved."""
-    pytest.importorskip("deepspeed")
     tree = json.loads(BLOCKS["json"][0])
     (tmp_path / "ds_config.json").write_text(json.dumps(tree))
     del tree["dsq_checkpoint"]

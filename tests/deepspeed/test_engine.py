@@ -11,9 +11,9 @@ import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.deepspeed.launched import python, ranks
 from tests.helpers.commands import error, printed
+from tests.helpers.packages import needs
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow(3)
+pytestmark = [pytest.mark.slow(3), needs("deepspeed")]
 
 
 def test_every_stage_resumes_to_the_last_bit(tmp_path):

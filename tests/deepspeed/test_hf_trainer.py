@@ -11,10 +11,10 @@ import pytest
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.deepspeed.launched import WORKERS, by_torchrun
+from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow(22)
+pytestmark = [pytest.mark.slow(22), needs("deepspeed", "transformers", "accelerate")]
 CONFIGS = ROOT / "configs" / "deepspeed"
 
 
@@ -34,7 +34,6 @@ def tags(run: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["hf_trainer", "hf_trainer_zero3"])
 def test_trainer(tmp_path, name):
-    pytest.importorskip("transformers")
     config = CONFIGS / f"{name}.json"
     first = losses(launched("hf_trainer", config, tmp_path / "run", 25))
     assert sorted(first) == list(range(1, 26))
@@ -58,5 +57,4 @@ def test_trainer(tmp_path, name):
 
 
 def test_accelerate(tmp_path):
-    pytest.importorskip("accelerate")
     assert "ok accelerate" in launched("accelerated", CONFIGS / "zero2.json", tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from dsq_ckpt import launch
 from dsq_ckpt.storage.manifest import Manifest
 from tests.deepspeed.launched import by_torchrun, python
+from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 
 SCRIPT = """
@@ -81,10 +82,10 @@ def test_a_launcher_without_effect_is_told(scripts, monkeypatch, seen, says):
         launch.main(["train.py"])
 
 
+@needs("deepspeed")
 @pytest.mark.slow(34)
 def test_deepspeeds_launcher(tmp_path):
     """It puts `--local_rank` before the script; the script calls `deepspeed.initialize` itself."""
-    pytest.importorskip("deepspeed")
     program = Path(sys.executable).with_name("deepspeed")
     if not program.exists():
         pytest.skip("DeepSpeed's launcher is not installed beside this Python")

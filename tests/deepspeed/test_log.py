@@ -7,10 +7,10 @@ import re
 import pytest
 
 from tests.deepspeed.launched import ON_CPU, WORKERS, ranks
+from tests.helpers.packages import needs
 from tests.helpers.processes import torchrun
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("deepspeed")]
 
 
 def test_killed_and_recovered(tmp_path):

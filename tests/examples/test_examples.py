@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 import dsq_ckpt
-from tests.deepspeed.launched import by_torchrun, python
+from tests.deepspeed.launched import by_torchrun
+from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, run, torchrun
 
 EXAMPLES = ROOT / "examples"
@@ -21,12 +21,6 @@ def program(name: str, *arguments: object, status: int = 0) -> str:
     found, output = run([str(EXAMPLES / f"{name}.py"), *map(str, arguments)], forked=True)
     assert found == status, output[-4000:]
     return output
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def checkpoints(run_directory: Path) -> list[str]:
@@ -71,11 +65,10 @@ def test_programs_of_several_ranks(name: str, tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["step-000020", "step-000040", "step-000060"]
 
 
+@needs("transformers", "accelerate")
 @pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
     """Trainer and Accelerate; what is resumed is the newest checkpoint."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
     program("hf_trainer", "--out", tmp_path / "trainer")
     output = program("hf_trainer", "--out", tmp_path / "trainer", "--steps", 30)
     assert re.search(r"checkpoint-20 \d+ bytes, from which it resumed", output)
@@ -95,6 +88,7 @@ for sys.argv in (arguments, [*arguments, "--steps", "60"]):
 """
 
 
+@needs("ray")
 @pytest.mark.slow(40)
 def test_ray_train(tmp_path: Path) -> None:
     """Two workers, twice in one process, as Ray's start takes long; what it keeps of the deltas is complete."""
@@ -113,6 +107,7 @@ def test_ray_train(tmp_path: Path) -> None:
         assert found["step"] == int(path.name[-6:])
 
 
+@needs("torchft")
 @pytest.mark.slow(15)
 def test_torchft(tmp_path: Path) -> None:
     """A replica that was killed gets the state of the other, and both end with the same weights."""
@@ -122,13 +117,12 @@ def test_torchft(tmp_path: Path) -> None:
     assert "step 20: the same weights" in output
 
 
+@needs("deepspeed")
 @pytest.mark.slow
 def test_deepspeed(tmp_path: Path) -> None:
-    """By DeepSpeed's own launcher, and then by torchrun."""
-    pytest.importorskip("deepspeed")
+    """By torchrun; DeepSpeed's own launcher is tested in `tests/deepspeed`."""
     script = EXAMPLES / "deepspeed_zero.py"
-    launcher = ("-m", "deepspeed.launcher.runner", "--num_accelerators", 2, "--master_port", free_port())
-    python(*launcher, script, "--out", tmp_path)
+    by_torchrun(script, "--out", tmp_path)
     output = by_torchrun(script, "--out", tmp_path, "--steps", 60)
     assert re.search(r"resumed from .* at step 40", output)
     assert (tmp_path / "global_step60" / "manifest.json").exists()

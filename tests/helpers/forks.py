@@ -139,6 +139,7 @@ def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
         if not f"{name}=".startswith(_USED_LATE) and not _of_a_rank(name)
     }
     base["PYTHONHASHSEED"] = str(1 + turn % 2)
+    base["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which DeepSpeed finds by way of MLflow
     directory = Path(environment[VARIABLE])
     path = directory / hashlib.sha256(json.dumps(sorted(base.items())).encode()).hexdigest()[:16]
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -6,14 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 import torch
-import wandb
-from wandb.proto.wandb_internal_pb2 import Record
 
 import dsq_ckpt
 from dsq_ckpt.report import scalars
+from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT
 from tests.helpers.states import moved
 
@@ -23,7 +21,7 @@ PAGE = (ROOT / "docs" / "report.md").read_text()
 def function(name: str, **given: Any) -> Any:
     """Return a function of the page."""
     (block,) = re.findall(r"python\n(def to_wandb.*?def to_mlflow.*?)```", PAGE, re.S)
-    found = {"scalars": scalars, "mlflow": mlflow, **given}
+    found = {"scalars": scalars, **given}
     exec(compile(block, "report.md", "exec"), found)
     return found[name]
 
@@ -37,8 +35,10 @@ def saved(run: Path, on_save: Any) -> list[dsq_ckpt.SaveResult]:
     return [*results, dsq_ckpt.async_save(moved(state, 3), run / "step-001500", on_save=on_save).result()]
 
 
-def records(file: Path) -> list[Record]:
+def records(file: Path) -> list[Any]:
     """Return the records of an offline run, whose file has blocks as a log of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     data, found, parts, place = file.read_bytes(), [], b"", 7
     while place + 7 <= len(data):
         if (left := 32768 - place % 32768) < 7:
@@ -53,8 +53,11 @@ def records(file: Path) -> list[Record]:
     return found
 
 
+@needs("wandb")
 @pytest.mark.slow
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     for name, value in {"ERROR_REPORTING": "false", "CACHE_DIR": str(tmp_path), "CONFIG_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     run = wandb.init(mode="offline", dir=tmp_path, project="dsq_ckpt", settings=wandb.Settings(silent=True))
@@ -72,12 +75,15 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert scalars.named(result).items() <= entry.items()
 
 
+@needs("mlflow")
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its store of files, which needs no database."""
+    import mlflow
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(tmp_path.joinpath("store").as_uri())
     with mlflow.start_run() as run:
-        results = saved(tmp_path / "run", function("to_mlflow", run=run))
+        results = saved(tmp_path / "run", function("to_mlflow", run=run, mlflow=mlflow))
     client = mlflow.MlflowClient()
     for name in scalars.named(results[0]):
         found = client.get_metric_history(run.info.run_id, name)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.packages import needs
 from tests.helpers.processes import run, torchrun
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.slow(3)
+pytestmark = [pytest.mark.slow(3), needs("transformers", "accelerate")]
 WORKERS = Path(__file__).parent / "workers"
 
 

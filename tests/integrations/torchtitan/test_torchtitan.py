@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, torchrun
 
-pytest.importorskip("torchtitan")
-tyro = pytest.importorskip("tyro")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("torchtitan", "tyro")]
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -23,6 +22,8 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_command_line() -> None:
+    import tyro
+
     from dsq_ckpt.integrations.torchtitan import DSQCheckpointManager
 
     arguments = ["--enable", "--interval", "7", "--async-mode", "async", "--compression", "exact", "--no-pinned"]
