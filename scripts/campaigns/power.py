@@ -148,7 +148,7 @@ class Power(Campaign):
 
     name = "power"
     full = 2500
-    few = 50
+    few = 30
     preload = True
 
     def prepare(self) -> None:

@@ -37,7 +37,7 @@ def test_processes_die():
     """One of two just before the end of an iteration, all that train, or all there are, at random moments: three times
     in a row, and never a torn state.
     """
-    worker("replica_lives", "--trials", 12, "--seed", random.randrange(1 << 30))
+    worker("replica_lives", "--trials", 6, "--seed", random.randrange(1 << 30))
 
 
 ENDS = {"raise": 1, "kill": -signal.SIGKILL, "exit": 3}
