@@ -154,7 +154,8 @@ def _header(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
     about = describe(path)
     parent = "none: a keyframe"
     if manifest.parent is not None:
-        parent = f"{manifest.parent} ({manifest.parent_name}), {manifest.depth} from the keyframe"
+        name = "" if manifest.parent_name is None else f" ({manifest.parent_name})"
+        parent = f"{manifest.parent}{name}, {manifest.depth} from the keyframe"
     refinement = manifest.refinement + (", pinned" if manifest.pinned else "")
     zone = time.strftime("%Z", time.localtime(manifest.created))
     logical = about["bytes_logical"]

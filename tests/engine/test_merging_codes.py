@@ -263,6 +263,7 @@ def test_on_the_command_line(run, tmp_path):
     assert "holds a complete checkpoint" in error("merge", source, tmp_path / "y")
     for name in "xyz":
         check(tmp_path / name, expected)
+    assert "1 from the keyframe" in (text := printed("inspect", tmp_path / "x")) and "None" not in text
     printed("export", tmp_path / "y", tmp_path / "y.pt")
     stored = torch.load(tmp_path / "y.pt", weights_only=False)
     fqn, value = max(tensors(expected[0]).items(), key=lambda pair: pair[1].numel())
