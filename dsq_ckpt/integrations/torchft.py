@@ -13,7 +13,6 @@ import http.client
 import logging
 import os
 import secrets
-import shutil
 import socket
 import tarfile
 import tempfile
@@ -229,9 +228,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-tar")
                 self.end_headers()
-                with tarfile.open(fileobj=self.wfile, mode="w|") as archive:
+                with tarfile.open(fileobj=self.wfile, mode="w|", format=tarfile.GNU_FORMAT) as archive:
                     for name in sorted(os.listdir(place), key=lambda name: (name == MANIFEST, name)):
-                        archive.add(place / name, name)
+                        with open(place / name, "rb") as file:
+                            member = tarfile.TarInfo(name)
+                            member.size = os.fstat(file.fileno()).st_size
+                            archive.addfile(member, file)
         except LookupError as error:
             with suppress(OSError):  # it may have gone while it waited
                 self._refuse(str(error))
@@ -264,15 +266,31 @@ def _fetch(address: SplitResult, step: int, place: Path, timeout: timedelta) -> 
         response = connection.getresponse()
         if response.status != HTTPStatus.OK:
             raise LoadFailed(f"it answers {response.read(_MOST).decode(errors='replace')!r}")
-        with tarfile.open(fileobj=response, mode="r|") as archive:
-            for member in archive:
-                stream = archive.extractfile(member) if member.isreg() and is_plain(member.name) else None
-                if stream is None:
-                    raise LoadFailed(f"it sends {member.name!r}, which is no file of a checkpoint")
-                with open(place / member.name, "xb") as file:
-                    shutil.copyfileobj(stream, file, _BLOCK)
+        # Not by tarfile.open, which makes large files of a few bytes (sparse ones) and takes headers of any length.
+        while (header := b"".join(_blocks(response, tarfile.BLOCKSIZE))) != bytes(tarfile.BLOCKSIZE):
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+            if member.type != tarfile.REGTYPE or member.size < 0 or not is_plain(member.name):
+                raise LoadFailed(f"it sends {member.name!r}, which is no file of a checkpoint")
+            with open(place / member.name, "xb") as file:
+                file.writelines(_blocks(response, member.size))
+            for _ in _blocks(response, -member.size % tarfile.BLOCKSIZE):  # padding
+                pass
     finally:
         connection.close()
+
+
+def _blocks(response: http.client.HTTPResponse, size: int) -> Iterator[bytes]:
+    """Yield that many bytes of an answer.
+
+    Raises:
+        IncompleteRead: it ends before.
+    """
+    while size > 0:
+        block = response.read(min(size, _BLOCK))
+        if not block:
+            raise http.client.IncompleteRead(b"", size)
+        size -= len(block)
+        yield block
 
 
 def _address(metadata: str) -> SplitResult:

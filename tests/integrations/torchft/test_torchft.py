@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -273,25 +272,29 @@ def test_nothing_is_unpickled(transport: DSQTransport[Any], tmp_path_factory: py
     assert not where.exists()
 
 
-def archive(*members: tuple[str, bytes]) -> bytes:
-    """A tar file whose members are of a name and a type."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as made:
-        for name, kind in members:
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "/etc/passwd"
-            made.addfile(member)
-    return buffer.getvalue()
+def archive(*members: tuple[str, bytes], size: int = 0) -> bytes:
+    """A tar file whose members are of a name and a type, and have no data whatever their size."""
+    headers = b""
+    for name, kind in members:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname, member.size = kind, "/etc/passwd", size
+        headers += member.tobuf(tarfile.GNU_FORMAT)
+    return headers + bytes(2 * tarfile.BLOCKSIZE)
 
 
 @pytest.mark.parametrize(("sent", "text"), [
     (archive(("../evil", tarfile.REGTYPE)), r"sends '\.\./evil', which is no file"),
     (archive(("manifest.json", tarfile.SYMTYPE)), r"sends 'manifest\.json', which is no file"),
     (archive(("below", tarfile.DIRTYPE)), "sends 'below', which is no file"),
+    (archive(("sparse", tarfile.GNUTYPE_SPARSE)), "sends 'sparse', which is no file"),
+    (archive(("long", tarfile.GNUTYPE_LONGNAME)), "sends 'long', which is no file"),
+    (archive(("header", tarfile.XHDTYPE)), "sends 'header', which is no file"),
+    (archive(("negative", tarfile.REGTYPE), size=-512), "sends 'negative', which is no file"),
+    (archive(("huge", tarfile.REGTYPE), size=1 << 80), "IncompleteRead"),
     (archive(("twice", tarfile.REGTYPE), ("twice", tarfile.REGTYPE)), "FileExistsError"),
     (archive(), "the manifest, which comes last, did not"),
-    (b"no archive at all" * 99, "ReadError"),
-    (b"", "ReadError"),
+    (b"no archive at all" * 99, "HeaderError"),
+    (b"", "IncompleteRead"),
 ])
 def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, text: str, tmp_path: Path) -> None:
     class Handler(BaseHTTPRequestHandler):
