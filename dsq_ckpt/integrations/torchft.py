@@ -72,7 +72,7 @@ class DSQTransport(CheckpointTransport[T]):
         self._config = DSQConfig.preset("exact").with_values(**{"storage.fsync": False})
         self._changed = threading.Condition()
         self._served: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
-        self._requests = 0
+        self._reading: list[object] = []  # what is served to each request under way
         self._closed = False
         self.secret = secrets.token_hex(16)  # ports are used again, also by other jobs
         self._server = _Server(self)
@@ -109,9 +109,10 @@ class DSQTransport(CheckpointTransport[T]):
         """Wait for requests under way, at most for the timeout, and let no other begin until the next state is sent."""
         with self._changed:
             served, self._served = self._served, None
-            self._changed.wait_for(lambda: self._requests == 0, self.timeout.total_seconds())
-        if served is not None:
-            served[1].cleanup()
+            if served is None:  # requests that were given up, if any, are not waited for again
+                return
+            self._changed.wait_for(lambda: served not in self._reading, self.timeout.total_seconds())
+        served[1].cleanup()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state of another replica.
@@ -179,17 +180,17 @@ class DSQTransport(CheckpointTransport[T]):
         """
         with self._changed:
             self._changed.wait_for(lambda: self._served is not None or self._closed, self.timeout.total_seconds())
-            if self._served is None:
+            served = self._served
+            if served is None:
                 raise LookupError("no state was sent in time")
-            if self._served[0] != step:
-                raise LookupError(f"the state of step {self._served[0]} is served, not of step {step}")
-            place = Path(self._served[1].name, "state")
-            self._requests += 1
+            if served[0] != step:
+                raise LookupError(f"the state of step {served[0]} is served, not of step {step}")
+            self._reading.append(served)
         try:
-            yield place
+            yield Path(served[1].name, "state")
         finally:
             with self._changed:
-                self._requests -= 1
+                self._reading.remove(served)
                 self._changed.notify_all()
 
 

@@ -179,6 +179,20 @@ def test_a_receiver_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
             received.result()
 
 
+def test_a_request_that_was_given_up_is_not_waited_for_again(tmp_path: Path) -> None:
+    """A slow receiver delays one step, and not each one until it has read all."""
+    transport, begun = DSQTransport[Any](SHORT, directory=tmp_path), time.monotonic()
+    transport.send_checkpoint([1], 1, small(), PATIENCE)
+    with transport.serving(1):
+        transport.disallow_checkpoint()
+        transport.timeout = PATIENCE
+        transport.disallow_checkpoint()
+        transport.send_checkpoint([1], 2, small(), PATIENCE)
+        transport.disallow_checkpoint()
+    assert time.monotonic() - begun < PATIENCE.total_seconds()
+    transport.shutdown()
+
+
 SENDER = """
 import sys, time
 from datetime import timedelta
