@@ -17,7 +17,7 @@ import socket
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http import HTTPStatus
@@ -93,9 +93,22 @@ class DSQTransport(CheckpointTransport[T]):
         self.disallow_checkpoint()
         place = self._temporary()
         try:
-            state = tree_map_with_path(self._local, state_dict)
+            sharded: list[str] = []
+
+            def local(path: Any, value: Any) -> Any:
+                if not isinstance(value, DTensor):
+                    return value
+                if self._state_dict is None:
+                    raise ConfigError(
+                        f"state{keystr(path)} is a DTensor, whose mesh is not sent: give DSQTransport(state_dict=...), "
+                        "so that a receiver knows the sharding of its own"
+                    )
+                sharded.append(keystr(path))
+                return value.to_local()
+
+            state = tree_map_with_path(local, state_dict)
             save(
-                {"state": state}, Path(place.name, "state"), config=self._config, parent=None, no_dist=True,
+                {"state": state, "sharded": sharded}, Path(place.name, "state"), config=self._config, parent=None, no_dist=True,
                 history=SaveHistory(),
             )
         except BaseException:
@@ -134,10 +147,12 @@ class DSQTransport(CheckpointTransport[T]):
             _fetch(_address(metadata), step, Path(place), timeout)
             found: dict[str, Any] = {}
             load(found, place, no_dist=True, history=SaveHistory())
-            if self._state_dict is None:
-                state: T = found["state"]
-            else:
-                state = _sharded(found["state"], self._state_dict())
+            if found.keys() != {"state", "sharded"} or not isinstance(found["sharded"], list):
+                raise LoadFailed("it sends a checkpoint that is none of a DSQTransport of this version")
+            state: T = found["state"]
+            if found["sharded"]:
+                paths = {str(path) for path in found["sharded"]}
+                state = _sharded(state, paths, None if self._state_dict is None else self._state_dict())
         return state
 
     def shutdown(self, wait: bool = True) -> None:
@@ -160,16 +175,6 @@ class DSQTransport(CheckpointTransport[T]):
         return tempfile.TemporaryDirectory(
             prefix="dsq_ckpt-torchft-", dir=self._directory, ignore_cleanup_errors=True  # a request may still read it
         )
-
-    def _local(self, path: Any, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            if self._state_dict is None:
-                raise ConfigError(
-                    f"state{keystr(path)} is a DTensor, whose mesh is not sent: give DSQTransport(state_dict=...), so "
-                    "that a receiver knows the sharding of its own"
-                )
-            return value.to_local()
-        return value
 
     @contextmanager
     def serving(self, step: int) -> Iterator[Path]:
@@ -331,22 +336,28 @@ def _explained(metadata: str, step: int, timeout: timedelta) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
-def _sharded(state: Any, like: Any) -> Any:
-    """Return a state whose shards are distributed tensors, as they are in `like`.
+def _sharded(state: Any, paths: Set[str], like: Any) -> Any:
+    """Return a state whose tensors at `paths` are distributed ones, as they are in `like`.
 
     Raises:
-        LoadFailed: a shard has another shape.
+        LoadFailed: `like` has no distributed tensor there, or one whose shard has another shape.
     """
     own = {keystr(path): value for path, value in tree_flatten_with_path(like)[0] if isinstance(value, DTensor)}
+    if unknown := sorted(paths - own.keys()):
+        raise LoadFailed(
+            f"state{unknown[0]} is the shard of a DTensor, and no DTensor is there in the state of this process: give "
+            "DSQTransport(state_dict=...) that returns one, with the optimizer's state by get_optimizer_state_dict, "
+            "which has it before the first step too"
+        )
 
     def distributed(path: Any, value: Any) -> Any:
-        found = own.get(keystr(path))
-        if found is None or not isinstance(value, torch.Tensor):
+        if (name := keystr(path)) not in paths or not isinstance(value, torch.Tensor):
             return value
+        found = own[name]
         if value.shape != found.to_local().shape:
             raise LoadFailed(
-                f"state{keystr(path)}: the shard is of shape {tuple(value.shape)}, and of "
-                f"{tuple(found.to_local().shape)} here: all replicas need the same number of ranks and sharding"
+                f"state{name}: the shard is of shape {tuple(value.shape)}, and of {tuple(found.to_local().shape)} here: "
+                "all replicas need the same number of ranks and sharding"
             )
         return DTensor(value.to(found.device), found._spec, requires_grad=False)  # from_local may communicate
 

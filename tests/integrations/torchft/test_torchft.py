@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchft.checkpointing.transport_test import make_state_dict, run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
@@ -118,6 +119,12 @@ def test_another_step_is_refused(transport: DSQTransport[Any]) -> None:
     transport.send_checkpoint([1], 5, small(), PATIENCE)
     with pytest.raises(LoadFailed, match=r"the state of step 3 from .*: it answers 'the state of step 5 is served"):
         transport.recv_checkpoint(0, transport.metadata(), 3, PATIENCE)
+
+
+@pytest.mark.parametrize("state", [{}, [], None, 5, torch.ones(3), {"user": {}}])
+def test_states_that_are_next_to_nothing(state: Any, transport: DSQTransport[Any]) -> None:
+    transport.send_checkpoint([1], 1, state, PATIENCE)
+    same(transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE), state)
 
 
 def test_a_request_waits_for_the_state(transport: DSQTransport[Any]) -> None:
@@ -357,7 +364,37 @@ def test_distributed_tensors(transport: DSQTransport[Any], tmp_path: Path) -> No
         own["user"]["w"] = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
         with pytest.raises(LoadFailed, match=r"\['w'\]: the shard is of shape \(8, 6\), and of \(4, 6\) here"):
             healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
+        del own["user"]["w"]
+        for receiver in (healed, transport):
+            with pytest.raises(LoadFailed, match=r"state\['user'\]\['w'\] is the shard of a DTensor.*state_dict="):
+                receiver.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
         healed.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
+    """FSDP2: a new replica's moments are no plain tensors, on which steps would fail later."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [0]))
+        optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        sender = DSQTransport[Any](PATIENCE, state_dict=optimizer.state_dict, directory=tmp_path)
+        sender.send_checkpoint([1], 1, optimizer.state_dict(), PATIENCE)
+        for state_dict, error in (
+            (fresh.state_dict, "no DTensor is there.*get_optimizer_state_dict"), (optimizer.state_dict, None),
+        ):
+            receiver = DSQTransport[Any](PATIENCE, state_dict=state_dict, directory=tmp_path)
+            if error is None:
+                found = receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)
+                assert isinstance(found["state"][0]["exp_avg"], DTensor)
+            else:
+                with pytest.raises(LoadFailed, match=error):
+                    receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)
+            receiver.shutdown()
+        sender.shutdown()
     finally:
         dist.destroy_process_group()
 
