@@ -9,9 +9,11 @@ is checked before it is used, and nothing is unpickled but plain data.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import logging
 import os
+import re
 import secrets
 import socket
 import tarfile
@@ -35,7 +37,7 @@ from dsq_ckpt.api.save_load import load, save
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, described
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.storage.manifest import MANIFEST, is_plain
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ T = TypeVar("T")
 _MOST = 4096
 """Bytes of an answer that refuses."""
 _BLOCK = 1 << 20
+_SECRET = re.compile(r"/[0-9a-f]+/")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DSQTransport(CheckpointTransport[T]):
@@ -59,7 +63,7 @@ class DSQTransport(CheckpointTransport[T]):
         directory: for the compressed state, until it is sent or loaded; None: the system's for temporary files.
 
     Raises:
-        ConfigError: an argument is of another type than expected.
+        ConfigError: an argument is not what it must be.
     """
 
     def __init__(
@@ -68,6 +72,11 @@ class DSQTransport(CheckpointTransport[T]):
     ) -> None:
         expect("timeout", timeout, timedelta, "a datetime.timedelta")
         expect("state_dict", state_dict, Callable | None, "a function that returns the state of this process")
+        expect("directory", directory, str | os.PathLike | None, "a directory, as a str or a Path")
+        if timeout <= timedelta(0):
+            raise ConfigError(f"timeout is {timeout}, expected more than 0")
+        if directory is not None and not os.path.isdir(directory):
+            raise ConfigError(f"directory is '{os.fspath(directory)}', which is no directory: create it first")
         self.timeout, self._state_dict, self._directory = timeout, state_dict, directory
         self._config = DSQConfig.preset("exact").with_values(**{"storage.fsync": False})
         self._changed = threading.Condition()
@@ -88,7 +97,7 @@ class DSQTransport(CheckpointTransport[T]):
 
         Raises:
             ConfigError: it has sharded tensors, and `DSQTransport` was made without `state_dict`.
-            SaveFailed: it cannot be stored; the message names the tensor.
+            SaveFailed: it cannot be stored; the message names the tensor. Or `shutdown` was called.
         """
         self.disallow_checkpoint()
         place = self._temporary()
@@ -108,15 +117,19 @@ class DSQTransport(CheckpointTransport[T]):
 
             state = tree_map_with_path(local, state_dict)
             save(
-                {"state": state, "sharded": sharded}, Path(place.name, "state"), config=self._config, parent=None, no_dist=True,
-                history=SaveHistory(),
+                {"state": state, "sharded": sharded}, Path(place.name, "state"), config=self._config, parent=None,
+                no_dist=True, history=SaveHistory(),
             )
         except BaseException:
             place.cleanup()
             raise
         with self._changed:
-            self._served = step, place
-            self._changed.notify_all()
+            if not self._closed:
+                self._served = step, place
+                self._changed.notify_all()
+                return
+        place.cleanup()
+        raise SaveFailed(f"the state of step {step} is not sent, as the DSQTransport was shut down")
 
     def disallow_checkpoint(self) -> None:
         """Wait for requests under way, at most for the timeout, and let no other begin until the next state is sent."""
@@ -143,7 +156,7 @@ class DSQTransport(CheckpointTransport[T]):
             LoadFailed: it did not come in time, or not whole, is of another step, or has a class that is no plain data.
             CorruptCheckpoint: bytes were altered.
         """
-        with self._temporary() as place, _explained(metadata, step, timeout):
+        with _explained(metadata, step, timeout), self._temporary() as place:
             _fetch(_address(metadata), step, Path(place), timeout)
             found: dict[str, Any] = {}
             load(found, place, no_dist=True, history=SaveHistory())
@@ -209,6 +222,10 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, transport: DSQTransport[Any]) -> None:
         self.transport = transport
         super().__init__(("", 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what is wrong with a connection, as one that was reset; the default writes a traceback to stderr."""
+        logger.info("a connection of %s ended", client_address, exc_info=True)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -305,10 +322,11 @@ def _address(metadata: str) -> SplitResult:
     Raises:
         LoadFailed: it is none of a `DSQTransport`.
     """
-    address = urlsplit(metadata)
-    if address.scheme != "http" or not address.hostname or not address.path.endswith("/"):
-        raise LoadFailed("this is no address of a DSQTransport: all replicas need the same checkpoint_transport")
-    return address
+    with suppress(ValueError):  # of a port or an IPv6 address
+        address = urlsplit(metadata)
+        if address.scheme == "http" and address.hostname and address.port and _SECRET.fullmatch(address.path):
+            return address
+    raise LoadFailed("this is no address of a DSQTransport: all replicas need the same checkpoint_transport")
 
 
 @contextmanager
@@ -326,8 +344,11 @@ def _explained(metadata: str, step: int, timeout: timedelta) -> Iterator[None]:
             f"{what}: timed out after {timeout.total_seconds():g} s; the sender is busy or has gone: the manager tries "
             "again in its next step, and waits longer with a larger timeout"
         ) from error
-    except (OSError, http.client.HTTPException, tarfile.TarError, CheckpointNotFound) as error:
-        found = "the manifest, which comes last, did not" if isinstance(error, CheckpointNotFound) else described(error)
+    except (OSError, UnicodeError, http.client.HTTPException, tarfile.TarError, CheckpointNotFound) as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise LoadFailed(f"{what}: {described(error)}; free space here, or name another directory=") from error
+        lacks_manifest = isinstance(error, CheckpointNotFound)
+        found = "its manifest, which comes last, is missing" if lacks_manifest else described(error)
         raise LoadFailed(
             f"{what}: {found}; the sender has ended, or cannot be reached: the manager tries again in its next step, "
             "with a replica that is there"
@@ -356,8 +377,8 @@ def _sharded(state: Any, paths: Set[str], like: Any) -> Any:
         found = own[name]
         if value.shape != found.to_local().shape:
             raise LoadFailed(
-                f"state{name}: the shard is of shape {tuple(value.shape)}, and of {tuple(found.to_local().shape)} here: "
-                "all replicas need the same number of ranks and sharding"
+                f"state{name}: the shard is of shape {tuple(value.shape)}, and of "
+                f"{tuple(found.to_local().shape)} here: all replicas need the same number of ranks and sharding"
             )
         return DTensor(value.to(found.device), found._spec, requires_grad=False)  # from_local may communicate
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -28,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchft.checkpointing.transport_test import make_state_dict, run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
-from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.integrations.torchft import DSQTransport
 from tests.helpers.processes import ROOT
 from tests.integrations.torchft.between import between
@@ -313,7 +316,7 @@ def archive(*members: tuple[str, bytes], size: int = 0) -> bytes:
     (archive(("negative", tarfile.REGTYPE), size=-512), "sends 'negative', which is no file"),
     (archive(("huge", tarfile.REGTYPE), size=1 << 80), "IncompleteRead"),
     (archive(("twice", tarfile.REGTYPE), ("twice", tarfile.REGTYPE)), "FileExistsError"),
-    (archive(), "the manifest, which comes last, did not"),
+    (archive(), "its manifest, which comes last, is missing"),
     (b"no archive at all" * 99, "HeaderError"),
     (b"", "IncompleteRead"),
 ])
@@ -330,7 +333,7 @@ def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(LoadFailed, match=text):
-            transport.recv_checkpoint(0, f"http://127.0.0.1:{server.server_port}/x/", 1, PATIENCE)
+            transport.recv_checkpoint(0, f"http://127.0.0.1:{server.server_port}/0/", 1, PATIENCE)
         server.shutdown()
     assert not (tmp_path.parent / "evil").exists() and not (tmp_path / "evil").exists()
 
@@ -339,10 +342,15 @@ def test_addresses(transport: DSQTransport[Any], tmp_path: Path) -> None:
     """Of another transport that had the port before, or of another kind."""
     transport.send_checkpoint([1], 1, small(), PATIENCE)
     port = transport.metadata().split(":")[2].split("/")[0]
-    for metadata in (f"http://localhost:{port}/{'0' * 32}/", f"http://localhost:{port}/checkpoint/"):
-        with pytest.raises(LoadFailed, match="no address of a DSQTransport, or of one that has ended"):
-            transport.recv_checkpoint(0, metadata, 1, PATIENCE)
-    for metadata in ("<n/a>", f"file://{tmp_path}/", ""):
+    with pytest.raises(LoadFailed, match="no address of a DSQTransport, or of one that has ended"):
+        transport.recv_checkpoint(0, f"http://localhost:{port}/{'0' * 32}/", 1, PATIENCE)
+    with pytest.raises(LoadFailed, match="label too long"):
+        transport.recv_checkpoint(0, f"http://{'a' * 70}:{port}/0/", 1, PATIENCE)
+    host = "http://localhost"
+    for metadata in (
+        "<n/a>", f"file://{tmp_path}/", "", "http://[::1", f"{host}:99999/0/", f"{host}:port/0/", f"{host}/0/",
+        f"{host}:{port}/checkpoint/", f"{host}:{port}/\u00e4/",
+    ):
         with pytest.raises(LoadFailed, match="all replicas need the same checkpoint_transport"):
             transport.recv_checkpoint(0, metadata, 1, PATIENCE)
 
@@ -399,11 +407,50 @@ def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_arguments() -> None:
+def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"timeout is 60, expected a datetime\.timedelta"):
         DSQTransport(60)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="state_dict is of class dict, expected a function"):
         DSQTransport(state_dict={})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout is 0:00:00, expected more than 0"):
+        DSQTransport(timedelta(0))
+    with pytest.raises(ConfigError, match="absent', which is no directory: create it first"):
+        DSQTransport(directory=tmp_path / "absent")
+
+
+def test_a_full_disk_of_the_receiver(transport: DSQTransport[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not said to be the sender's fault."""
+    transport.send_checkpoint([1], 1, small(), PATIENCE)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for what in ("_blocks", "tempfile.TemporaryDirectory"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"dsq_ckpt.integrations.torchft.{what}", full)
+            with pytest.raises(LoadFailed, match=r"step 1 from .*No space left.*; free space here, or name another"):
+                transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
+
+
+def test_after_its_end(tmp_path: Path) -> None:
+    """A state is not kept that nobody can fetch."""
+    transport = DSQTransport[Any](directory=tmp_path)
+    transport.shutdown()
+    with pytest.raises(SaveFailed, match="the state of step 1 is not sent, as the DSQTransport was shut down"):
+        transport.send_checkpoint([1], 1, small(), PATIENCE)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_connection_that_is_reset(transport: DSQTransport[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """As by a port scan: no traceback on stderr, and the next one is served."""
+    state = small()
+    transport.send_checkpoint([1], 1, state, PATIENCE)
+    with socket.create_connection(("localhost", int(transport.metadata().split(":")[2].split("/")[0]))) as scan:
+        scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
+        scan.sendall(b"GET")
+    same(transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE), state)
+    transport.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_example_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
