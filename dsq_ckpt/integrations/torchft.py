@@ -354,7 +354,9 @@ def _explained(metadata: str, step: int, timeout: timedelta) -> Iterator[None]:
             "with a replica that is there"
         ) from error
     except DSQError as error:
-        raise type(error)(f"{what}: {error}") from error
+        found, refused, _ = str(error).partition("; unpickling it can run code")  # what follows is for calls of `load`
+        advice = ": let the state_dict of the sender return tensors and plain data in its place" if refused else ""
+        raise type(error)(f"{what}: {found}{advice}") from error
 
 
 def _sharded(state: Any, paths: Set[str], like: Any) -> Any:
