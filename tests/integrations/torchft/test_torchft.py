@@ -145,7 +145,7 @@ def test_a_request_waits_for_the_state(transport: DSQTransport[Any]) -> None:
 
 
 def test_a_sender_that_sends_nothing_in_time_says_so(tmp_path: Path) -> None:
-    transport = DSQTransport[Any](SHORT, directory=tmp_path)
+    transport = DSQTransport[Any](timedelta(seconds=2), directory=tmp_path)  # it waits as long for the request itself
     with pytest.raises(LoadFailed, match="it answers 'no state was sent in time'"):
         transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
     transport.shutdown(wait=False)
