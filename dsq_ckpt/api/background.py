@@ -58,8 +58,9 @@ def begun(future: Future[Any]) -> None:
 def wait() -> None:
     """Wait for the previous save. Its failure is its future's to raise; it is logged too, should nobody ask."""
     global _future
-    if _future is not None:
-        failure = _future.exception()
-        _future = None
+    if (pending := _future) is not None:
+        failure = pending.exception()
+        if _future is pending:  # another thread, such as torchft's, may have waited too, and begun the next
+            _future = None
         if failure is not None:
             logger.warning("the last asynchronous save failed: %s", described(failure))

@@ -138,11 +138,15 @@ class DSQTrainer(Trainer):
         goal = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self._staged = staged = StagedCheckpoint(goal, self.dsq_config or DSQConfig(), self.dsq_on_save, True)
         super()._save_checkpoint(model, trial)
-        if self._is_best():
-            self.state.best_model_checkpoint = goal
+        if self.state.best_global_step:  # Trainer looked for it beside the files that it wrote
+            known = os.path.join(run_directory, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if self._is_best() or os.path.exists(known):
+                self.state.best_model_checkpoint = known
         self._write_state()
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         self._pending = staged.publish_later(lambda: rotate_checkpoints(run_directory, limit, best, use_mtime=True))
+        if self.control.should_training_stop:  # as on SIGTERM with enable_jit_checkpoint, which takes it for complete
+            self._wait()
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._saves_checkpoint and self._staged is not None and self.dsq_asynchronous:

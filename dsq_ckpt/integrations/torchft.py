@@ -9,16 +9,17 @@ is checked before it is used, and nothing is unpickled but plain data.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import logging
 import os
+import re
 import secrets
-import shutil
 import socket
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http import HTTPStatus
@@ -36,7 +37,7 @@ from dsq_ckpt.api.save_load import load, save
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.engine.history import SaveHistory
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, described
+from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, LoadFailed, SaveFailed, described
 from dsq_ckpt.storage.manifest import MANIFEST, is_plain
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ T = TypeVar("T")
 _MOST = 4096
 """Bytes of an answer that refuses."""
 _BLOCK = 1 << 20
+_SECRET = re.compile(r"/[0-9a-f]+/")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DSQTransport(CheckpointTransport[T]):
@@ -60,7 +63,7 @@ class DSQTransport(CheckpointTransport[T]):
         directory: for the compressed state, until it is sent or loaded; None: the system's for temporary files.
 
     Raises:
-        ConfigError: an argument is of another type than expected.
+        ConfigError: an argument is not what it must be.
     """
 
     def __init__(
@@ -69,11 +72,16 @@ class DSQTransport(CheckpointTransport[T]):
     ) -> None:
         expect("timeout", timeout, timedelta, "a datetime.timedelta")
         expect("state_dict", state_dict, Callable | None, "a function that returns the state of this process")
+        expect("directory", directory, str | os.PathLike | None, "a directory, as a str or a Path")
+        if timeout <= timedelta(0):
+            raise ConfigError(f"timeout is {timeout}, expected more than 0")
+        if directory is not None and not os.path.isdir(directory):
+            raise ConfigError(f"directory is '{os.fspath(directory)}', which is no directory: create it first")
         self.timeout, self._state_dict, self._directory = timeout, state_dict, directory
         self._config = DSQConfig.preset("exact").with_values(**{"storage.fsync": False})
         self._changed = threading.Condition()
         self._served: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
-        self._requests = 0
+        self._reading: list[object] = []  # what is served to each request under way
         self._closed = False
         self.secret = secrets.token_hex(16)  # ports are used again, also by other jobs
         self._server = _Server(self)
@@ -89,30 +97,48 @@ class DSQTransport(CheckpointTransport[T]):
 
         Raises:
             ConfigError: it has sharded tensors, and `DSQTransport` was made without `state_dict`.
-            SaveFailed: it cannot be stored; the message names the tensor.
+            SaveFailed: it cannot be stored; the message names the tensor. Or `shutdown` was called.
         """
         self.disallow_checkpoint()
         place = self._temporary()
         try:
-            state = tree_map_with_path(self._local, state_dict)
+            sharded: list[str] = []
+
+            def local(path: Any, value: Any) -> Any:
+                if not isinstance(value, DTensor):
+                    return value
+                if self._state_dict is None:
+                    raise ConfigError(
+                        f"state{keystr(path)} is a DTensor, whose mesh is not sent: give DSQTransport(state_dict=...), "
+                        "so that a receiver knows the sharding of its own"
+                    )
+                sharded.append(keystr(path))
+                return value.to_local()
+
+            state = tree_map_with_path(local, state_dict)
             save(
-                {"state": state}, Path(place.name, "state"), config=self._config, parent=None, no_dist=True,
-                history=SaveHistory(),
+                {"state": state, "sharded": sharded}, Path(place.name, "state"), config=self._config, parent=None,
+                no_dist=True, history=SaveHistory(),
             )
         except BaseException:
             place.cleanup()
             raise
         with self._changed:
-            self._served = step, place
-            self._changed.notify_all()
+            if not self._closed:
+                self._served = step, place
+                self._changed.notify_all()
+                return
+        place.cleanup()
+        raise SaveFailed(f"the state of step {step} is not sent, as the DSQTransport was shut down")
 
     def disallow_checkpoint(self) -> None:
         """Wait for requests under way, at most for the timeout, and let no other begin until the next state is sent."""
         with self._changed:
             served, self._served = self._served, None
-            self._changed.wait_for(lambda: self._requests == 0, self.timeout.total_seconds())
-        if served is not None:
-            served[1].cleanup()
+            if served is None:  # requests that were given up, if any, are not waited for again
+                return
+            self._changed.wait_for(lambda: served not in self._reading, self.timeout.total_seconds())
+        served[1].cleanup()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state of another replica.
@@ -130,14 +156,16 @@ class DSQTransport(CheckpointTransport[T]):
             LoadFailed: it did not come in time, or not whole, is of another step, or has a class that is no plain data.
             CorruptCheckpoint: bytes were altered.
         """
-        with self._temporary() as place, _explained(metadata, step, timeout):
+        with _explained(metadata, step, timeout), self._temporary() as place:
             _fetch(_address(metadata), step, Path(place), timeout)
             found: dict[str, Any] = {}
             load(found, place, no_dist=True, history=SaveHistory())
-            if self._state_dict is None:
-                state: T = found["state"]
-            else:
-                state = _sharded(found["state"], self._state_dict())
+            if found.keys() != {"state", "sharded"} or not isinstance(found["sharded"], list):
+                raise LoadFailed("it sends a checkpoint that is none of a DSQTransport of this version")
+            state: T = found["state"]
+            if found["sharded"]:
+                paths = {str(path) for path in found["sharded"]}
+                state = _sharded(state, paths, None if self._state_dict is None else self._state_dict())
         return state
 
     def shutdown(self, wait: bool = True) -> None:
@@ -161,16 +189,6 @@ class DSQTransport(CheckpointTransport[T]):
             prefix="dsq_ckpt-torchft-", dir=self._directory, ignore_cleanup_errors=True  # a request may still read it
         )
 
-    def _local(self, path: Any, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            if self._state_dict is None:
-                raise ConfigError(
-                    f"state{keystr(path)} is a DTensor, whose mesh is not sent: give DSQTransport(state_dict=...), so "
-                    "that a receiver knows the sharding of its own"
-                )
-            return value.to_local()
-        return value
-
     @contextmanager
     def serving(self, step: int) -> Iterator[Path]:
         """Yield the directory with the state of a step, as soon as one is sent; it stays during the block.
@@ -180,17 +198,17 @@ class DSQTransport(CheckpointTransport[T]):
         """
         with self._changed:
             self._changed.wait_for(lambda: self._served is not None or self._closed, self.timeout.total_seconds())
-            if self._served is None:
+            served = self._served
+            if served is None:
                 raise LookupError("no state was sent in time")
-            if self._served[0] != step:
-                raise LookupError(f"the state of step {self._served[0]} is served, not of step {step}")
-            place = Path(self._served[1].name, "state")
-            self._requests += 1
+            if served[0] != step:
+                raise LookupError(f"the state of step {served[0]} is served, not of step {step}")
+            self._reading.append(served)
         try:
-            yield place
+            yield Path(served[1].name, "state")
         finally:
             with self._changed:
-                self._requests -= 1
+                self._reading.remove(served)
                 self._changed.notify_all()
 
 
@@ -204,6 +222,10 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, transport: DSQTransport[Any]) -> None:
         self.transport = transport
         super().__init__(("", 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what is wrong with a connection, as one that was reset; the default writes a traceback to stderr."""
+        logger.info("a connection of %s ended", client_address, exc_info=True)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -229,9 +251,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-tar")
                 self.end_headers()
-                with tarfile.open(fileobj=self.wfile, mode="w|") as archive:
+                with tarfile.open(fileobj=self.wfile, mode="w|", format=tarfile.GNU_FORMAT) as archive:
                     for name in sorted(os.listdir(place), key=lambda name: (name == MANIFEST, name)):
-                        archive.add(place / name, name)
+                        with open(place / name, "rb") as file:
+                            member = tarfile.TarInfo(name)
+                            member.size = os.fstat(file.fileno()).st_size
+                            archive.addfile(member, file)
         except LookupError as error:
             with suppress(OSError):  # it may have gone while it waited
                 self._refuse(str(error))
@@ -264,15 +289,31 @@ def _fetch(address: SplitResult, step: int, place: Path, timeout: timedelta) -> 
         response = connection.getresponse()
         if response.status != HTTPStatus.OK:
             raise LoadFailed(f"it answers {response.read(_MOST).decode(errors='replace')!r}")
-        with tarfile.open(fileobj=response, mode="r|") as archive:
-            for member in archive:
-                stream = archive.extractfile(member) if member.isreg() and is_plain(member.name) else None
-                if stream is None:
-                    raise LoadFailed(f"it sends {member.name!r}, which is no file of a checkpoint")
-                with open(place / member.name, "xb") as file:
-                    shutil.copyfileobj(stream, file, _BLOCK)
+        # Not by tarfile.open, which makes large files of a few bytes (sparse ones) and takes headers of any length.
+        while (header := b"".join(_blocks(response, tarfile.BLOCKSIZE))) != bytes(tarfile.BLOCKSIZE):
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+            if member.type != tarfile.REGTYPE or member.size < 0 or not is_plain(member.name):
+                raise LoadFailed(f"it sends {member.name!r}, which is no file of a checkpoint")
+            with open(place / member.name, "xb") as file:
+                file.writelines(_blocks(response, member.size))
+            for _ in _blocks(response, -member.size % tarfile.BLOCKSIZE):  # padding
+                pass
     finally:
         connection.close()
+
+
+def _blocks(response: http.client.HTTPResponse, size: int) -> Iterator[bytes]:
+    """Yield that many bytes of an answer.
+
+    Raises:
+        IncompleteRead: it ends before.
+    """
+    while size > 0:
+        block = response.read(min(size, _BLOCK))
+        if not block:
+            raise http.client.IncompleteRead(b"", size)
+        size -= len(block)
+        yield block
 
 
 def _address(metadata: str) -> SplitResult:
@@ -281,10 +322,11 @@ def _address(metadata: str) -> SplitResult:
     Raises:
         LoadFailed: it is none of a `DSQTransport`.
     """
-    address = urlsplit(metadata)
-    if address.scheme != "http" or not address.hostname or not address.path.endswith("/"):
-        raise LoadFailed("this is no address of a DSQTransport: all replicas need the same checkpoint_transport")
-    return address
+    with suppress(ValueError):  # of a port or an IPv6 address
+        address = urlsplit(metadata)
+        if address.scheme == "http" and address.hostname and address.port and _SECRET.fullmatch(address.path):
+            return address
+    raise LoadFailed("this is no address of a DSQTransport: all replicas need the same checkpoint_transport")
 
 
 @contextmanager
@@ -302,31 +344,42 @@ def _explained(metadata: str, step: int, timeout: timedelta) -> Iterator[None]:
             f"{what}: timed out after {timeout.total_seconds():g} s; the sender is busy or has gone: the manager tries "
             "again in its next step, and waits longer with a larger timeout"
         ) from error
-    except (OSError, http.client.HTTPException, tarfile.TarError, CheckpointNotFound) as error:
-        found = "the manifest, which comes last, did not" if isinstance(error, CheckpointNotFound) else described(error)
+    except (OSError, UnicodeError, http.client.HTTPException, tarfile.TarError, CheckpointNotFound) as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise LoadFailed(f"{what}: {described(error)}; free space here, or name another directory=") from error
+        lacks_manifest = isinstance(error, CheckpointNotFound)
+        found = "its manifest, which comes last, is missing" if lacks_manifest else described(error)
         raise LoadFailed(
             f"{what}: {found}; the sender has ended, or cannot be reached: the manager tries again in its next step, "
             "with a replica that is there"
         ) from error
     except DSQError as error:
-        raise type(error)(f"{what}: {error}") from error
+        found, refused, _ = str(error).partition("; unpickling it can run code")  # what follows is for calls of `load`
+        advice = ": let the state_dict of the sender return tensors and plain data in its place" if refused else ""
+        raise type(error)(f"{what}: {found}{advice}") from error
 
 
-def _sharded(state: Any, like: Any) -> Any:
-    """Return a state whose shards are distributed tensors, as they are in `like`.
+def _sharded(state: Any, paths: Set[str], like: Any) -> Any:
+    """Return a state whose tensors at `paths` are distributed ones, as they are in `like`.
 
     Raises:
-        LoadFailed: a shard has another shape.
+        LoadFailed: `like` has no distributed tensor there, or one whose shard has another shape.
     """
     own = {keystr(path): value for path, value in tree_flatten_with_path(like)[0] if isinstance(value, DTensor)}
+    if unknown := sorted(paths - own.keys()):
+        raise LoadFailed(
+            f"state{unknown[0]} is the shard of a DTensor, and no DTensor is there in the state of this process: give "
+            "DSQTransport(state_dict=...) that returns one, with the optimizer's state by get_optimizer_state_dict, "
+            "which has it before the first step too"
+        )
 
     def distributed(path: Any, value: Any) -> Any:
-        found = own.get(keystr(path))
-        if found is None or not isinstance(value, torch.Tensor):
+        if (name := keystr(path)) not in paths or not isinstance(value, torch.Tensor):
             return value
+        found = own[name]
         if value.shape != found.to_local().shape:
             raise LoadFailed(
-                f"state{keystr(path)}: the shard is of shape {tuple(value.shape)}, and of "
+                f"state{name}: the shard is of shape {tuple(value.shape)}, and of "
                 f"{tuple(found.to_local().shape)} here: all replicas need the same number of ranks and sharding"
             )
         return DTensor(value.to(found.device), found._spec, requires_grad=False)  # from_local may communicate

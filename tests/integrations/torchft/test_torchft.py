@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -24,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchft.checkpointing.transport_test import make_state_dict, run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
-from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError, LoadFailed
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.integrations.torchft import DSQTransport
 from tests.helpers.processes import ROOT
 from tests.integrations.torchft.between import between
@@ -121,6 +124,12 @@ def test_another_step_is_refused(transport: DSQTransport[Any]) -> None:
         transport.recv_checkpoint(0, transport.metadata(), 3, PATIENCE)
 
 
+@pytest.mark.parametrize("state", [{}, [], None, 5, torch.ones(3), {"user": {}}])
+def test_states_that_are_next_to_nothing(state: Any, transport: DSQTransport[Any]) -> None:
+    transport.send_checkpoint([1], 1, state, PATIENCE)
+    same(transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE), state)
+
+
 def test_a_request_waits_for_the_state(transport: DSQTransport[Any]) -> None:
     """Also after `disallow_checkpoint`; but not forever."""
     state = small()
@@ -136,7 +145,7 @@ def test_a_request_waits_for_the_state(transport: DSQTransport[Any]) -> None:
 
 
 def test_a_sender_that_sends_nothing_in_time_says_so(tmp_path: Path) -> None:
-    transport = DSQTransport[Any](SHORT, directory=tmp_path)
+    transport = DSQTransport[Any](timedelta(seconds=2), directory=tmp_path)  # it waits as long for the request itself
     with pytest.raises(LoadFailed, match="it answers 'no state was sent in time'"):
         transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
     transport.shutdown(wait=False)
@@ -178,6 +187,20 @@ def test_a_receiver_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
         hold.set()
         with pytest.raises(LoadFailed, match="the sender has ended, or cannot be reached"):
             received.result()
+
+
+def test_a_request_that_was_given_up_is_not_waited_for_again(tmp_path: Path) -> None:
+    """A slow receiver delays one step, and not each one until it has read all."""
+    transport, begun = DSQTransport[Any](SHORT, directory=tmp_path), time.monotonic()
+    transport.send_checkpoint([1], 1, small(), PATIENCE)
+    with transport.serving(1):
+        transport.disallow_checkpoint()
+        transport.timeout = PATIENCE
+        transport.disallow_checkpoint()
+        transport.send_checkpoint([1], 2, small(), PATIENCE)
+        transport.disallow_checkpoint()
+    assert time.monotonic() - begun < PATIENCE.total_seconds()
+    transport.shutdown()
 
 
 SENDER = """
@@ -268,30 +291,34 @@ class Trap:
 def test_nothing_is_unpickled(transport: DSQTransport[Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     where = tmp_path_factory.mktemp("trap") / "sprung"
     transport.send_checkpoint([1], 1, {**small(), "trap": Trap(where)}, PATIENCE)
-    with pytest.raises(DSQError, match=r"the state of step 1 from .*trap"):
+    with pytest.raises(LoadFailed, match=r"step 1 from .*'state\.trap' is more than plain data: let the state"):
         transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
     assert not where.exists()
 
 
-def archive(*members: tuple[str, bytes]) -> bytes:
-    """A tar file whose members are of a name and a type."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as made:
-        for name, kind in members:
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "/etc/passwd"
-            made.addfile(member)
-    return buffer.getvalue()
+def archive(*members: tuple[str, bytes], size: int = 0) -> bytes:
+    """A tar file whose members are of a name and a type, and have no data whatever their size."""
+    headers = b""
+    for name, kind in members:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname, member.size = kind, "/etc/passwd", size
+        headers += member.tobuf(tarfile.GNU_FORMAT)
+    return headers + bytes(2 * tarfile.BLOCKSIZE)
 
 
 @pytest.mark.parametrize(("sent", "text"), [
     (archive(("../evil", tarfile.REGTYPE)), r"sends '\.\./evil', which is no file"),
     (archive(("manifest.json", tarfile.SYMTYPE)), r"sends 'manifest\.json', which is no file"),
     (archive(("below", tarfile.DIRTYPE)), "sends 'below', which is no file"),
+    (archive(("sparse", tarfile.GNUTYPE_SPARSE)), "sends 'sparse', which is no file"),
+    (archive(("long", tarfile.GNUTYPE_LONGNAME)), "sends 'long', which is no file"),
+    (archive(("header", tarfile.XHDTYPE)), "sends 'header', which is no file"),
+    (archive(("negative", tarfile.REGTYPE), size=-512), "sends 'negative', which is no file"),
+    (archive(("huge", tarfile.REGTYPE), size=1 << 80), "IncompleteRead"),
     (archive(("twice", tarfile.REGTYPE), ("twice", tarfile.REGTYPE)), "FileExistsError"),
-    (archive(), "the manifest, which comes last, did not"),
-    (b"no archive at all" * 99, "ReadError"),
-    (b"", "ReadError"),
+    (archive(), "its manifest, which comes last, is missing"),
+    (b"no archive at all" * 99, "HeaderError"),
+    (b"", "IncompleteRead"),
 ])
 def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, text: str, tmp_path: Path) -> None:
     class Handler(BaseHTTPRequestHandler):
@@ -306,7 +333,7 @@ def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(LoadFailed, match=text):
-            transport.recv_checkpoint(0, f"http://127.0.0.1:{server.server_port}/x/", 1, PATIENCE)
+            transport.recv_checkpoint(0, f"http://127.0.0.1:{server.server_port}/0/", 1, PATIENCE)
         server.shutdown()
     assert not (tmp_path.parent / "evil").exists() and not (tmp_path / "evil").exists()
 
@@ -315,10 +342,15 @@ def test_addresses(transport: DSQTransport[Any], tmp_path: Path) -> None:
     """Of another transport that had the port before, or of another kind."""
     transport.send_checkpoint([1], 1, small(), PATIENCE)
     port = transport.metadata().split(":")[2].split("/")[0]
-    for metadata in (f"http://localhost:{port}/{'0' * 32}/", f"http://localhost:{port}/checkpoint/"):
-        with pytest.raises(LoadFailed, match="no address of a DSQTransport, or of one that has ended"):
-            transport.recv_checkpoint(0, metadata, 1, PATIENCE)
-    for metadata in ("<n/a>", f"file://{tmp_path}/", ""):
+    with pytest.raises(LoadFailed, match="no address of a DSQTransport, or of one that has ended"):
+        transport.recv_checkpoint(0, f"http://localhost:{port}/{'0' * 32}/", 1, PATIENCE)
+    with pytest.raises(LoadFailed, match="label too long"):
+        transport.recv_checkpoint(0, f"http://{'a' * 70}:{port}/0/", 1, PATIENCE)
+    host = "http://localhost"
+    for metadata in (
+        "<n/a>", f"file://{tmp_path}/", "", "http://[::1", f"{host}:99999/0/", f"{host}:port/0/", f"{host}/0/",
+        f"{host}:{port}/checkpoint/", f"{host}:{port}/\u00e4/",
+    ):
         with pytest.raises(LoadFailed, match="all replicas need the same checkpoint_transport"):
             transport.recv_checkpoint(0, metadata, 1, PATIENCE)
 
@@ -340,16 +372,85 @@ def test_distributed_tensors(transport: DSQTransport[Any], tmp_path: Path) -> No
         own["user"]["w"] = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)])
         with pytest.raises(LoadFailed, match=r"\['w'\]: the shard is of shape \(8, 6\), and of \(4, 6\) here"):
             healed.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
+        del own["user"]["w"]
+        for receiver in (healed, transport):
+            with pytest.raises(LoadFailed, match=r"state\['user'\]\['w'\] is the shard of a DTensor.*state_dict="):
+                receiver.recv_checkpoint(0, healed.metadata(), 1, PATIENCE)
         healed.shutdown()
     finally:
         dist.destroy_process_group()
 
 
-def test_arguments() -> None:
+def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
+    """FSDP2: a new replica's moments are no plain tensors, on which steps would fail later."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [0]))
+        optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        sender = DSQTransport[Any](PATIENCE, state_dict=optimizer.state_dict, directory=tmp_path)
+        sender.send_checkpoint([1], 1, optimizer.state_dict(), PATIENCE)
+        for state_dict, error in (
+            (fresh.state_dict, "no DTensor is there.*get_optimizer_state_dict"), (optimizer.state_dict, None),
+        ):
+            receiver = DSQTransport[Any](PATIENCE, state_dict=state_dict, directory=tmp_path)
+            if error is None:
+                found = receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)
+                assert isinstance(found["state"][0]["exp_avg"], DTensor)
+            else:
+                with pytest.raises(LoadFailed, match=error):
+                    receiver.recv_checkpoint(0, sender.metadata(), 1, PATIENCE)
+            receiver.shutdown()
+        sender.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"timeout is 60, expected a datetime\.timedelta"):
         DSQTransport(60)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="state_dict is of class dict, expected a function"):
         DSQTransport(state_dict={})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout is 0:00:00, expected more than 0"):
+        DSQTransport(timedelta(0))
+    with pytest.raises(ConfigError, match="absent', which is no directory: create it first"):
+        DSQTransport(directory=tmp_path / "absent")
+
+
+def test_a_full_disk_of_the_receiver(transport: DSQTransport[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not said to be the sender's fault."""
+    transport.send_checkpoint([1], 1, small(), PATIENCE)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for what in ("_blocks", "tempfile.TemporaryDirectory"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"dsq_ckpt.integrations.torchft.{what}", full)
+            with pytest.raises(LoadFailed, match=r"step 1 from .*No space left.*; free space here, or name another"):
+                transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE)
+
+
+def test_after_its_end(tmp_path: Path) -> None:
+    """A state is not kept that nobody can fetch."""
+    transport = DSQTransport[Any](directory=tmp_path)
+    transport.shutdown()
+    with pytest.raises(SaveFailed, match="the state of step 1 is not sent, as the DSQTransport was shut down"):
+        transport.send_checkpoint([1], 1, small(), PATIENCE)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_connection_that_is_reset(transport: DSQTransport[Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """As by a port scan: no traceback on stderr, and the next one is served."""
+    state = small()
+    transport.send_checkpoint([1], 1, state, PATIENCE)
+    with socket.create_connection(("localhost", int(transport.metadata().split(":")[2].split("/")[0]))) as scan:
+        scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
+        scan.sendall(b"GET")
+    same(transport.recv_checkpoint(0, transport.metadata(), 1, PATIENCE), state)
+    transport.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_example_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from dsq_ckpt.errors import ConfigError, SaveFailed
@@ -120,6 +122,44 @@ def best_in_background(output: Path) -> None:
         state = json.loads((run / f"checkpoint-{best}" / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == str(run / f"checkpoint-{best}")
         assert sound(run / f"checkpoint-{best}").pinned
+
+
+def moved_in_background(output: Path) -> None:
+    """A run that goes on in another directory keeps its best checkpoint, and loads it at the end."""
+    luck = iter([1.0, 3.0, 1.0, 1.0, 1.0])
+
+    def made(run: Path, last: int) -> Trainer:
+        return background_trainer(
+            run, last, save_steps=1, eval_steps=1, eval_strategy="steps", metric_for_best_model="luck",
+            greater_is_better=True, load_best_model_at_end=True, save_total_limit=2,
+            more={"compute_metrics": lambda _: {"luck": next(luck)}},
+        )
+
+    made(output / "before", 3).train()
+    output.joinpath("before").rename(output / "after")
+    again = made(output / "after", 5)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(output / "after" / "checkpoint-2")
+    assert names(output / "after") == ["checkpoint-2", "checkpoint-5"]
+
+
+def stopped_in_background(output: Path) -> None:
+    """On SIGTERM Trainer marks a checkpoint as incomplete until its save returns: then it is complete."""
+    seen: list[bool] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
+            if control.should_training_stop:  # after the callback that saved
+                seen.append((output / "checkpoint-3" / "manifest.json").exists())
+
+    made = background_trainer(output, 6, enable_jit_checkpoint=True, save_strategy="no")
+    (saves,) = [one for one in made.callback_handler.callbacks if isinstance(one, JITCheckpointCallback)]
+    made.add_callback(Looks())
+    made.add_callback(At(3, lambda: setattr(saves.jit_manager, "is_checkpoint_requested", True)))
+    with before_publishing(3, lambda: time.sleep(0.5)):
+        made.train()
+    assert seen == [True]
+    assert names(output) == ["checkpoint-3"] and "checkpoint-is-incomplete.txt" not in names(output / "checkpoint-3")
 
 
 def only_model_in_background(output: Path) -> None:

@@ -28,8 +28,10 @@ from tests.integrations.huggingface.workers.background import (
     failed_in_background,
     in_background,
     killed_in_background,
+    moved_in_background,
     only_model_in_background,
     refused_in_background,
+    stopped_in_background,
 )
 from tests.integrations.huggingface.workers.common import (
     WORDS,
@@ -299,5 +301,6 @@ if __name__ == "__main__":
                 exact_resume, deltas, rotation, best_model, best_strategy, only_model, switched, killed, failed,
                 damaged, models, exported, refused, in_background, deltas_in_background, best_in_background,
                 only_model_in_background, failed_in_background, killed_in_background, refused_in_background,
+                moved_in_background, stopped_in_background,
             ], root,
         )
