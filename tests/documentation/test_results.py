@@ -16,7 +16,9 @@ from tests.helpers.processes import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (RESULTS / "README.md").read_text()
 FIGURES = re.findall(r"^\|(.*?)\| ([^|]*?\d[^|]*?) \| ([\w-]+\.json) \| (.+) \|$", PAGE, re.M)
-OVER: dict[str, Callable[[list[Any]], Any]] = {"mean": statistics.fmean, "median": statistics.median, "min": min, "max": max}
+OVER: dict[str, Callable[[list[Any]], Any]] = {
+    "mean": statistics.fmean, "median": statistics.median, "min": min, "max": max,
+}
 
 
 @functools.cache
