@@ -34,7 +34,7 @@ from dsq_ckpt.storage.links import link_files
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.shard import RecordRef
-from dsq_ckpt.storage.target_directory import refuse_checkpoint
+from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
 
 StrPath = str | os.PathLike[str]
 Tree = dict[str, Any]
@@ -104,11 +104,16 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
                 f"'{source}' has nothing to merge: "
                 + ("it is a keyframe" if keyframe else "no chain of a tensor has two deltas or more")
             )
-        make_directory(goal, fsync=True)
-        ranks = [_Rank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
-        save_id = uuid.uuid4().hex[:16]
-        files = [file for rank in ranks for file in rank.write(save_id)]
-        manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
+        save_id, directory = uuid.uuid4().hex[:16], TargetDirectory(goal)
+        directory.claim(save_id, str(checkpoint.directory))
+        try:
+            make_directory(goal, fsync=True)
+            ranks = [_Rank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]
+            files = [file for rank in ranks for file in rank.write(save_id)]
+            manifest = _commit(checkpoint, goal, save_id, ranks, files, started)
+        except BaseException:
+            directory.discard()
+            raise
     written = manifest.bytes_in("own", "index", "refinement")
     return Merged(goal, max(added, coded), max(rank.links for rank in ranks), written)
 

@@ -17,6 +17,7 @@ from dsq_ckpt.quantization.superstep import MOST_CODES, SuperStep
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.target_directory import TargetDirectory
 from tests.helpers.commands import alter, document, error, owned, printed
 from tests.helpers.lc import CONFIG, algorithm_1, walk, with_fit
 from tests.helpers.states import bits, differences, loaded
@@ -126,11 +127,12 @@ def test_what_cannot_be_merged(run, tmp_path):
         dsq_ckpt.merge(tmp_path / "nowhere", tmp_path / "x")
 
 
-def test_a_failure_leaves_no_checkpoint(run, tmp_path, monkeypatch):
+def test_a_merge_that_is_killed_leaves_no_checkpoint(run, tmp_path, monkeypatch):
     _, source, expected = run
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "write", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no space")))
-        with pytest.raises(OSError, match="no space"):
+        patch.setattr(Manifest, "write", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(TargetDirectory, "discard", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
             dsq_ckpt.merge(source, tmp_path / "run" / "x")
     with pytest.raises(dsq_ckpt.CheckpointNotFound):
         loaded(tmp_path / "run" / "x", expected[0])

@@ -212,8 +212,23 @@ def test_damage_is_not_carried_over(run, tmp_path, keyframe):
         file.write_bytes(held[:16] + bytes(len(held) // 2) + held[16 + len(held) // 2 :])
         with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=file.name):
             dsq_ckpt.merge(copy, tmp_path / "run" / "x", keyframe=keyframe)
-        assert list((tmp_path / "run" / "x").iterdir()) == []
+        assert not (tmp_path / "run" / "x").exists()
         file.write_bytes(held)
+
+
+def test_a_merge_that_fails_leaves_nothing(run, tmp_path, keyframe, monkeypatch):
+    """Neither files nor the directory it made; and the next one to the same directory succeeds."""
+    _, source, expected = run
+    before = contents_of(source)
+    (tmp_path / "there").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no space")))
+        for name in ("made", "there"):
+            with pytest.raises(OSError, match="no space"):
+                dsq_ckpt.merge(source, tmp_path / name, keyframe=keyframe)
+    assert not (tmp_path / "made").exists() and list((tmp_path / "there").iterdir()) == []
+    assert contents_of(source) == before
+    check(dsq_ckpt.merge(source, tmp_path / "there", keyframe=keyframe).path, expected)
 
 
 @pytest.mark.parametrize("change", ["itself", "circle", "group", "codebook", "blocks", "type", "shape", "symbols"])
