@@ -147,7 +147,7 @@ def _commit(
         "save_id": save_id, "version": FORMAT_VERSION, "created": time.time(), "files": files, "kinds": kinds,
         "groups": _reports(old, ranks),
         "parent": newest and newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
-        "depth": max(rank.depth for rank in ranks), "seconds": time.time() - started,
+        "depth": max(rank.depth for rank in ranks), "siblings": 0, "seconds": time.time() - started,
     })
     sync_directory(goal)
     manifest.write(goal, exclusive=True, fsync=True)

@@ -95,6 +95,7 @@ def test_values_are_the_same(run, tmp_path, keyframe):
     old, new = Manifest.read(source), Manifest.read(moved_to)
     assert (new.refinement, new.previous, new.depth) == (old.refinement, old.previous, done.links)
     assert (new.parent is None) == keyframe and new.save_id != old.save_id
+    assert (old.siblings, new.siblings) == (1, 0)  # it has another parent, or none
     ancestors = [file for file in new.files if file.role == "ancestor"]
     assert not ancestors if keyframe else len(ancestors) < STEPS - 1
     assert sum(sizes.base for sizes in new.kinds.values()) < new.bytes_in("own")
