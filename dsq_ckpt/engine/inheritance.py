@@ -46,7 +46,7 @@ def inherit(
         holders = _newest_first(previous or parent, copies) if keyframes else []
         for name in keyframes:
             if not (target / name).exists():
-                _other_copy([holder / name for holder in holders], target / name, known[name], copies, fsync)
+                _other_copy([one / name for one in holders], parent / name, target / name, known[name], copies, fsync)
     link_files(parent, target, names, fsync)
 
 
@@ -57,23 +57,29 @@ def _copy_from_elsewhere(parent: Path, target: Path, names: frozenset[str]) -> N
             transfer(file.path_in(parent), target / file.name, file)
 
 
-def _newest_first(parent: Path, count: int) -> list[Path]:
+def _newest_first(newest: Path, count: int) -> list[Path]:
     """Return a checkpoint and its predecessors in the run, as far as they exist."""
-    found, manifest = [parent], Manifest.read(parent)
-    while len(found) < count and manifest.previous_name is not None:
-        expected, directory = manifest.previous, parent.parent / manifest.previous_name
-        try:
+    found: list[Path] = []
+    directory, expected = newest, None
+    with suppress(DSQError):
+        while len(found) < count:
             manifest = Manifest.read(directory)
-        except DSQError:
-            break
-        if manifest.save_id != expected:
-            break
-        found.append(directory)
+            if expected not in (None, manifest.save_id):
+                break
+            found.append(directory)
+            if manifest.previous_name is None:
+                break
+            directory, expected = newest.parent / manifest.previous_name, manifest.previous
     return found
 
 
-def _other_copy(holders: list[Path], target: Path, file: ManifestFile, copies: int, fsync: bool) -> None:
-    """Link a file from the oldest of `copies` holders if no other holder shares it, else copy it."""
+def _other_copy(
+    holders: list[Path], parent: Path, target: Path, file: ManifestFile, copies: int, fsync: bool
+) -> None:
+    """Link a file from the oldest of `copies` holders if no other holder shares it, else copy it.
+
+    A checkpoint that comes after the parent may not need the file, and not hold it.
+    """
     inodes = []
     for path in holders:
         with suppress(FileNotFoundError):
@@ -87,4 +93,4 @@ def _other_copy(holders: list[Path], target: Path, file: ManifestFile, copies: i
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-    copy_file(holders[0], target, fsync, file)
+    copy_file(next((path for path in holders if path.exists()), parent), target, fsync, file)

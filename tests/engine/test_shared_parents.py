@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dsq_ckpt
-from dsq_ckpt.config.schema import DeltaConfig
+from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
+from dsq_ckpt.engine.local import LocalShard, LocalState
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.saving import save_parts
 from tests.helpers.states import bits, differences, loaded
 
 AUTO = {"delta": {"max_chain": "auto"}, "storage": {"fsync": False, "block_elements": 1024},
@@ -164,6 +170,56 @@ def test_keyframes_have_as_many_copies_as_configured(tmp_path):
     inodes = [(tmp_path / str(number) / name).stat().st_ino for number in range(SIBLINGS + 1)]
     assert len(set(inodes)) == 2 and all(a != b for a, b in itertools.pairwise(inodes))
 
+
+class Together:
+    """One of two ranks that are threads."""
+
+    size = 2
+
+    def __init__(self, rank, values, barrier):
+        self.rank, self._values, self._barrier = rank, values, barrier
+
+    def gather(self, value):
+        self._values[self.rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def sum(self, counts):
+        counts[...] = np.sum(self.gather(counts.copy()), axis=0)
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+
+def test_the_checkpoint_before_may_need_no_file_of_a_rank(tmp_path):
+    """A copy of a keyframe is then made from another one."""
+    config = {**AUTO, "storage": {**AUTO["storage"], "replicate_keyframes": True}}
+    run, values, barrier = states(), [None, None], threading.Barrier(2, timeout=60)
+    first = next(run)
+
+    def save(rank):
+        name = sorted(first)[rank]
+        part = LocalShard(ChunkKey(name, (0, 0), tuple(first[name].shape)), first[name].shape, torch.float32,
+                          lambda: first[name])
+        save_parts(tmp_path / "0", lambda: LocalState([part], nesting={name: (name,)}), DSQConfig(**config),
+                   Together(rank, values, barrier), history=SaveHistory())
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(save, range(2)))
+    dsq_ckpt.load({name: torch.empty_like(value) for name, value in first.items()}, tmp_path / "0")
+    for number in range(1, 3):
+        state = next(run)
+        if number == 1:
+            state = {**state, "b.weight": torch.full_like(state["b.weight"], torch.nan)}
+        dsq_ckpt.save(state, tmp_path / str(number), config=config)
+    files = [{file.name for file in Manifest.read(tmp_path / name).files if file.role == "ancestor"} for name in "12"]
+    assert [len(names) for names in files] == [1, 2] and parents([tmp_path / "2"]) == ["0"]
+    inodes = [{(tmp_path / name / file).stat().st_ino for name in "02"} for file in files[1] - files[0]]
+    assert [len(found) for found in inodes] == [2]
+    shutil.rmtree(tmp_path / "0")
+    assert loaded(tmp_path / "2", first)
 
 def test_numbers_are_chains_as_before(tmp_path):
     """Also where a run goes over from one to the other."""
