@@ -115,7 +115,8 @@ def _last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) 
 def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef | None:
     """Return the checkpoint that the last one is coded against, if the next one is to be coded against it, too.
 
-    None: it is not, or it is gone, or the last one was loaded, so that its codes are in memory and not that one's.
+    None: it is not, or it is gone; or the last one was loaded, so that its codes are in memory and not that one's; or
+    most of the last one has no codes there that it could be coded given, and the next one would have none either.
     """
     path = expanded(last.path)
     manifest, known = Manifest.read(path), history.find(last.save_id)
@@ -123,10 +124,20 @@ def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef |
         return None
     with suppress(DSQError):
         older = Manifest.read(path.parent / manifest.parent_name)
-        if older.save_id == manifest.parent:
+        if older.save_id == manifest.parent and not _mostly_new(manifest, older):
             place = str(path.parent / manifest.parent_name)
             return ParentRef(older.save_id, place, older.depth, last.lossy_resumes, manifest.siblings + 1)
     return None
+
+
+def _mostly_new(manifest: Manifest, older: Manifest) -> bool:
+    """Return whether most codes of a checkpoint are of groups that an older one has nothing of but zeros, if at all.
+
+    Such are moments, if the older one was saved before the first step.
+    """
+    taught = {name for name, report in older.groups.items() if report.delta or report.bits_per_element}
+    bits = {name: report.elements * report.bits_per_element for name, report in manifest.groups.items()}
+    return 2 * sum(bits[name] for name in bits.keys() - taught) > sum(bits.values())
 
 
 def _resumes(run: Path, history: SaveHistory) -> int:

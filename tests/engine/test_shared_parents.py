@@ -119,6 +119,20 @@ def test_a_restart_is_coded_against_what_was_loaded(tmp_path):
     assert parents(tmp_path / name for name in "de") == ["c", "c"]
 
 
+def test_moments_that_were_zero_are_not_written_twice(tmp_path):
+    """What is saved before the first step has no codes that later moments could be coded given."""
+    weight, generator = torch.randn(90, 90), torch.Generator().manual_seed(1)
+    squares = torch.rand(90, 90, generator=generator).square() + 0.01
+    for number in range(4):
+        momentum = torch.zeros_like(squares) if number == 0 else 0.1 * torch.randn(90, 90, generator=generator)
+        moments = {"exp_avg": momentum, "exp_avg_sq": squares * (number > 0)}
+        state = {"model": {"w": weight + 0.01 * number}, "optimizer": {"state": {"w": moments}}}
+        dsq_ckpt.save(state, tmp_path / str(number), config=AUTO)
+    assert parents(tmp_path / str(number) for number in range(1, 4)) == ["0", "1", "1"]
+    written = [Manifest.read(tmp_path / str(number)).kinds["exp_avg_sq"].base for number in (1, 2)]
+    assert written[1] < written[0] / 4
+
+
 def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
     run = states()
     for name in "ab":
