@@ -60,7 +60,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
     """Write a copy of a checkpoint in which chains are merged.
 
     Runs in one process, whatever number of ranks saved. `target` is a checkpoint like others: it needs `source` no
-    longer, and may be the parent of further saves.
+    longer, and may be the parent of further saves. In a run it is as old as `source`.
 
     Args:
         source: a checkpoint with a chain.
@@ -143,8 +143,9 @@ def _commit(
     files.append(ManifestFile.of(write_index(goal, save_id, index, True), "index"))
     newest = max(ancestors, key=lambda name: (len(checkpoint.requires(name)), name), default=None)
     siblings = goal.parent == checkpoint.directory.absolute().parent
+    # It keeps the time of its source: merged from an older checkpoint, it is not the latest of the run.
     manifest = old.model_copy(update={
-        "save_id": save_id, "version": FORMAT_VERSION, "created": time.time(), "files": files, "kinds": kinds,
+        "save_id": save_id, "version": FORMAT_VERSION, "files": files, "kinds": kinds,
         "groups": _reports(old, ranks),
         "parent": newest and newest[:16], "parent_name": None, "previous_name": old.previous_name if siblings else None,
         "depth": max(rank.depth for rank in ranks), "siblings": 0, "seconds": time.time() - started,

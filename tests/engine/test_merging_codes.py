@@ -161,6 +161,19 @@ def test_a_checkpoint_without_its_refinement(tmp_path, keyframe):
     check(done.path, [loaded(tmp_path / "2", state)] * 2)
 
 
+def test_a_merged_checkpoint_is_as_old_as_its_source(tmp_path, keyframe):
+    """A run is not resumed from an older state because that was merged."""
+    state = mixed_state()
+    for number in range(4):
+        dsq_ckpt.save(state, tmp_path / str(number))
+        state = moved(state, number)
+    dsq_ckpt.merge(tmp_path / "2", tmp_path / "merged", keyframe=keyframe)
+    assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "3")
+    shutil.rmtree(tmp_path / "3")
+    shutil.rmtree(tmp_path / "2")
+    assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "merged")
+
+
 def test_a_frozen_tensor_takes_no_bytes_in_a_delta(tmp_path):
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(90, 90, generator=generator) for name in ("a.weight", "b.weight")}
