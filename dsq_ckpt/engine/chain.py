@@ -75,14 +75,15 @@ def lineage(
         last = _last(run, shapes, history, warns=parent is not None)
         if last is None:
             return Lineage(lossy_resumes=_resumes(run, history))
-        return Lineage(last, _shared(last, history, siblings) or last, last.lossy_resumes)
+        own = last._replace(place=0) if expanded(last.path) == path.absolute() else last  # which is overwritten
+        return Lineage(last, _shared(last, history, siblings) or own, last.lossy_resumes)
     named = checkpoint_path(parent)
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
     # Whatever it is coded against, the state comes from what this process saved or loaded last.
     origin = _last(run, shapes, history) or _last(run_of(named), shapes, history)
     resumes = manifest.lossy_resumes if origin is None else origin.lossy_resumes
-    base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes)
+    base = ParentRef(manifest.save_id, str(named), manifest.depth, resumes, place=0)
     return Lineage(base if continues(shapes, older) else None, base, resumes)
 
 

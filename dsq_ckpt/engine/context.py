@@ -76,7 +76,7 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
         model = None if parent is None else _model(parent, layout)
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
-            lineage.lossy_resumes, shared=parent is not None and parent.place < siblings,
+            lineage.lossy_resumes, shared=parent is not None and 0 < parent.place < siblings,
         )
 
     if exact is not None:

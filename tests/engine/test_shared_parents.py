@@ -133,6 +133,21 @@ def test_moments_that_were_zero_are_not_written_twice(tmp_path):
     assert written[1] < written[0] / 4
 
 
+@pytest.mark.parametrize("way", ["named", "overwritten"])
+def test_a_parent_that_none_comes_to_share(tmp_path, way):
+    """The codes of the newest checkpoint are kept, as the next one is coded against it."""
+    run, history, path = states(), SaveHistory(), None
+    for number in range(LINKS + 1):
+        before, path = path or "auto", tmp_path / (str(number) if way == "named" else "same")
+        dsq_ckpt.save(next(run), path, config=AUTO, history=history, overwrite=True,
+                      parent=before if way == "named" else "auto")
+        manifest = Manifest.read(path)
+        assert manifest.depth == number
+        assert [one.save_id for one in history.checkpoints() if one.cache] == [manifest.save_id]
+    dsq_ckpt.save(next(run), tmp_path / "next", config=AUTO, history=history)
+    assert Manifest.read(tmp_path / "next").depth == 0
+
+
 def test_a_failed_save_changes_nothing(tmp_path, monkeypatch):
     run = states()
     for name in "ab":
