@@ -30,6 +30,8 @@ LAYERS = ("embedding", "linear", "conv", "other")
 
 _LINKS, _SIBLINGS = 4, 2
 """Of `delta.max_chain: auto`, by measurement: benchmarks/results/parents-*.json and docs/design.md."""
+_DIFFERENCES = 32
+"""Of `delta.max_chain: auto` with `delta.against: values`, each of which is added to the one before."""
 
 # How many ranks run on this host, as torchrun and the launchers of Open MPI and of MPICH and its kin tell them.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -180,7 +182,9 @@ class DeltaConfig(_Strict):
     @property
     def most_links(self) -> int:
         """How many deltas a load may have to decode."""
-        return self.max_chain if isinstance(self.max_chain, int) else 32 if self.against == "values" else _LINKS
+        if isinstance(self.max_chain, int):
+            return self.max_chain
+        return _DIFFERENCES if self.against == "values" else _LINKS
 
     @property
     def siblings(self) -> int:

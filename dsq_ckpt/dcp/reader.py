@@ -321,13 +321,13 @@ def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
 def _span(items: Sequence[ReadItem], shape: Sequence[int]) -> tuple[int, int]:
     """Return from which element of a chunk to which, exclusive, this rank reads."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    ends = [
-        [sum(place * stride for place, stride in zip(corner, strides, strict=True)) for corner in (
-            item.storage_offsets, [start + length - 1 for start, length in zip(
-                item.storage_offsets, item.lengths, strict=True)],
-        )] for item in items if math.prod(item.lengths)
-    ]
-    return min((first for first, _ in ends), default=0), max((last + 1 for _, last in ends), default=0)
+    starts, stops = [], []
+    for item in items:
+        if math.prod(item.lengths):
+            pairs = zip(item.lengths, strides, strict=True)
+            starts.append(sum(start * stride for start, stride in zip(item.storage_offsets, strides, strict=True)))
+            stops.append(starts[-1] + sum((length - 1) * stride for length, stride in pairs) + 1)
+    return min(starts, default=0), max(stops, default=0)
 
 
 def _whole(items: list[ReadItem], key: ChunkKey) -> bool:
