@@ -191,13 +191,16 @@ class DSQTransport(CheckpointTransport[T]):
 
     @contextmanager
     def serving(self, step: int) -> Iterator[Path]:
-        """Yield the directory with the state of a step, as soon as one is sent; it stays during the block.
+        """Yield the directory with the state of a step, as soon as it is sent; it stays during the block.
 
         Raises:
-            LookupError: another one is served, or none in time.
+            LookupError: that of a later step is served, or none in time.
         """
+        def sent() -> bool:  # a receiver may be there before the sender has left the step before
+            return self._closed or (self._served is not None and self._served[0] >= step)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._served is not None or self._closed, self.timeout.total_seconds())
+            self._changed.wait_for(sent, self.timeout.total_seconds())
             served = self._served
             if served is None:
                 raise LookupError("no state was sent in time")
