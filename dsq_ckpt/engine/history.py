@@ -47,7 +47,7 @@ class ParentRef(NamedTuple):
     lossy_resumes: int = 0
     """Of the checkpoint that comes after it: its own, and one more if this process loaded it and it is lossy."""
     place: int = 1
-    """Of the checkpoint that is coded against it, among those in a row that are; 0: no other is to be."""
+    """Position, from 1 on, of the next checkpoint among those in a row with this parent; 0: none is to share it."""
 
 
 @dataclass

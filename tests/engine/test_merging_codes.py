@@ -112,7 +112,7 @@ def test_a_part_is_loaded(run, tmp_path, keyframe):
 
 
 def test_a_chain_goes_on(run, tmp_path, keyframe):
-    """What is saved against a merged checkpoint holds what it would against the source; and it is merged again."""
+    """A save against a merged checkpoint holds the same values as one against its source, and is merged again."""
     _, source, expected = run
     state, config = expected[0], RUNS[run[0]][1]
     path, plain = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=keyframe).path, source

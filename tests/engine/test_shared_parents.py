@@ -120,7 +120,7 @@ def test_a_restart_is_coded_against_what_was_loaded(tmp_path):
 
 
 def test_moments_that_were_zero_are_not_written_twice(tmp_path):
-    """What is saved before the first step has no codes that later moments could be coded given."""
+    """A checkpoint before the first step has no codes that later moments could be coded given."""
     weight, generator = torch.randn(90, 90), torch.Generator().manual_seed(1)
     squares = torch.rand(90, 90, generator=generator).square() + 0.01
     for number in range(4):

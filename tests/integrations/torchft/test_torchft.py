@@ -358,7 +358,7 @@ def test_what_others_send_is_refused(transport: DSQTransport[Any], sent: bytes, 
 
 
 def test_addresses(transport: DSQTransport[Any], tmp_path: Path) -> None:
-    """Of another transport that had the port before, or of another kind."""
+    """Addresses of another transport that had the port before, or of another kind, are refused."""
     transport.send_checkpoint([1], 1, small(), PATIENCE)
     port = transport.metadata().split(":")[2].split("/")[0]
     with pytest.raises(LoadFailed, match="no address of a DSQTransport, or of one that has ended"):
