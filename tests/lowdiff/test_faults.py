@@ -38,6 +38,14 @@ def train(log, loop, condition, seconds=240.0, pause=0.0):
     return losses
 
 
+def all_taken(log, queue):
+    """Wait until the process has taken all steps sent to it."""
+    client, deadline = log._running(), time.monotonic() + 240
+    while len(client._free) < queue:
+        assert time.monotonic() < deadline
+        client.poll(1)
+
+
 def check(run, loop, steps):
     again = Loop(CASE, seed=1)
     recovered = again.recover(run)
@@ -59,6 +67,7 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
 
         steps(5)
         pid = log._running().pid
+        all_taken(log, queue=3)
         os.kill(pid, signal.SIGSTOP)
         steps(2)
         goes_on = threading.Event()
@@ -97,11 +106,13 @@ def test_the_process_hangs_dies_and_finds_no_room(tmp_path):
 def test_the_process_hangs_for_ever(tmp_path):
     """Training waits for it for as long as `timeout` says, and goes on without."""
     loop = Loop(CASE)
-    log = loop.log(tmp_path, queue=2, timeout=1.5)
+    log = loop.log(tmp_path, queue=2)
     try:
         train(log, loop, lambda: log.steps_done == 5)
+        all_taken(log, queue=2)
         hanging = log._running().pid
         os.kill(hanging, signal.SIGSTOP)
+        log._running()._timeout = 1.5
         with pytest.warns(UserWarning, match=f"{hanging}\\) is there, but took no step for 2 s.*Training goes on"):
             train(log, loop, lambda: log.steps_done == 15)
         assert not log.logging
