@@ -45,9 +45,12 @@ app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
 
 
-def _systems(usual: Sequence[str]) -> Any:
+def _systems(usual: Sequence[str], known: Collection[str] = tuple(SYSTEMS)) -> Any:
     """Return the option that names systems, the same for all commands."""
-    return typer.Option(",".join(usual), "--systems", help=f"Separated by commas, of {', '.join(SYSTEMS)}.")
+    return typer.Option(",".join(usual), "--systems", help=f"Separated by commas, of {', '.join(known)}.")
+
+
+ONLINE = [*SYSTEMS, online_runs.NOISE_FLOOR]
 
 
 JSON = typer.Option(..., "--json", help="File to write the results to.")
@@ -168,7 +171,7 @@ def ablations(
 @app.command()
 def online(
     workload: str = typer.Argument(help=f"One of {', '.join(names())}."),
-    systems: str = _systems(["exact", "dsq", "inshrinkerator", "uniform", "adaptive", "kmeans"]),
+    systems: str = _systems(["exact", "noise", "dsq", "inshrinkerator", "uniform", "adaptive", "kmeans"], ONLINE),
     epsilons: str = typer.Option(
         "0.05,0.02,0.01,0.005",
         help="Bounds of systems other than dsq, up to the first that keeps the final loss within 1 %.",
@@ -181,7 +184,8 @@ def online(
 ) -> None:
     """Train with failures and restores from each system's checkpoints, and compare with a run without failures."""
     _known([workload], names())
-    chosen, bounds = _known(systems.split(","), SYSTEMS), [float(bound) for bound in epsilons.split(",")]
+    chosen = _known(systems.split(","), ONLINE)
+    bounds = [float(bound) for bound in epsilons.split(",")]
     kept = _rows_in(json_path, "online", {
         "workload": workload, "seed": seed, "failures": failures, "per_failure": per_failure, "epsilons": bounds,
         "systems": chosen,

@@ -2,7 +2,8 @@
 
 Inshrinkerator, section 9.1 and Table 5. A run has evenly spaced failures and checkpoints at a fixed cadence. At a
 failure everything in memory is overwritten with NaN, the newest checkpoint is restored, and training goes on with the
-batches that the run without failures sees. What differs at the end is the harm of all restores together.
+batches that the run without failures sees. What differs at the end is the harm of all restores together, and noise:
+the system `noise` restores the exact state but for one part in a million, and shows how far chance alone leads.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.storage.manifest import checkpoints
 from evaluation.recording import _one_thread, default_directory
 from evaluation.report import Column, Row, digits, document, machine, percent, ratio
-from evaluation.workloads import Workload, create
+from evaluation.workloads import Workload, create, with_noise
 
 REFERENCE_FILE = "reference.json"
+NOISE_FLOOR = "noise"
 WITHIN = 0.01
 """Largest relative rise of the final loss that counts as no harm, as in the paper."""
 PAPER_HOURS = (3, 8)
@@ -129,10 +131,7 @@ def train_with_failures(
         ValueError: The run is too short for so many checkpoints.
         RuntimeError: A restore did not bring everything back.
     """
-    count = (failures + 1) * per_failure
-    every = workload.steps // count
-    if every < 1:
-        raise ValueError(f"{workload.steps} steps are too few for {count} checkpoints")
+    count, every = _cadence(workload, failures, per_failure)
     dsq_ckpt.forget()
     saves: list[Row] = []
     restores: list[Row] = []
@@ -161,8 +160,7 @@ def train_with_failures(
     per_checkpoint = statistics.mean(saving)
     return {
         "every": every, "failures": failures, "loss": workload.evaluate(), "accuracy": workload.accuracy(),
-        "worst_restore": max((row["after"] / row["before"] - 1 for row in restores), default=0.0),
-        **sizes,
+        "worst_restore": _worst(restores), **sizes,
         "evaluations_per_checkpoint": statistics.mean(save["evaluations"] for save in saves),
         "bound_missed": sum(not save["satisfied"] for save in saves),
         "train_seconds": sum(training), "save_seconds": per_checkpoint,
@@ -171,6 +169,45 @@ def train_with_failures(
         "restores": restores, "checkpoints": saves, "warnings": len(warned),
         "warned": sorted({str(warning.message) for warning in warned})[:5],
     }
+
+
+def train_with_noise(
+    workload: Workload, failures: int = 10, per_failure: int = 4, report: Report = lambda line: None
+) -> Row:
+    """Train a workload as `train_with_failures` does, restoring the exact state but for a noise each time."""
+    count, every = _cadence(workload, failures, per_failure)
+    restores: list[Row] = []
+    for number in range(1, count + 1):
+        step = number * every
+        workload.train(step - every, step)
+        if number % per_failure == 0 and len(restores) < failures:
+            before = workload.evaluate()
+            workload.restore(with_noise(workload.state(), step + workload.seed))
+            restores.append({"step": step, "before": before, "after": workload.evaluate()})
+            report("  step {step}: loss {before:.4f} -> {after:.4f}".format(**restores[-1]))
+    workload.train(count * every, workload.steps)
+    return {
+        "every": every, "failures": failures, "loss": workload.evaluate(), "accuracy": workload.accuracy(),
+        "worst_restore": _worst(restores), "restores": restores,
+    }
+
+
+def _cadence(workload: Workload, failures: int, per_failure: int) -> tuple[int, int]:
+    """Return the number of checkpoints, and of steps between them.
+
+    Raises:
+        ValueError: The run is too short for so many checkpoints.
+    """
+    count = (failures + 1) * per_failure
+    every = workload.steps // count
+    if every < 1:
+        raise ValueError(f"{workload.steps} steps are too few for {count} checkpoints")
+    return count, every
+
+
+def _worst(restores: Sequence[Row]) -> float:
+    """Return the largest relative rise of the loss at a restore."""
+    return max((row["after"] / row["before"] - 1 for row in restores), default=0.0)
 
 
 def _fail_and_restore(workload: Workload, compressor: dsq_ckpt.Compressor, path: Path) -> Row:
@@ -251,9 +288,14 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
     return ratios, each
 
 
-def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str, dsq_ckpt.DSQConfig]]:
-    """Yield bounds to try, in order, and configurations: ours unchanged, published systems with the papers' bound."""
-    if system == "dsq":
+def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str, dsq_ckpt.DSQConfig | None]]:
+    """Yield bounds to try, in order, and configurations: ours unchanged, published systems with the papers' bound.
+
+    The noise floor has no configuration.
+    """
+    if system == NOISE_FLOOR:
+        yield "-", None
+    elif system == "dsq":
         config = dsq_ckpt.DSQConfig()
         yield f"{config.search.bound} {config.search.epsilon:g}", config
     elif SYSTEMS[system].space is None:
@@ -283,15 +325,16 @@ def run_system(
     for bound, config in configurations(system, epsilons):
         with _one_thread():
             workload = create(name, seed)
-            settings = {
-                "run": workload.settings(), "failures": failures, "per_failure": per_failure,
-                "config": config.model_dump(mode="json"),
-            }
+            settings = {"run": workload.settings(), "failures": failures, "per_failure": per_failure}
+            settings["config"] = NOISE_FLOOR if config is None else config.model_dump(mode="json")
             row = results.find(settings)
             if row is None:
                 report(f"{name}: {system}, {bound}")
-                with tempfile.TemporaryDirectory(prefix="dsq-online-") as run:
-                    figures = train_with_failures(workload, config, Path(run), failures, per_failure, report)
+                if config is None:
+                    figures = train_with_noise(workload, failures, per_failure, report)
+                else:
+                    with tempfile.TemporaryDirectory(prefix="dsq-online-") as run:
+                        figures = train_with_failures(workload, config, Path(run), failures, per_failure, report)
                 worse = figures["loss"] / exact["loss"] - 1
                 row = results.add(settings, {
                     "workload": name, "seed": seed, "name": system, "bound": bound, **figures,

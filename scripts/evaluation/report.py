@@ -161,7 +161,7 @@ def _online(rows: Sequence[Row]) -> list[Panel]:
     """Plot, for each run, final loss against the ratio of weights, and of everything, that stays on disk."""
     runs: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        if row["loss"] is not None:  # else the run diverged
+        if row["loss"] is not None and "ratio_state_kept" in row:  # else the run diverged, or is the noise floor
             runs.setdefault((row["workload"], row["seed"]), []).append(row)
     return [
         partial(_final, rows=own, key=key, title=f"{workload}, seed {seed}: {what}")

@@ -25,11 +25,10 @@ from torch import Tensor
 import dsq_ckpt
 from evaluation.recording import _one_thread
 from evaluation.report import RESTART_EVERY, Column, Row, digits, percent, ratio
-from evaluation.workloads import Workload, create
+from evaluation.workloads import Workload, create, with_noise
 
 STEPS, EVERY, COUNTED = 100, RESTART_EVERY, 50
 """Steps that are continued, between evaluations, and over which lost steps are averaged."""
-NOISE = 1e-6
 FLOOR = "floor"
 
 Report = Callable[[str], None]
@@ -111,7 +110,7 @@ def _continue_all(
     """Continue from the exact state, from that with noise, and from each checkpoint; the run is as before then."""
     exact = copy.deepcopy(workload.state())
     reference = _continued(workload, step, steps)
-    states: dict[str, Any] = {FLOOR: _with_noise(exact, workload.seed)}
+    states: dict[str, Any] = {FLOOR: with_noise(exact, workload.seed)}
     for label, path in paths.items():
         states[label] = copy.deepcopy(exact)
         dsq_ckpt.load(states[label], path)
@@ -146,20 +145,6 @@ def _continued(workload: Workload, step: int, steps: int) -> Curve:
         workload.train(first, first + EVERY)
         losses.append(workload.evaluate())
     return Curve(losses)
-
-
-def _with_noise(state: dict[str, Any], seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def noisy(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: noisy(part) for key, part in value.items()}
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
-            return value * (1 + NOISE * torch.randn(value.shape, generator=generator))
-        return copy.deepcopy(value)
-
-    made: dict[str, Any] = noisy(state)
-    return made
 
 
 def update_error(

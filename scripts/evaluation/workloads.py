@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+NOISE = 1e-6
+"""Relative noise of the floor, about what a change in the order of sums does."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -206,3 +209,18 @@ def create(name: str, seed: int = 0) -> Workload:
     if name not in _factories:
         raise ValueError(f"no workload is called {name!r}; there are {', '.join(names())}")
     return _factories[name](name, seed)
+
+
+def with_noise(state: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return a state in which every floating-point tensor but scalars has a relative noise of `NOISE`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: noisy(part) for key, part in value.items()}
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+            return value * (1 + NOISE * torch.randn(value.shape, generator=generator))
+        return copy.deepcopy(value)
+
+    made: dict[str, Any] = noisy(state)
+    return made

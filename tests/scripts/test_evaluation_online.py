@@ -61,6 +61,16 @@ def test_reference_is_the_plain_run_and_is_kept(reference, tmp_path) -> None:
     assert len(lines) == 1
 
 
+def test_noise_restores_the_exact_state_but_for_a_millionth(reference) -> None:
+    exact, _ = reference
+    results = online.Results(None, "online", {})
+    [row] = online.run_system("gpt-tiny", 0, "noise", [0.05], results, exact, failures=3, per_failure=1)
+    assert row["loss"] != exact["loss"] and row["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    assert [restore["step"] for restore in row["restores"]] == [15, 30, 45]
+    assert 0 < max(abs(restore["after"] / restore["before"] - 1) for restore in row["restores"]) < 1e-5
+    assert online.run_system("gpt-tiny", 0, "noise", [0.05], results, exact, failures=3, per_failure=1) == [row]
+
+
 def test_exact_equals_the_run_without_failures(reference, tmp_path) -> None:
     exact, _ = reference
     config = dsq_ckpt.DSQConfig.create({"system": "exact"})

@@ -58,6 +58,8 @@ def test_runs_have_panels_of_their_own() -> None:
     """Losses of other seeds, and of other workloads, do not compare."""
     assert len(drawn([*ROWS, row("dsq", "progress 0.05", 2.2, 90.0, 60.0, seed=1)])) == 4
     assert list(drawn(ROWS[:1])) == ["gpt, seed 0: everything"]
+    floor = {key: value for key, value in row("noise", "-", 2.0, None, 1.0).items() if not key.startswith("ratio")}
+    assert drawn([*ROWS, floor]) == drawn(ROWS)
     assert drawn(ROWS[-1:]) == {}
 
 
