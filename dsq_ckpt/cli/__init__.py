@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from dsq_ckpt.cli import json_files, output
+from dsq_ckpt.cli import exporting, json_files, output
+from dsq_ckpt.cli.exporting import Format, Layers
 from dsq_ckpt.errors import DSQError
-from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.version import __version__
 
@@ -52,7 +51,6 @@ app = typer.Typer(
 )
 
 
-
 def _path(metavar: str, what: str) -> Any:
     return typer.Argument(metavar=metavar, help=what, parser=expanded)
 
@@ -61,41 +59,6 @@ RunPath = Annotated[Path, _path("RUN", "Directory that the checkpoints of a run 
 CheckpointPath = Annotated[Path, _path("CHECKPOINT", "A checkpoint directory.")]
 EitherPath = Annotated[Path, _path("PATH", "A checkpoint, or the directory of a run.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
-
-
-class Format(str, Enum):
-    """Formats that `dsq export` writes."""
-
-    dcp = "dcp"
-    torch = "torch"
-    safetensors = "safetensors"
-    deepspeed = "deepspeed"
-
-
-class Layers(str, Enum):
-    """Layers that `dsq export` reads."""
-
-    auto = "auto"
-    required = "required"
-    base = "base"
-
-
-_LAYERS: dict[Layers, Literal["auto"] | bool] = {Layers.auto: "auto", Layers.required: True, Layers.base: False}
-_SUFFIXES = {
-    ".safetensors": Format.safetensors, ".pt": Format.torch, ".pth": Format.torch, ".bin": Format.torch,
-    ".ckpt": Format.torch,
-}
-
-
-def _format_of(target: Path) -> Format:
-    """Return the format that a target's suffix names; a directory has none."""
-    suffix = target.suffix.lower()
-    if suffix and suffix not in _SUFFIXES:
-        raise output.fail(
-            f"'{target}' has the suffix '{suffix}', which names no format: use {', '.join(_SUFFIXES)}, or say which "
-            "with --format (a DCP directory, the default without a suffix, is --format dcp)"
-        )
-    return _SUFFIXES[suffix] if suffix else Format.dcp
 
 
 def _version(show: bool) -> None:
@@ -232,49 +195,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert to a plain DCP directory, a torch.save file, safetensors or a tag of DeepSpeed, in one process."""
-    from dsq_ckpt.convert import export as exporting
-
-    form = form or _format_of(target)
-    if allow_pickle and form not in (Format.torch, Format.deepspeed):
-        raise output.fail(f"--allow-pickle is for --format torch and deepspeed; {form.value} unpickles nothing")
-    if part is not None and form is Format.deepspeed:
-        raise output.fail("--part is for other formats; a tag of DeepSpeed has all its files")
-    total = sum(sizes.logical for sizes in Manifest.read(checkpoint).kinds.values())
-    refinement = _LAYERS[layers]
-    with output.meter(f"export to {form.value}", total, hidden=as_json) as meter:
-        if form is Format.dcp:
-            done = exporting.export_dcp(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, part=part, progress=meter.advance
-            )
-        elif form is Format.torch:
-            done = exporting.export_torch(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle, part=part,
-                progress=meter.advance,
-            )
-        elif form is Format.deepspeed:
-            from dsq_ckpt.deepspeed.plain import export_deepspeed
-
-            done = export_deepspeed(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, allow_pickle=allow_pickle,
-                progress=meter.advance,
-            )
-        else:
-            done = exporting.export_safetensors(
-                checkpoint, target, refinement=refinement, overwrite=overwrite, part=part, progress=meter.advance
-            )
-    if as_json:
-        output.print_json({
-            "path": str(done.path), "format": form.value, "tensors": done.tensors, "bytes": done.bytes,
-            "refined": done.refined, "left_out": done.left_out,
-        })
-        return
-    layer = "base and refinement" if done.refined else "base layer alone"
-    screen = output.console()
-    screen.print(
-        f"{done.path}: {done.tensors} tensors, {output.size(done.bytes)}, {form.value}, {layer}", soft_wrap=True
-    )
-    if done.left_out:
-        screen.print(f"left out, not tensors or not saved: {', '.join(done.left_out)}", soft_wrap=True)
+    exporting.run(checkpoint, target, form, layers, part, overwrite, allow_pickle, as_json)
 
 
 @app.command()
