@@ -34,6 +34,9 @@ from pydantic import BaseModel, ConfigDict
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.core.arrays import F64, U8, Mask
 
+MOST_LEVELS = 254
+"""Codes are bytes: zero, the levels, and what is protected."""
+
 
 @dataclass(frozen=True)
 class LevelFit:
@@ -48,7 +51,7 @@ class LevelFit:
         zero_is_level: Whether zero competes for the values near it. False where `levels` serve all values, or where
             `pruned` says which become zero.
         codes: uint8[bins], where values are assigned otherwise than to the nearest level.
-        centred: Whether each level then moves, by half an octave at most, to the mean of the values that were assigned
+        centred: Whether each level then moves, by half a step at most, to the mean of the values that were assigned
             to it; on the logarithmic axis alone. A bias counts far more than the same error at random.
     """
 

@@ -1,4 +1,4 @@
-"""Levels at powers of two: second moments, on a logarithmic grid that no fit has to choose."""
+"""Levels at powers of two and between them: second moments, on a logarithmic grid that no fit has to choose."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from dsq_ckpt.codebooks.base import CodebookConfig, Coordinates, LevelFit, RefinementFit
+from dsq_ckpt.codebooks.base import MOST_LEVELS, CodebookConfig, Coordinates, LevelFit, RefinementFit
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
+from dsq_ckpt.core.arrays import F64
 
 _LEAST, _MOST = 2.0, 253.0  # on the axis of bits: normal and finite, also half an octave away
 
 
 @register_codebook
 class Octaves(CodebookConfig):
-    """Second moments over scales of their rows and columns, by the nearest power of two in use, given the parent's."""
+    """Second moments over scales of their rows and columns, by levels of a logarithmic grid."""
 
     coordinates: ClassVar[Coordinates] = "octaves"
 
     fit: Literal["octaves"] = "octaves"
+    per_octave: int = Field(
+        1, ge=1, le=4, description="levels per octave; the error of second moments lasts for as long as `beta2` does"
+    )
     rate_distortion: float = Field(
-        0.2, ge=0, le=2, description="lambda: squared octaves of distortion that one bit is worth"
+        0.2, ge=0, le=2, description="lambda: squared distances of levels of distortion that one bit is worth"
     )
 
     def propose(self, histogram: Histogram) -> LevelFit:
-        """Return the powers of two that are nearest to some value, to be moved to the middle of their values.
+        """Return the levels that are nearest to some value, to be moved to the mean of their values.
 
         Negative values, which no second moment is, are protected.
         """
@@ -36,8 +40,17 @@ class Octaves(CodebookConfig):
         zero[[0, n]] = True
         forced[n + 1 :] = True
         held = (histogram.counts > 0) & ~histogram.beyond & ~zero & ~forced
-        levels = np.unique(np.rint(histogram.window.bit_values()[held]).clip(_LEAST, _MOST))
-        return LevelFit(levels if levels.size else np.array([127.0]), forced, pruned=zero, step=1.0, centred=True)
+        points = histogram.window.bit_values()[held]
+        per_octave, levels = self.per_octave, self._grid(points, self.per_octave)
+        while len(levels) > MOST_LEVELS:  # values over more than a hundred octaves
+            per_octave -= 1
+            levels = self._grid(points, per_octave)
+        return LevelFit(levels, forced, pruned=zero, step=1 / per_octave, centred=True)
+
+    @staticmethod
+    def _grid(points: F64, per_octave: int) -> F64:
+        levels = np.unique((np.rint(points * per_octave) / per_octave).clip(_LEAST, _MOST))
+        return levels if levels.size else np.array([127.0])
 
     @property
     def logarithmic(self) -> bool:

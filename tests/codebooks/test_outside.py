@@ -188,7 +188,7 @@ def test_a_system_that_nobody_registered():
     (LevelFit(np.array([1.0]), forced=np.ones(3, bool)), "masks that are not bool"),
     (LevelFit(np.array([1.0]), pruned=np.ones(32518)), "masks that are not bool"),
     (LevelFit(np.array([1.0]), codes=np.full(32518, 9, np.uint8)), "codes that are not uint8"),
-    (LevelFit(np.array([1.0]), centred=True), "centred levels that are not on the logarithmic axis"),
+    (LevelFit(np.array([1.0]), centred=True), "centred levels without a step, or not on the logarithmic axis"),
 ])
 def test_a_proposal_that_is_no_codebook(tmp_path, monkeypatch, outside, proposal, says):
     """It would be stored wrongly; nothing is written."""

@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dsq_ckpt
-from dsq_ckpt.codebooks import Histogram
-from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.groups import assign
 from dsq_ckpt.quantization.moments import LEAST_ROOT, OCTAVE_UNITS, UpdateFrame, from_octave_units, from_roots
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -250,17 +247,6 @@ def test_units_are_roots_of_octaves() -> None:
     exponents = np.arange(255)
     np.testing.assert_allclose(OCTAVE_UNITS[:255].astype(np.float64) ** 2, 2.0 ** (exponents - 126.5), rtol=2e-7)
     assert OCTAVE_UNITS[0] == LEAST_ROOT
-
-
-def test_levels_are_the_octaves_nearest_to_values_in_use() -> None:
-    held = np.zeros(FULL.size, np.int64)
-    at = {exponent: int(FULL.bin_of(np.float32([1.125 * 2.0**exponent]))[0]) for exponent in (-20, 7)}
-    negative = int(FULL.bin_of(np.float32([-3.0]))[0])
-    held[[0, *at.values(), negative]] = 5, 3, 2, 1
-    proposal = Octaves().propose(Histogram(held, FULL))
-    assert proposal.levels.tolist() == [107, 134] and proposal.centred
-    assert proposal.pruned.nonzero()[0].tolist() == [0, FULL.n]
-    assert proposal.forced[[0, *at.values(), FULL.n, negative]].tolist() == [False, False, False, False, True]
 
 
 def test_differences_are_not_taken_to_values_in_units(tmp_path) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 
 from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit
+from dsq_ckpt.codebooks.base import MOST_LEVELS
 from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
@@ -16,8 +17,6 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, SensitivitySplit
 from dsq_ckpt.quantization.codebook.table import code_counts, entropy_bits, rate_distortion_table
 
-MOST_LEVELS = 254
-"""With zero and the code of protected elements, all that a byte holds."""
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
 _CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
@@ -168,7 +167,7 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
         counts[:, protected] += split.protected.sum(1) + split.pruned[:, forced].sum(1)
         counts[:, 0] += split.pruned[:, ~forced].sum(1)
     if proposal.centred:
-        levels = _centred(joint, table, window, levels)
+        levels = _centred(joint, table, window, levels, step)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
     low, high = _cells(joint, table, window, protected, log)
     if split is not None and (zeros := np.flatnonzero(split.pruned[:, ~forced].any(0))).size:
@@ -204,8 +203,8 @@ def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> Non
         found = "levels that are not finite or do not ascend"
     elif config.logarithmic and not (levels > 0).all():
         found = "levels on the logarithmic axis that are not positive"
-    elif proposal.centred and not config.logarithmic:
-        found = "centred levels that are not on the logarithmic axis"
+    elif proposal.centred and not (config.logarithmic and proposal.step > 0):
+        found = "centred levels without a step, or not on the logarithmic axis"
     elif any(mask.shape != (window.size,) or mask.dtype.kind != "b" for mask in masks):
         found = f"masks that are not bool[{window.size}], one for each bin"
     elif (codes := proposal.codes) is not None and (
@@ -265,8 +264,8 @@ def _from_bits(levels: F64) -> F64:
     return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def _centred(joint: Counts, table: Codes, window: KeyWindow, levels: F64) -> F64:
-    """Return levels at the means of their values, at most half an octave from where they were."""
+def _centred(joint: Counts, table: Codes, window: KeyWindow, levels: F64, step: float) -> F64:
+    """Return levels at the means of their values, at most half a step from where they were, so that they ascend."""
     rows, bins = np.nonzero(joint)
     codes = table[rows, bins]
     kept = (codes > 0) & (codes <= len(levels))
@@ -275,7 +274,7 @@ def _centred(joint: Counts, table: Codes, window: KeyWindow, levels: F64) -> F64
     means = np.bincount(codes, weight * window.values()[bins[kept]], len(levels)) / np.maximum(held, 1)
     octave = np.floor(np.log2(np.where(held > 0, means, 1.0)))
     bits = octave + 127 + means / np.exp2(octave) - 1  # the bits of a float are a bent copy of the logarithm
-    return np.where(held > 0, bits.clip(levels - 0.5, levels + 0.5), levels)
+    return np.where(held > 0, bits.clip(levels - step / 2, levels + step / 2), levels)
 
 
 def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
