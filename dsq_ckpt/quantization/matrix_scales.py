@@ -29,6 +29,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 FACTORS: F32 = np.exp2(np.arange(256 << 3).clip(1 << 3, (255 << 3) - 1) / 8 - 127).astype(np.float32)
 """float32[2048]: scales by 1016 plus the numbers of row and column; from the smallest normal number to a finite one."""
+_MANTISSAS = FACTORS[_ONE : _ONE + 8].view(np.int32) - (127 << 23)
 
 
 class _Sums(NamedTuple):
@@ -142,7 +143,7 @@ class MatrixScales:
         by_row = self.by_row if len(self.by_row) else zero
         by_column = self.by_column if len(self.by_column) else zero
         one = len(by_row) == len(by_column) == 1
-        return stop if one else self.columns, by_row, by_column
+        return max(stop, 1) if one else self.columns, by_row, by_column
 
 
 def _eighths(means: F64) -> F64:
@@ -213,33 +214,61 @@ def _add(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reac
 
 
 @jit
-def _fill(number: Any, by_column: Any, column: int, table: Any, factors: Any) -> None:
-    """Write the scales of elements of a row, from a column on; one number of columns serves all."""
-    if len(by_column) == 1:
-        factors[:] = table[min(max(number + by_column[0], 0), 2047)]
-    else:
-        for j in range(len(factors)):
-            factors[j] = table[min(max(number + by_column[column + j], 0), 2047)]
+def _patterns(numbers: Any, out: Any) -> None:
+    """Write bits of the scales of 8 neighbouring numbers of a row and each number of a column, but for the octave.
+
+    A scale has few mantissas, so the octave that is left to add is the same for a whole row: one sum for each element.
+    """
+    for eighth in range(8):
+        for j in range(len(numbers)):
+            place = np.int64(numbers[j]) + eighth
+            out[eighth, j] = np.int32(((place >> 3) << 23) + np.int64(_MANTISSAS[place & 7]))
 
 
 @jit(error_model="numpy")
+def _apply(values: Any, factors: Any, divides: bool, out: Any) -> None:
+    tiny = np.float32(_TINY)
+    if divides:
+        for j in range(len(values)):
+            out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j]
+    else:
+        for j in range(len(values)):
+            out[j] = min(max(values[j] * factors[j], -_LARGEST), _LARGEST)
+
+
+@jit
 def _scale(
     values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any, divides: bool, out: Any
 ) -> None:
-    """Divide or multiply elements by their scales; `out` may be `values`."""
-    factors, tiny = np.empty(_PIECE, np.float32), np.float32(_TINY)
-    row, column, i = start // columns, start % columns, 0
-    while i < len(values):
-        stop = min(len(values), i + columns - column, i + _PIECE)
-        number = _ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
-        _fill(number, by_column, column, table, factors[: stop - i])
-        if divides:
-            for j in range(i, stop):
-                out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j - i]
-        else:
-            for j in range(i, stop):
-                out[j] = min(max(values[j] * factors[j - i], -_LARGEST), _LARGEST)
-        column += stop - i
-        i = stop
-        if column == columns:
-            row, column = row + 1, 0
+    """Divide or multiply elements by their scales; `out` may be `values`. One number serves all rows, or columns."""
+    factors = np.empty(_PIECE, np.float32)
+    bits = factors.view(np.int32)
+    stop, width = start + len(values), min(columns, _PIECE)
+    patterns = np.empty((8, width), np.int32)
+    first, last = start // columns, (stop + columns - 1) // columns
+    for left in range(0, columns if len(by_column) > 1 else width, width):
+        numbers = by_column[left : left + width] if len(by_column) > 1 else by_column
+        pays = len(by_column) > 1 and last - first > 8
+        if pays:
+            _patterns(numbers, patterns)
+        low, high = np.int64(min(numbers)), np.int64(max(numbers))
+        for row in range(first, last):
+            number = _ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
+            begin = row * columns + left
+            end = min(stop, (row + 1) * columns)
+            if len(by_column) > 1:
+                end = min(end, begin + width)
+            i, column = max(start, begin), max(start - begin, 0)
+            while i < end:
+                size = min(end - i, _PIECE)
+                if len(by_column) == 1:
+                    factors[:size] = table[min(max(number + low, 0), 2047)]
+                elif pays and number + low >= 8 and number + high < 2040:
+                    octave, row_bits = np.int32(number >> 3) << np.int32(23), patterns[number & 7]
+                    for j in range(size):
+                        bits[j] = np.int32(row_bits[column + j] + octave)
+                else:
+                    for j in range(size):
+                        factors[j] = table[min(max(number + numbers[column + j], 0), 2047)]
+                _apply(values[i - start : i - start + size], factors[:size], divides, out[i - start : i - start + size])
+                i += size
