@@ -29,7 +29,7 @@ from dsq_ckpt.coding import HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.codebook.table import rate_distortion_table
+from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
 from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
 from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots, ratios
 from dsq_ckpt.storage.atomic_io import AtomicFile
@@ -86,7 +86,7 @@ def _kmeans() -> None:
 
 def _table() -> None:
     points, movable = np.linspace(0.0, 1.0, 4), np.ones(4, np.bool_)
-    rate_distortion_table(_JOINT, points, _CODES[:4], movable, points, _CODES[:4], 0.1)
+    rate_distortion_table(Occupied.of(_JOINT), 5, points, _CODES[:4], movable, points, _CODES[:4], 0.1)
 
 
 def _encode() -> None:

@@ -15,7 +15,7 @@ from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook, PartitionTurn, SensitivitySplit
-from dsq_ckpt.quantization.codebook.table import code_counts, entropy_bits, rate_distortion_table
+from dsq_ckpt.quantization.codebook.table import Occupied, code_counts, entropy_bits, rate_distortion_table
 
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
@@ -127,7 +127,7 @@ def fit_group(
 
 def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int) -> Fitted:
     joint, window, split = sketch.joint, sketch.window, sketch.split
-    total = joint.sum(0)
+    occupied, total = Occupied.of(joint), joint.sum(0)
     if split is not None:  # fractions are of all elements
         total = total + split.pruned.sum(0) + split.protected.sum(0)
     values = window.values()
@@ -161,22 +161,23 @@ def _fit(sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, r
     by_code[codes] = positions
     gap = np.where(movable, points - by_code[base], 0.0)
     spread = step * step if step else 12.0 * float((held * gap * gap).sum() / count)
-    table = rate_distortion_table(joint, points, base, movable, positions, codes, config.price * spread)
-    counts = code_counts(joint, table, protected + 1)
+    price = config.price * spread
+    table = rate_distortion_table(occupied, len(joint), points, base, movable, positions, codes, price)
+    counts = code_counts(occupied, table, protected + 1)
     if split is not None:
         counts[:, protected] += split.protected.sum(1) + split.pruned[:, forced].sum(1)
         counts[:, 0] += split.pruned[:, ~forced].sum(1)
     if proposal.centred:
-        levels = _centred(joint, table, window, levels, step)
+        levels = _centred(occupied, table, values, levels, step)
     real_levels = np.concatenate([[0.0], _from_bits(levels) if log else levels])
-    low, high = _cells(joint, table, window, protected, log)
+    low, high = _cells(occupied, table, window, protected, log)
     if split is not None and (zeros := np.flatnonzero(split.pruned[:, ~forced].any(0))).size:
         edges = np.stack(window.edges())[:, ~forced][:, zeros]
         low[0], high[0] = min(low[0], edges.min()), max(high[0], edges.max())
-    error = _error(joint, table, window, real_levels, protected, split, ~forced)
+    error = _error(occupied, table, window, real_levels, protected, split, ~forced)
     most = refinement_bits
     refinement_bits, widened, update_error = config.refinement(
-        most, _refined_error(joint, table, window, error, low, high)
+        most, _refined_error(occupied, table, values, error, low, high)
     )
     if not 0 <= refinement_bits <= most:
         raise ConfigError(f"codebook '{config.fit}' asks for {refinement_bits} refinement bits, of {most} at most")
@@ -217,35 +218,34 @@ def _check(config: CodebookConfig, proposal: LevelFit, window: KeyWindow) -> Non
 
 
 def _refined_error(
-    joint: Counts, table: Codes, window: KeyWindow, base: float, low: F64, high: F64
+    occupied: Occupied, table: Codes, values: F64, base: float, low: F64, high: F64
 ) -> Callable[[int, float], float]:
     """Return the function from bits and the widening of cells to the mean squared error, relative to the mean square.
 
     Protected values count for nothing: first moments that large, which no run of Adam has, would own the energy.
 
     Args:
-        joint, table, window: The sketch, and the codes of its entries.
+        occupied, table, values: The sketch, the codes of its entries, and the values of its bins.
         base: Mean squared error of the base layer over the elements not protected.
         low, high: Bounds of the cells.
     """
     @cache
     def held() -> tuple[Codes, F64, F64, float]:
-        rows, bins = np.nonzero(joint)
-        codes = table[rows, bins]
+        codes = occupied.codes(table)
         kept = codes < len(low)
-        rows, bins, codes = rows[kept], bins[kept], codes[kept]
-        values, weight = window.values()[bins], joint[rows, bins] / max(int(joint[rows, bins].sum()), 1)
-        return codes, values, weight, float((weight * values**2).sum()) or 1.0
+        _, bins, counts = occupied.where(kept)
+        weight = counts / max(int(counts.sum()), 1)
+        return codes[kept], values[bins], weight, float((weight * values[bins] ** 2).sum()) or 1.0
 
     def error(bits: int, widened: float) -> float:
-        codes, values, weight, energy = held()
+        codes, found, weight, energy = held()
         if not bits:
             return base / energy
         below, above = _widened(low, high, widened)
         _centre_zero(below, above, 2.0**bits)
         part = (above - below)[codes] / 2.0**bits
-        place = np.clip(np.floor((values - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
-        return float((weight * (values - below[codes] - place * part) ** 2).sum()) / energy
+        place = np.clip(np.floor((found - below[codes]) / np.where(part > 0, part, 1.0)), 0, 2**bits - 1) + 0.5
+        return float((weight * (found - below[codes] - place * part) ** 2).sum()) / energy
 
     return error
 
@@ -264,20 +264,20 @@ def _from_bits(levels: F64) -> F64:
     return np.rint(levels * 2.0**23).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def _centred(joint: Counts, table: Codes, window: KeyWindow, levels: F64, step: float) -> F64:
+def _centred(occupied: Occupied, table: Codes, values: F64, levels: F64, step: float) -> F64:
     """Return levels at the means of their values, at most half a step from where they were, so that they ascend."""
-    rows, bins = np.nonzero(joint)
-    codes = table[rows, bins]
+    codes = occupied.codes(table)
     kept = (codes > 0) & (codes <= len(levels))
-    codes, weight = codes[kept] - 1, joint[rows, bins][kept].astype(np.float64)
+    codes, (_, bins, counts) = codes[kept] - 1, occupied.where(kept)
+    weight = counts.astype(np.float64)
     held = np.bincount(codes, weight, len(levels))
-    means = np.bincount(codes, weight * window.values()[bins[kept]], len(levels)) / np.maximum(held, 1)
+    means = np.bincount(codes, weight * values[bins], len(levels)) / np.maximum(held, 1)
     octave = np.floor(np.log2(np.where(held > 0, means, 1.0)))
     bits = octave + 127 + means / np.exp2(octave) - 1  # the bits of a float are a bent copy of the logarithm
     return np.where(held > 0, bits.clip(levels - step / 2, levels + step / 2), levels)
 
 
-def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
+def _cells(occupied: Occupied, table: Codes, window: KeyWindow, protected: int, log: bool) -> tuple[F64, F64]:
     """Return the bounds of the values of each code, over all occupied table entries."""
     if log:
         n = window.n
@@ -287,14 +287,14 @@ def _cells(joint: Counts, table: Codes, window: KeyWindow, protected: int, log: 
         assert len(low_edge) == 2 * n
     else:
         low_edge, high_edge = window.edges()
-    low, high = np.zeros(protected), np.zeros(protected)
-    rows, bins = np.nonzero(joint)
-    codes = table[rows, bins]
-    for code in range(1 if log else 0, protected):
-        mine = bins[codes == code]
-        if len(mine):
-            low[code], high[code] = low_edge[mine].min(), high_edge[mine].max()
-    return low, high
+    codes = occupied.codes(table)
+    low, high = np.full(256, np.inf), np.full(256, -np.inf)
+    np.minimum.at(low, codes, low_edge[occupied.bins])
+    np.maximum.at(high, codes, high_edge[occupied.bins])
+    absent = np.isinf(low)
+    absent[0] |= log
+    low[absent] = high[absent] = 0.0
+    return low[:protected], high[:protected]
 
 
 def _widened(low: F64, high: F64, factor: float) -> tuple[F64, F64]:
@@ -340,16 +340,14 @@ def _next_window(held: Counts, window: KeyWindow, levels: F64, log: bool, finer:
 
 
 def _error(
-    joint: Counts, table: Codes, window: KeyWindow, levels: F64, protected: int, split: SensitivitySplit | None,
+    occupied: Occupied, table: Codes, window: KeyWindow, levels: F64, protected: int, split: SensitivitySplit | None,
     unforced: Mask,
 ) -> float:
     """Return the mean squared error of unprotected values, taken as spread evenly over their bins."""
     values, (low, high) = window.values(), window.edges()
-    rows, bins = np.nonzero(joint)
-    codes = table[rows, bins]
+    codes = occupied.codes(table)
     kept = codes != protected
-    rows, bins, codes = rows[kept], bins[kept], codes[kept]
-    weight = joint[rows, bins]
+    codes, (_, bins, weight) = codes[kept], occupied.where(kept)
     square = (values[bins] - levels[codes]) ** 2 + (high[bins] - low[bins]) ** 2 / 12
     total, elements = float((weight * square).sum()), int(weight.sum())
     if split is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,11 +10,39 @@ from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.kernels.jit import jit
 
 
-def code_counts(joint: Counts, table: Codes, symbols: int) -> Counts:
-    """Count how often each code follows each previous code: int64[rows, symbols]; joint: int64[rows, bins]."""
-    counts = np.zeros((joint.shape[0], symbols), np.int64)
-    rows, bins = np.nonzero(joint)
-    np.add.at(counts, (rows, table[rows, bins]), joint[rows, bins])
+class Occupied(NamedTuple):
+    """The entries of a joint sketch that are not zero, by row and bin; a few thousand of some hundred thousand.
+
+    Attributes:
+        rows, bins: int64[n], the place of each.
+        counts: int64[n].
+    """
+
+    rows: Counts
+    bins: Counts
+    counts: Counts
+
+    @classmethod
+    def of(cls, joint: Counts) -> Occupied:
+        """Return the entries of int64[rows, bins]."""
+        flat = joint.reshape(-1)
+        places = np.flatnonzero(flat != 0)  # three times as fast as of int64
+        return cls(*np.divmod(places, joint.shape[1]), flat[places])
+
+    def codes(self, table: Codes) -> Codes:
+        """Return the code of each entry by a table, uint8[rows, bins]."""
+        found: Codes = table[self.rows, self.bins]
+        return found
+
+    def where(self, kept: Mask) -> Occupied:
+        """Return some of the entries."""
+        return Occupied(self.rows[kept], self.bins[kept], self.counts[kept])
+
+
+def code_counts(held: Occupied, table: Codes, symbols: int) -> Counts:
+    """Count how often each code follows each previous code: int64[rows, symbols]; table: uint8[rows, bins]."""
+    counts = np.zeros((len(table), symbols), np.int64)
+    np.add.at(counts, (held.rows, held.codes(table)), held.counts)
     return counts
 
 
@@ -33,7 +61,7 @@ def entropy_bits(counts: Counts) -> float:
 
 
 def rate_distortion_table(
-    joint: Counts, points: F64, base: Codes, movable: Mask, positions: F64,
+    held: Occupied, rows: int, points: F64, base: Codes, movable: Mask, positions: F64,
     codes: Codes, price: float, iterations: int = 3,
 ) -> Codes:
     """Refine a nearest-level assignment: each entry minimises (point - level)^2 + price * bits(code | row).
@@ -43,7 +71,8 @@ def rate_distortion_table(
     point (entropy-constrained quantization: Chou, Lookabaugh and Gray, 1989, section III).
 
     Args:
-        joint: int64[rows, bins], occurrences.
+        held: occurrences.
+        rows: previous codes.
         points: float64[bins], the value of each bin in the domain where distance is measured.
         base: uint8[bins], code of the nearest level.
         movable: bool[bins], False where the code is forced (protected).
@@ -53,7 +82,6 @@ def rate_distortion_table(
     Returns:
         uint8[rows, bins].
     """
-    rows = joint.shape[0]
     table = np.broadcast_to(base, (rows, len(base))).copy()
     if price <= 0 or len(codes) < 2:
         return table
@@ -62,26 +90,25 @@ def rate_distortion_table(
     rank_of = np.zeros(256, np.int64)
     rank_of[codes] = np.arange(len(codes))
     for _ in range(iterations):
-        bits = code_bits(code_counts(joint, table, symbols))
-        _choose(joint, points, base, movable, positions, codes, rank_of, bits, price, table)
+        bits = code_bits(code_counts(held, table, symbols))
+        _choose(held.rows, held.bins, points, base, movable, positions, codes, rank_of, bits, price, table)
     return table
 
 
 @jit
 def _choose(
-    joint: Any, points: Any, base: Any, movable: Any, positions: Any, codes: Any, rank_of: Any, bits: Any,
+    rows: Any, columns: Any, points: Any, base: Any, movable: Any, positions: Any, codes: Any, rank_of: Any, bits: Any,
     price: float, table: Any,
 ) -> None:
     last = len(codes) - 1
-    for row in range(joint.shape[0]):
-        for column in range(joint.shape[1]):
-            if joint[row, column] == 0 or not movable[column]:
-                continue
-            middle = rank_of[base[column]]
-            best, best_cost = base[column], np.inf
-            for rank in range(max(middle - 1, 0), min(middle + 1, last) + 1):
-                gap = points[column] - positions[rank]
-                cost = gap * gap + price * bits[row, codes[rank]]
-                if cost < best_cost:
-                    best_cost, best = cost, codes[rank]
-            table[row, column] = best
+    for row, column in zip(rows, columns):  # noqa: B905, Numba knows no `strict`
+        if not movable[column]:
+            continue
+        middle = rank_of[base[column]]
+        best, best_cost = base[column], np.inf
+        for rank in range(max(middle - 1, 0), min(middle + 1, last) + 1):
+            gap = points[column] - positions[rank]
+            cost = gap * gap + price * bits[row, codes[rank]]
+            if cost < best_cost:
+                best_cost, best = cost, codes[rank]
+        table[row, column] = best
