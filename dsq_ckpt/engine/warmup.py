@@ -165,7 +165,7 @@ class _Background:
         self.thread: threading.Thread | None = None
         self.queue: list[Group] = []
         self.done: set[Group] = set()
-        self.stopped = False
+        self.stopped = self.begun = False
 
     def ask(self, groups: Sequence[Group]) -> None:
         with self.changed:
@@ -214,7 +214,15 @@ _background = _Background()
 
 
 def start() -> None:
-    """Begin to compile the kernels of saves and loads in the background, unless that has begun; return at once."""
+    """Begin to compile the kernels of saves and loads in the background, unless that has begun.
+
+    It returns at once, but for a tenth of a second the first time: what Numba loads makes many objects that stay, and
+    the collector is not to be paused by a thread.
+    """
+    if not _background.begun:
+        _background.begun = True
+        with suppress(Exception):  # then the thread meets it, too
+            jit.load_registries()
     _background.ask(("save", "load"))
 
 

@@ -12,6 +12,9 @@ from numba import njit
 from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
+
+from dsq_ckpt.core.collector import collector_paused
 
 KERNELS: list[Dispatcher] = []
 """All kernels of the package that were imported."""
@@ -63,6 +66,13 @@ def compilations() -> int:
 def cache_directories() -> list[Path]:
     """Return the directories of cached machine code; empty if none is writable."""
     return sorted({Path(kernel.stats.cache_path) for kernel in KERNELS if kernel.stats.cache_path})
+
+
+def load_registries() -> None:
+    """Let Numba load its own functions, as it does before the first kernel is compiled or read from a file."""
+    if KERNELS:  # else NUMBA_DISABLE_JIT is set
+        with fork_waits(), collector_paused():
+            cpu_target.target_context.refresh()
 
 
 def fork_waits() -> AbstractContextManager[Any]:

@@ -1,0 +1,48 @@
+"""The collector is as it was before a pause, however the block ends; imports of the package are such blocks."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from dsq_ckpt.core.collector import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def _kept():
+    enabled = gc.isenabled()
+    yield
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_ends_as_it_began(enabled) -> None:
+    (gc.enable if enabled else gc.disable)()
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() is enabled
+    with pytest.raises(ValueError, match="of the block"), collector_paused():
+        raise ValueError("of the block")
+    assert gc.isenabled() is enabled
+
+
+@pytest.mark.parametrize("setting", ["enable", "disable"])
+def test_imports_leave_the_collector_as_it_is_and_look_through_all_objects_never(setting) -> None:
+    program = f"""
+import gc, torch.distributed.checkpoint
+full = []
+gc.callbacks.append(lambda phase, about: full.append(about) if about["generation"] == 2 else None)
+gc.{setting}()
+from dsq_ckpt import DSQStorageWriter, load, save
+assert gc.isenabled() is {setting == "enable"}
+assert not full
+DSQStorageWriter("run/1")
+assert gc.isenabled() is {setting == "enable"}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
