@@ -55,6 +55,7 @@ def _sketch(elements: int) -> None:
 
 def _joint_sketch() -> None:
     kernels.joint_sketch(_X, _CODES, 4, *_SPAN, np.zeros((5, FULL.size), np.int64))
+    kernels.octaves(_X, np.zeros(512, np.int64))
 
 
 def _quantize(rows: int) -> None:

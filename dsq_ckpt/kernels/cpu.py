@@ -30,6 +30,7 @@ __all__ = [
     "from_bf16",
     "gather_protected",
     "joint_sketch",
+    "octaves",
     "quantize",
     "refine",
     "sketch",
@@ -169,6 +170,30 @@ def joint_sketch(
         sketch(x, lo, hi, inv_scale, counts[context])
     else:
         _count_bins(x, parent, lo, hi, scale_factor(inv_scale), counts.reshape(-1))
+
+
+@jit
+def _count_octaves(bits, ways):  # type: ignore[no-untyped-def]
+    """Count the top nine bits in ``ways``, int64[4, 512]: most numbers of a tensor are of a few octaves."""
+    first, second, third, fourth = ways[0], ways[1], ways[2], ways[3]
+    shift, fours = np.uint32(23), bits.size // 4
+    for i in range(fours):
+        at = 4 * np.uint64(i)
+        first[bits[at] >> shift] += 1
+        second[bits[at + np.uint64(1)] >> shift] += 1
+        third[bits[at + np.uint64(2)] >> shift] += 1
+        fourth[bits[at + np.uint64(3)] >> shift] += 1
+    for j in range(4 * fours, bits.size):
+        first[bits[j] >> shift] += 1
+
+
+def octaves(x: F32, counts: I64) -> None:
+    """Implement ``reference.octaves``."""
+    check_array("x", x, np.float32, (x.size,))
+    check_array("counts", counts, np.int64, (512,))
+    ways = np.zeros((4, 512), np.int64)
+    _count_octaves(x.view(np.uint32), ways)
+    counts += ways.sum(axis=0)
 
 
 @jit

@@ -41,6 +41,13 @@ def joint_sketch(
     counts += np.bincount(pairs, minlength=counts.size).reshape(counts.shape)
 
 
+def octaves(x: F32, counts: I64) -> None:
+    """Add the elements of ``x`` to ``counts``, int64[512], by sign and biased exponent, the top bits of a float."""
+    check_array("x", x, np.float32, (x.size,))
+    check_array("counts", counts, np.int64, (512,))
+    counts += np.bincount(x.view(np.uint32) >> 23, minlength=512)
+
+
 def quantize(
     x: F32, parent: U8 | None, context: int, lo: int, hi: int, inv_scale: float, table: U8, codes: U8
 ) -> None:

@@ -20,7 +20,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, sum_with_status
 from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.analysis import GlobalSketch, Importance
-from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.layout import MEASURED, Fractions, Layout, ParentModel
 from dsq_ckpt.quantization.passes import (
@@ -29,6 +29,7 @@ from dsq_ckpt.quantization.passes import (
     add_joint,
     add_shifted,
     importance_of,
+    on_host,
     sparse_of,
     vanishes,
 )
@@ -66,8 +67,11 @@ def build_global_sketch(
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
+    windows = {group: book.window for group, book in books.items()}
+    counted: frozenset[ChunkKey] = frozenset()  # chunks whose magnitudes are told by the pass for the joint sketches
 
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
+        nonlocal counted
         loaded = list(load_chunks())
         chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
@@ -75,11 +79,20 @@ def build_global_sketch(
             Chunk(c.key._replace(fqn=GRADIENT + c.key.fqn), c.gradient, MEASURED, 0)
             for c in chunks if c.gradient is not None
         ]
-        sketches = sparse_of([replace(c, frame=None) if c.group in by_octave else c for c in chunks], workers)
+        counted = frozenset(chunk.key for chunk in chunks if chunk.group in joint and on_host(chunk))
+        sketches = sparse_of([
+            replace(c, frame=None) if c.group in by_octave else c for c in chunks if c.key not in counted
+        ], workers)
         for sparse in [*sketches, *sparse_of(gauges, workers)]:
             octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
             if sparse.chunk.group in by_octave and (sparse.bins > FULL.n).any():
                 octaves[index[sparse.chunk.key.fqn], -1] += 1  # negative: no second moment, so it is stored exactly
+        by_sign: dict[str, Counts] = {}
+        add_joint([chunk for chunk in chunks if chunk.key in counted], joint, windows, workers, by_sign)
+        for fqn, counts in by_sign.items():
+            octaves[index[fqn]] += counts[:OCTAVES] + counts[OCTAVES:]
+            if layout.tensors[fqn] in by_octave and counts[OCTAVES + 1 :].any():
+                octaves[index[fqn], -1] += 1
         for chunk in chunks:
             place = index[chunk.key.fqn]
             if vanishes(chunk):
@@ -89,7 +102,10 @@ def build_global_sketch(
         diverged = {fqn for fqn in layout.tensors if octaves[index[fqn], -1]}  # must not shape their group's codebook
         sound = [chunk for chunk in chunks if chunk.key.fqn not in diverged]
         let_signals_through()
-        add_joint(sound, joint, {group: book.window for group, book in books.items()}, workers)
+        anew = any(key.fqn in diverged for key in counted)
+        for array in joint.values() if anew else ():
+            array[...] = 0
+        add_joint([chunk for chunk in sound if anew or chunk.key not in counted], joint, windows, workers)
         for group, counts in by_importance.items():
             for chunk in sound:
                 if chunk.group == group and chunk.gradient is not None:
@@ -119,7 +135,8 @@ def build_global_sketch(
     def second_pass() -> None:
         whole = {group for group in again if (group in books or group in by_octave) and group not in weighed}
         add_joint([chunk for chunk in kept if chunk.group in whole], again, windows, workers)
-        for sparse in sketches:
+        late = [chunk for chunk in kept if chunk.key in counted and chunk.group in again.keys() - whole]
+        for sparse in [*sketches, *sparse_of(late, workers)]:
             group, fqn = sparse.chunk.group, sparse.chunk.key.fqn
             if group in again and group not in whole and group not in weighed and fqn not in bad:
                 add_shifted(sparse, scales.exponents[fqn], again[group], workers)

@@ -67,31 +67,51 @@ def _occupied(counts: Counts) -> tuple[Counts, Counts]:
     return bins, counts[bins]
 
 
+def on_host(chunk: Chunk) -> bool:
+    """Return whether a chunk is sketched on the host."""
+    return not device.serves(chunk)
+
+
 def add_joint(
-    chunks: Sequence[Chunk], joint: dict[str, Counts], windows: Mapping[str, KeyWindow], workers: Workers
+    chunks: Sequence[Chunk], joint: dict[str, Counts], windows: Mapping[str, KeyWindow], workers: Workers,
+    octaves: dict[str, Counts] | None = None,
 ) -> None:
-    """Add the chunks of the groups of `joint` to its joint sketches."""
+    """Add the chunks of the groups of `joint` to its joint sketches.
+
+    Args:
+        chunks: see above.
+        joint: counts by group.
+        windows: key window by group.
+        workers: threads.
+        octaves: gets the elements of each tensor by sign and biased exponent, int64[512]: of the numbers that are
+            coded, but of second moments their own. Given for chunks on the host alone.
+    """
     for group, array in joint.items():
         mine = [chunk for chunk in chunks if chunk.group == group]
         if not mine:
             continue
         window = windows[group]
-        near, far = _by_place(mine)
+        near, far = _by_place(mine) if octaves is None else ([], mine)
         try:
             add_joint_on_device(near, window, array)
         except torch.OutOfMemoryError:
             far = mine
         settle_streams(chunk.tensor for chunk in far)
-        work = partial(_joint_share, window=window, like=array, workers=workers)
-        for counts in workers.map(work, _shares(far, workers)):
+        work = partial(_joint_share, window=window, like=array, by_octave=octaves is not None, workers=workers)
+        for counts, by_octave in workers.map(work, _shares(far, workers)):
             array += counts
+            for fqn, own in by_octave:
+                assert octaves is not None
+                octaves[fqn] = octaves.get(fqn, 0) + own
 
 
-def _joint_share(share: Sequence[Chunk], window: KeyWindow, like: Counts, workers: Workers) -> Counts:
-    counts = np.zeros_like(like)
-    for chunk in share:
-        _sketch_chunk(chunk, window, counts, workers)
-    return counts
+def _joint_share(
+    share: Sequence[Chunk], window: KeyWindow, like: Counts, by_octave: bool, workers: Workers
+) -> tuple[Counts, list[tuple[str, Counts]]]:
+    counts, octaves = np.zeros_like(like), [np.zeros(512, np.int64) for _ in share if by_octave]
+    for place, chunk in enumerate(share):
+        _sketch_chunk(chunk, window, counts, workers, octaves[place] if by_octave else None)
+    return counts, [(chunk.key.fqn, own) for chunk, own in zip(share, octaves, strict=False)]
 
 
 def importance_of(chunk: Chunk, where: slice) -> F32:
@@ -142,11 +162,16 @@ def add_shifted(sparse: Sparse, exponent: float, counts: Counts, workers: Worker
         np.add.at(counts[0], _shifted(sparse.bins, int(exponent)), sparse.counts)
 
 
-def _sketch_chunk(chunk: Chunk, window: KeyWindow, counts: Counts, workers: Workers) -> None:
-    flat = chunk.flat()
+def _sketch_chunk(
+    chunk: Chunk, window: KeyWindow, counts: Counts, workers: Workers, octaves: Counts | None = None
+) -> None:
+    flat, frame = chunk.flat(), chunk.frame
     for where in workers.blocks(flat.numel()):
         parent = None if chunk.parent is None else chunk.parent[where]
-        sketch_block(coded_values(flat, chunk.base_values, where, chunk.frame), parent, window, chunk.exponent, counts)
+        values = coded_values(flat, chunk.base_values, where, frame)
+        sketch_block(values, parent, window, chunk.exponent, counts)
+        if octaves is not None:  # in the same pass, while the block is in the cache
+            kernels.octaves(values if frame is None or frame.scales is None else block_values(flat[where]), octaves)
 
 
 def _shifted(bins: Counts, exponent: int) -> Counts:

@@ -88,6 +88,19 @@ def test_sketch(n, window, scale):
     check_sketch(random_floats(n, n), window, scale)
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_octaves(n):
+    x = random_floats(n, n)
+    counts = [np.full(512, 3, np.int64) for _ in range(2)]
+    for implementation, found in zip((reference, cpu), counts, strict=True):
+        implementation.octaves(x, found)
+    assert_same_bits(*counts)
+    assert counts[0].sum() == x.size + 3 * 512
+    for implementation in (reference, cpu):
+        with pytest.raises(ValueError, match="counts"):
+            implementation.octaves(x, counts[0][:256])
+
+
 @pytest.mark.parametrize("with_parent", [True, False])
 @pytest.mark.parametrize("scale", SCALES[:2])
 @pytest.mark.parametrize("n", SIZES)
