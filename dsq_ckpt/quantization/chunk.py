@@ -130,6 +130,9 @@ class QuantizingChunk:
         self._flat = chunk.flat()
         settle_streams([self._flat])
         self._fitted = fitted
+        width = fitted.codebook.cell_high - fitted.codebook.cell_low
+        inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
+        self._cells = padded(fitted.codebook.cell_low), padded(inverse)
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
@@ -159,12 +162,9 @@ class QuantizingChunk:
             codes[start:stop] = book.protected
         packed = b""
         if self.refinement_bits:
-            width = book.cell_high - book.cell_low
-            inv_width = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
             symbols = np.empty_like(codes)
             kernels.refine(
-                values, codes, inverse, padded(book.cell_low), padded(inv_width), self.refinement_bits,
-                book.domain == "log", symbols,
+                values, codes, inverse, *self._cells, self.refinement_bits, book.domain == "log", symbols
             )
             packed = kernels.pack(symbols, self.refinement_bits).tobytes()
         protected = kernels.gather_protected(values, codes, book.protected)

@@ -197,6 +197,9 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
 
 def _merge(arrays: Sequence[Counts], comm: Communicator, failure: BaseException | None) -> None:
     """Sum all arrays over the ranks in one all-reduce, in place."""
+    if comm.size == 1:
+        sum_with_status(comm, np.zeros(0, np.int64), failure)
+        return
     flat = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.int64)
     merged = sum_with_status(comm, flat, failure)
     start = 0

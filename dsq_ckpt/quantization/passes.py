@@ -93,22 +93,27 @@ def add_joint(
         window = windows[group]
         near, far = _by_place(mine) if octaves is None else ([], mine)
         try:
-            add_joint_on_device(near, window, array)
+            if near:
+                add_joint_on_device(near, window, array)
         except torch.OutOfMemoryError:
             far = mine
         settle_streams(chunk.tensor for chunk in far)
-        work = partial(_joint_share, window=window, like=array, by_octave=octaves is not None, workers=workers)
-        for counts, by_octave in workers.map(work, _shares(far, workers)):
-            array += counts
+        shares = _shares(far, workers)
+        work = partial(_joint_share, window=window, by_octave=octaves is not None, workers=workers)
+        into = [array, *(np.zeros_like(array) for _ in shares[1:])]  # the first one needs no array of its own
+        for counts, by_octave in workers.map(work, zip(shares, into, strict=True)):
+            if counts is not array:
+                array += counts
             for fqn, own in by_octave:
                 assert octaves is not None
                 octaves[fqn] = octaves.get(fqn, 0) + own
 
 
 def _joint_share(
-    share: Sequence[Chunk], window: KeyWindow, like: Counts, by_octave: bool, workers: Workers
+    share_into: tuple[Sequence[Chunk], Counts], window: KeyWindow, by_octave: bool, workers: Workers
 ) -> tuple[Counts, list[tuple[str, Counts]]]:
-    counts, octaves = np.zeros_like(like), [np.zeros(512, np.int64) for _ in share if by_octave]
+    share, counts = share_into
+    octaves = [np.zeros(512, np.int64) for _ in share if by_octave]
     for place, chunk in enumerate(share):
         _sketch_chunk(chunk, window, counts, workers, octaves[place] if by_octave else None)
     return counts, [(chunk.key.fqn, own) for chunk, own in zip(share, octaves, strict=False)]
