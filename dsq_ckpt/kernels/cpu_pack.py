@@ -1,34 +1,74 @@
-"""Bit packing in Numba; see ``reference``. Eight symbols of b bits are exactly b bytes."""
+"""Bit packing in Numba; see ``reference``. Eight symbols of b bits are exactly b bytes.
+
+Eight symbols are read as one word. Neighbours are moved together, then pairs of them, then fours: three steps on a
+whole word, in place of one for each symbol.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dsq_ckpt.core.arrays import U8
+from dsq_ckpt.core.arrays import U8, Array
 from dsq_ckpt.kernels.checks import check_array, check_below, check_bits
 from dsq_ckpt.kernels.jit import jit
 
 
 @jit
-def _pack(symbols, bits, out):  # type: ignore[no-untyped-def]
-    width = np.uint64(bits)
-    for group in range(symbols.size // 8):
-        word = np.uint64(0)
-        for i in range(8):
-            word |= np.uint64(symbols[8 * group + i]) << (np.uint64(i) * width)
-        for i in range(bits):
-            out[bits * group + i] = np.uint8(word >> np.uint64(8 * i))
+def _masks(bits):  # type: ignore[no-untyped-def]
+    """Return the masks of the lower and of the upper symbols, pairs and fours, and by how much the upper ones move."""
+    one, width = np.uint64(1), np.uint64(bits)
+    symbol, pair, four = (one << width) - one, (one << 2 * width) - one, (one << 4 * width) - one
+    low = symbol | symbol << np.uint64(16) | symbol << np.uint64(32) | symbol << np.uint64(48)
+    pairs = pair | pair << np.uint64(32)
+    return (
+        low, low << width, np.uint64(8) - width, pairs, pairs << 2 * width, np.uint64(16) - 2 * width,
+        four, four << 4 * width, np.uint64(32) - 4 * width,
+    )
+
+
+@jit
+def _whole(groups, bits, size):  # type: ignore[no-untyped-def]
+    """Return how many groups can be accessed as eight bytes each, some of them of the next group."""
+    return min(groups, max(0, (size - 8) // bits + 1))
+
+
+@jit
+def _pack(words, bits, out):  # type: ignore[no-untyped-def]
+    low, high, by, low2, high2, by2, low4, high4, by4 = _masks(bits)
+    whole = _whole(words.size, bits, out.size)
+    for group in range(words.size):
+        word = words[group]
+        word = word & low | word >> by & high
+        word = word & low2 | word >> by2 & high2
+        word = word & low4 | word >> by4 & high4
+        if group < whole:  # one store; what is too much of it is written over
+            for i in range(8):
+                out[bits * group + i] = np.uint8(word >> np.uint64(8 * i))
+        else:
+            for i in range(bits):
+                out[bits * group + i] = np.uint8(word >> np.uint64(8 * i))
 
 
 @jit
 def _unpack(packed, bits, out):  # type: ignore[no-untyped-def]
-    width, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
-    for group in range(out.size // 8):
+    low, high, by, low2, high2, by2, low4, high4, by4 = _masks(bits)
+    whole = _whole(out.size, bits, packed.size)
+    for group in range(out.size):
         word = np.uint64(0)
-        for i in range(bits):
-            word |= np.uint64(packed[bits * group + i]) << np.uint64(8 * i)
-        for i in range(8):
-            out[8 * group + i] = np.uint8((word >> (np.uint64(i) * width)) & mask)
+        if group < whole:
+            for i in range(8):
+                word |= np.uint64(packed[bits * group + i]) << np.uint64(8 * i)
+        else:
+            for i in range(bits):
+                word |= np.uint64(packed[bits * group + i]) << np.uint64(8 * i)
+        word = word & low4 | (word & high4) << by4
+        word = word & low2 | (word & high2) << by2
+        out[group] = word & low | (word & high) << by
+
+
+def _words(symbols: U8) -> Array:
+    words = symbols.view(np.uint64)
+    return words if words.flags.aligned else words.copy()
 
 
 def pack(symbols: U8, bits: int) -> U8:
@@ -38,11 +78,11 @@ def pack(symbols: U8, bits: int) -> U8:
     check_below("symbols", symbols, 1 << bits)
     whole = symbols.size // 8 * 8
     out = np.empty((symbols.size * bits + 7) // 8, np.uint8)
-    _pack(symbols[:whole], bits, out)
+    _pack(_words(symbols[:whole]), bits, out[: whole // 8 * bits])
     if whole < symbols.size:
         last, tail = np.zeros(8, np.uint8), np.empty(bits, np.uint8)
         last[: symbols.size - whole] = symbols[whole:]
-        _pack(last, bits, tail)
+        _pack(last.view(np.uint64), bits, tail)
         out[whole // 8 * bits :] = tail[: out.size - whole // 8 * bits]
     return out
 
@@ -53,10 +93,13 @@ def unpack(packed: U8, bits: int, out: U8) -> None:
     check_array("out", out, np.uint8)
     check_array("packed", packed, np.uint8, ((out.size * bits + 7) // 8,))
     whole = out.size // 8 * 8
-    _unpack(packed, bits, out[:whole])
+    words = _words(out[:whole])
+    _unpack(packed[: whole // 8 * bits], bits, words)
+    if not np.shares_memory(words, out):
+        out[:whole] = words.view(np.uint8)
     if whole < out.size:
         last, tail = np.empty(8, np.uint8), np.zeros(bits, np.uint8)
         rest = packed[whole // 8 * bits :]
         tail[: rest.size] = rest
-        _unpack(tail, bits, last)
+        _unpack(tail, bits, last.view(np.uint64))
         out[whole:] = last[: out.size - whole]
