@@ -103,6 +103,14 @@ def llama(name: str, seed: int) -> Workload:
     return LanguageWorkload(name, SHORT, seed, Decoder, context=64, betas=(0.9, 0.98))
 
 
+@register("llama-long")
+def llama_long(name: str, seed: int) -> Workload:
+    """Make a decoder of half that size for a run of 21,000 steps and 210 checkpoints, in steps of some 15 ms."""
+    plan = Plan(steps=21_000, checkpoint_every=100, batch_size=4, rate=3e-3, warm_up=200, floor=0.1, clip=1.0)
+    build = partial(Decoder, DecoderConfig(layers=2))
+    return LanguageWorkload(name, plan, seed, build, context=64, betas=(0.9, 0.98))
+
+
 @register("llama-bf16")
 def llama_bf16(name: str, seed: int) -> Workload:
     """Make the same decoder computing in bfloat16, with float32 weights and moments."""

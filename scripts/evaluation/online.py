@@ -86,7 +86,7 @@ class Results:
 
 
 def reference(name: str, seed: int, directory: Path | None = None, report: Report = lambda line: None) -> Row:
-    """Return final loss and accuracy of the run without failures; it is made once and kept beside the recording.
+    """Return losses and accuracy of the run without failures; it is made once and kept beside the recording.
 
     Args:
         name: Name of the workload.
@@ -101,11 +101,17 @@ def reference(name: str, seed: int, directory: Path | None = None, report: Repor
         settings = {"run": workload.settings(), "machine": machine()["processor"], "torch": torch.__version__}
         if path.is_file():
             known: Row = json.loads(path.read_text())
-            if known["settings"] == settings:
+            if known["settings"] == settings and "losses" in known:  # earlier ones kept the final loss alone
                 return known
         report(f"{name}: the run without failures, {workload.steps} steps")
-        workload.train(0, workload.steps)
-        found = {"settings": settings, "loss": workload.evaluate(), "accuracy": workload.accuracy()}
+        every, losses = workload.checkpoint_every, list[float]()
+        for step in range(0, workload.steps, every):
+            workload.train(step, step + every)
+            losses.append(workload.evaluate())
+        found = {
+            "settings": settings, "loss": losses[-1], "accuracy": workload.accuracy(),
+            "losses": {"every": every, "values": losses},
+        }
     json_files.write(path, found)
     return found
 
@@ -145,10 +151,11 @@ def train_with_failures(
             step = number * every
             with _timed(training):
                 workload.train(step - every, step)
+            loss = workload.evaluate()
             path = run / f"step-{step:06d}"
             with _timed(saving):
                 compressor.save(path)
-            saves.append({"step": step, "seconds": saving[-1], **_searched(compressor.quality)})
+            saves.append({"step": step, "loss": loss, "seconds": saving[-1], **_searched(compressor.quality)})
             if number % per_failure == 0 and len(restores) < failures:
                 restores.append({"step": step, **_fail_and_restore(workload, compressor, path)})
                 report("  step {step}: loss {before:.4f} -> {after:.4f}".format(**restores[-1]))
@@ -339,6 +346,7 @@ def run_system(
                 row = results.add(settings, {
                     "workload": name, "seed": seed, "name": system, "bound": bound, **figures,
                     "reference_loss": exact["loss"], "reference_accuracy": exact["accuracy"],
+                    "reference_losses": exact["losses"],
                     "worse_by": worse, "within": worse <= WITHIN,  # false for a loss that is no number
                 })
         rows.append(row)

@@ -53,12 +53,18 @@ def test_reference_is_the_plain_run_and_is_kept(reference, tmp_path) -> None:
     workload = create("gpt-tiny")
     workload.train(0, workload.steps)
     assert (exact["loss"], exact["accuracy"]) == (workload.evaluate(), workload.accuracy())
+    assert exact["losses"]["every"] == 10 and len(exact["losses"]["values"]) == 6
+    assert exact["losses"]["values"][-1] == exact["loss"] < exact["losses"]["values"][0]
     lines: list[str] = []
     assert online.reference("gpt-tiny", 0, directory, lines.append) == exact
     assert not lines
     (tmp_path / online.REFERENCE_FILE).write_text(json.dumps(exact | {"settings": {"of": "another run"}, "loss": 0.0}))
     assert online.reference("gpt-tiny", 0, tmp_path, lines.append)["loss"] == exact["loss"]
     assert len(lines) == 1
+    (tmp_path / online.REFERENCE_FILE).write_text(json.dumps(
+        {key: value for key, value in exact.items() if key != "losses"}  # of a version that did not keep them
+    ))
+    assert online.reference("gpt-tiny", 0, tmp_path, lines.append) == exact and len(lines) == 2
 
 
 def test_noise_restores_the_exact_state_but_for_a_millionth(reference) -> None:
@@ -80,6 +86,8 @@ def test_exact_equals_the_run_without_failures(reference, tmp_path) -> None:
     assert row["ratio_state_kept"] == row["ratio_written"] > 1
     assert row["ratio_weights_kept"] is None and row["best_delta"] is None
     assert row["lossy_resumes"] == 0 and row["evaluations_per_checkpoint"] == 0
+    assert [save["step"] for save in row["checkpoints"]] == [15, 30, 45, 60]
+    assert row["checkpoints"][1]["loss"] == exact["losses"]["values"][2]  # both at step 30
 
 
 def test_figures_are_those_of_the_checkpoints_on_disk(ours) -> None:
@@ -137,7 +145,7 @@ def test_bounds_become_stricter_until_one_keeps_within(monkeypatch) -> None:
     losses = iter([1.5, math.nan, 1.009])
     monkeypatch.setattr(online, "train_with_failures", lambda *arguments: {"loss": next(losses)})
     results = online.Results(None, "online", {})
-    exact = {"loss": 1.0, "accuracy": 0.5}
+    exact = {"loss": 1.0, "accuracy": 0.5, "losses": {"every": 60, "values": [1.0]}}
     epsilons = [0.05, 0.02, 0.01, 0.005]
     rows = online.run_system("gpt-tiny", 0, "inshrinkerator", epsilons, results, exact)
     assert [row["bound"] for row in rows] == ["relative 0.05", "relative 0.02", "relative 0.01"]
