@@ -6,9 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
+# Where `make evaluate` and `make evaluate-quick` leave JSON files and pictures.
+RESULTS ?= evaluation
+
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv demo demo-deepspeed test coverage kernels lint docs campaign bench clean
+.PHONY: venv demo demo-deepspeed test coverage kernels lint docs campaign bench evaluate evaluate-quick clean
 
 venv: $(STAMP)
 
@@ -48,6 +51,12 @@ campaign: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/dsq bench --json bench.json
+
+evaluate: $(STAMP)
+	$(BIN)/python scripts/evaluate_all.py --directory $(RESULTS)
+
+evaluate-quick: $(STAMP)
+	$(BIN)/python scripts/evaluate_all.py --quick --directory $(RESULTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .hypothesis

@@ -9,7 +9,7 @@
     python scripts/evaluate.py resume llama --json resume.json        # steps that a restore costs the next hundred
     python scripts/evaluate.py resume-deepspeed --json resume-deepspeed.json  # the same from DeepSpeed's tags
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
-    python scripts/evaluate.py report offline.json online.json        # plots
+    python scripts/evaluate.py report offline.json online.json        # plots, of each file or --together
 """
 
 from __future__ import annotations
@@ -304,8 +304,18 @@ def rework(
 def report(
     files: list[Path] = typer.Argument(help="JSON files that the other commands wrote."),
     directory: Path | None = typer.Option(None, help="Where plots go; beside each file by default."),
+    together: Path | None = typer.Option(
+        None, help="Draw one PNG instead: size and harm of all systems, of files that offline and peers wrote."
+    ),
 ) -> None:
-    """Draw results: one PNG for each file."""
+    """Draw results: one PNG for each file, or one for all."""
+    if together is not None:
+        try:
+            results.plot_together(files, together)
+        except results.PlotError as error:
+            raise typer.BadParameter(str(error)) from error
+        console.print(together)
+        return
     for file in files:
         target = (directory or file.parent) / f"{file.stem}.png"
         try:

@@ -184,18 +184,19 @@ def train_with_noise(
     """Train a workload as `train_with_failures` does, restoring the exact state but for a noise each time."""
     count, every = _cadence(workload, failures, per_failure)
     restores: list[Row] = []
+    losses: list[Row] = []
     for number in range(1, count + 1):
         step = number * every
         workload.train(step - every, step)
+        losses.append({"step": step, "loss": workload.evaluate()})
         if number % per_failure == 0 and len(restores) < failures:
-            before = workload.evaluate()
             workload.restore(with_noise(workload.state(), step + workload.seed))
-            restores.append({"step": step, "before": before, "after": workload.evaluate()})
+            restores.append({"step": step, "before": losses[-1]["loss"], "after": workload.evaluate()})
             report("  step {step}: loss {before:.4f} -> {after:.4f}".format(**restores[-1]))
     workload.train(count * every, workload.steps)
     return {
         "every": every, "failures": failures, "loss": workload.evaluate(), "accuracy": workload.accuracy(),
-        "worst_restore": _worst(restores), "restores": restores,
+        "worst_restore": _worst(restores), "restores": restores, "checkpoints": losses,
     }
 
 

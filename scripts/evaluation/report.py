@@ -8,7 +8,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,9 +19,11 @@ from rich.table import Table
 
 import dsq_ckpt
 from dsq_ckpt.cli import json_files, output
+from evaluation import along, overview
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
@@ -116,24 +119,52 @@ def plot(source: Path, target: Path) -> None:
     Raises:
         PlotError: matplotlib is not there, or nothing knows how to draw this.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotError("plots need matplotlib: pip install matplotlib") from error
     made = json.loads(source.read_text())
     measured = made.get("measured") if isinstance(made, dict) else None
     panels = PANELS[measured](made["rows"]) if measured in PANELS else []
     if not panels:
         raise PlotError(f"{source} holds nothing that can be drawn (measured: {measured!r})")
-    with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(6.5 * min(len(panels), 2), 4.6 * math.ceil(len(panels) / 2)), layout="constrained")
+    with _figure((6.5 * min(len(panels), 2), 4.6 * math.ceil(len(panels) / 2)), target) as figure:
         axes = list(figure.subplots(math.ceil(len(panels) / 2), min(len(panels), 2), squeeze=False).flat)
         for axis, panel in zip(axes, panels, strict=False):
             panel(axis)
         for axis in axes[len(panels):]:
             axis.remove()
         figure.suptitle(f"{_heading(made)}\n{made['machine']['processor']}, {made['date']}", fontsize=8)
+
+
+def plot_together(sources: Sequence[Path], target: Path) -> None:
+    """Draw size against harm of all systems on all recorded runs, from what `offline` and `peers` wrote.
+
+    Args:
+        sources: JSON files.
+        target: a PNG file.
+
+    Raises:
+        PlotError: matplotlib is not there, or none of the files holds such figures.
+    """
+    found = overview.points(json.loads(source.read_text()) for source in sources)
+    if not found:
+        raise PlotError("none of these files holds results of offline or peers")
+    with _figure((13.0, 6.2), target) as figure:
+        overview.draw(figure, found)
+
+
+@contextmanager
+def _figure(size: tuple[float, float], target: Path) -> Iterator[Figure]:
+    """Yield a figure to draw on, and write it.
+
+    Raises:
+        PlotError: matplotlib is not there.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError("plots need matplotlib: pip install matplotlib") from error
+    with matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=150)
 
@@ -158,7 +189,12 @@ def _offline(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _online(rows: Sequence[Row]) -> list[Panel]:
-    """Plot, for each run, final loss against the ratio of weights, and of everything, that stays on disk."""
+    """Plot, for each run, final loss against the ratio of weights, and of everything, that stays on disk.
+
+    One run alone, of systems at one bound each, is drawn along its steps.
+    """
+    if len({(row["workload"], row["seed"]) for row in rows}) == 1 and (found := along.panels(rows)):
+        return found
     runs: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         if row["loss"] is not None and "ratio_state_kept" in row:  # else the run diverged, or is the noise floor

@@ -73,6 +73,8 @@ def test_noise_restores_the_exact_state_but_for_a_millionth(reference) -> None:
     [row] = online.run_system("gpt-tiny", 0, "noise", [0.05], results, exact, failures=3, per_failure=1)
     assert row["loss"] != exact["loss"] and row["loss"] == pytest.approx(exact["loss"], rel=1e-2)
     assert [restore["step"] for restore in row["restores"]] == [15, 30, 45]
+    assert [save["step"] for save in row["checkpoints"]] == [15, 30, 45, 60]
+    assert row["checkpoints"][-1]["loss"] == row["loss"]
     assert 0 < max(abs(restore["after"] / restore["before"] - 1) for restore in row["restores"]) < 1e-5
     assert online.run_system("gpt-tiny", 0, "noise", [0.05], results, exact, failures=3, per_failure=1) == [row]
 

@@ -1,0 +1,107 @@
+"""Pictures along a run that failed: its loss, what its restores changed, and the size of what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+FP32 = 32
+NOISE_FLOOR = "noise"
+
+
+def panels(rows: Sequence[Row]) -> list[Callable[[Axes], None]]:
+    """Return the panels of one run, or none where something else says more.
+
+    Losses along the run are drawn where they were measured, and no system was tried at several bounds: bounds are
+    compared by the loss at the end.
+    """
+    known = [row for row in rows if row.get("reference_losses")]
+    if not known or len({row["name"] for row in rows}) < len(rows):
+        return []
+    found: list[Callable[[Axes], None]] = [partial(_losses, rows=known), partial(_differences, rows=known)]
+    if saved := [row for row in known if "ratio_written" in row]:
+        found += [partial(_sizes, rows=saved), partial(_bytes, rows=saved)]
+    return found
+
+
+def _reference(row: Row) -> dict[int, float]:
+    """Return the losses of the run without failures, by step."""
+    losses = row["reference_losses"]
+    return {losses["every"] * (place + 1): loss for place, loss in enumerate(losses["values"])}
+
+
+def _colour(row: Row, number: int) -> str:
+    return "grey" if row["name"] == NOISE_FLOOR else f"C{number}"
+
+
+def _losses(axis: Axes, rows: Sequence[Row]) -> None:
+    reference = _reference(rows[0])
+    axis.plot([*reference], [*reference.values()], color="black", linewidth=2, label="no failures")
+    for number, row in enumerate(rows):
+        steps, losses = zip(*((save["step"], save["loss"]) for save in row["checkpoints"]), strict=True)
+        axis.plot(steps, losses, color=_colour(row, number), linewidth=0.9, label=row["name"])
+        if row["name"] != NOISE_FLOOR:
+            axis.plot(
+                [one["step"] for one in row["restores"]], [one["after"] for one in row["restores"]], linestyle="",
+                marker="v", markersize=5, color=_colour(row, number), label=f"{row['name']}, restored",
+            )
+    axis.set(xlabel="step", ylabel="held-out loss", title="{workload}, seed {seed}: loss".format(**rows[0]))
+    axis.legend(fontsize=7)
+
+
+def _differences(axis: Axes, rows: Sequence[Row]) -> None:
+    """Draw the difference to the run without failures at the steps at which both were evaluated."""
+    reference = _reference(rows[0])
+    for number, row in enumerate(rows):
+        points = [(save["step"], 100 * (save["loss"] / reference[save["step"]] - 1))
+                  for save in row["checkpoints"] if save["step"] in reference and save["loss"] is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), color=_colour(row, number), linewidth=0.9, label=row["name"])
+    for restore in rows[0]["restores"]:
+        axis.axvline(restore["step"], color="black", linewidth=0.5, alpha=0.25)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set(xlabel="step (lines: restores)", ylabel="loss above that without failures, %",
+             title="difference to the run without failures")
+    axis.legend(fontsize=7)
+
+
+def _sizes(axis: Axes, rows: Sequence[Row]) -> None:
+    """Draw the bits of each checkpoint per element: of weights in its base layer, and of all that was written."""
+    for number, row in enumerate(rows):
+        saves = row["checkpoints"]
+        for keyframe, marker in ((False, "."), (True, "s")):
+            own = [save for save in saves if save["keyframe"] == keyframe]
+            label = f"{row['name']}, {'keyframes' if keyframe else 'deltas'}"
+            axis.plot([save["step"] for save in own], [FP32 / save["ratio_written"] for save in own], marker,
+                      color=f"C{number}", markersize=4, alpha=0.4, label=f"{label}: all that was written")
+            weights = [(save["step"], FP32 / save["ratio_weights"]) for save in own if save["ratio_weights"]]
+            axis.plot(*zip(*weights, strict=True), marker, color=f"C{number}", markersize=4,
+                      label=f"{label}: weights, base layer")
+    axis.set(yscale="log", xlabel="step", ylabel="bits per element (fp32: 32)", title="size of each checkpoint")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.legend(fontsize=7)
+
+
+def _bytes(axis: Axes, rows: Sequence[Row]) -> None:
+    """Draw the bytes of all checkpoints so far, written; the last point is what is kept in the end."""
+    first = rows[0]
+    plain = first["bytes"]["logical"] / len(first["checkpoints"]) / 1e6
+    steps = [save["step"] for save in first["checkpoints"]]
+    axis.plot(steps, [plain * (place + 1) for place in range(len(steps))], color="dimgrey", label="plain checkpoints")
+    for number, row in enumerate(rows):
+        total, sums = 0.0, []
+        for save in row["checkpoints"]:
+            total += plain / save["ratio_written"]
+            sums.append(total)
+        axis.plot([save["step"] for save in row["checkpoints"]], sums, color=f"C{number}",
+                  label=f"{row['name']}, written")
+        axis.plot([row["checkpoints"][-1]["step"]], [row["bytes"]["kept"] / 1e6], "o", color=f"C{number}",
+                  label=f"{row['name']}, kept in the end")
+    axis.set(yscale="log", xlabel="step", ylabel="MB", title="all checkpoints so far")
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.legend(fontsize=7)
