@@ -35,6 +35,7 @@ from evaluation.peers import comparison as beside
 from evaluation.peers.environment import PeerMissingError
 from evaluation.recording import default_directory, load_recording
 from evaluation.recording import record as record_run
+from evaluation.results import Results
 from rich.console import Console
 
 from dsq_ckpt import DSQError
@@ -189,7 +190,7 @@ def online(
     kept = _rows_in(json_path, "online", {
         "workload": workload, "seed": seed, "failures": failures, "per_failure": per_failure, "epsilons": bounds,
         "systems": chosen,
-    })
+    }, lambda rows: {"versus": online_runs.versus(rows)})
     exact = online_runs.reference(workload, seed, directory, console.print)
     rows: list[results.Row] = []
     failed = False
@@ -332,10 +333,13 @@ def _known(given: list[str], known: Collection[str]) -> list[str]:
     return given
 
 
-def _rows_in(path: Path | None, measured: str, settings: dict[str, Any]) -> online_runs.Results:
+def _rows_in(
+    path: Path | None, measured: str, settings: dict[str, Any],
+    conclude: Callable[[Sequence[results.Row]], dict[str, Any]] = lambda rows: {},
+) -> Results:
     """Return the rows of earlier calls of the same command."""
     try:
-        return online_runs.Results(path, measured, settings)
+        return Results(path, measured, settings, conclude)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

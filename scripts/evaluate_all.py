@@ -1,7 +1,7 @@
 """Measure everything that docs/evaluation.md shows, or a shortened set of it, and draw the pictures.
 
     python scripts/evaluate_all.py --quick --directory evaluation    # within an hour on two cores
-    python scripts/evaluate_all.py --directory evaluation            # all of it, more than a day
+    python scripts/evaluate_all.py --directory evaluation            # all of it, many hours
     python scripts/evaluate_all.py --quick --list                    # the commands, none is run
 
 Each command writes a JSON file of the name that it has in benchmarks/results, without the machine's. Commands that have

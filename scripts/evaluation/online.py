@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.storage.manifest import checkpoints
 from evaluation.recording import _one_thread, default_directory
-from evaluation.report import Column, Row, digits, document, machine, percent, ratio
+from evaluation.report import Column, Row, digits, machine, percent, ratio
+from evaluation.results import Results
 from evaluation.workloads import Workload, create, with_noise
 
 REFERENCE_FILE = "reference.json"
-NOISE_FLOOR = "noise"
+OURS, NOISE_FLOOR = "dsq", "noise"
 WITHIN = 0.01
 """Largest relative rise of the final loss that counts as no harm, as in the paper."""
 PAPER_HOURS = (3, 8)
@@ -39,50 +40,6 @@ PAPER_HOURS = (3, 8)
 _LOST = -12345  # what integers are overwritten with; no count of batches is negative
 
 Report = Callable[[str], None]
-
-
-class Results:
-    """Rows of a command, written to a JSON file after each, so that an interrupted command need not start anew.
-
-    Args:
-        path: The file; None: nothing is written. Rows that are there already are kept.
-        measured: Name of the command.
-        settings: Its arguments.
-
-    Raises:
-        ValueError: The file holds what another command, machine or version of torch has measured.
-    """
-
-    def __init__(self, path: Path | None, measured: str, settings: Mapping[str, Any]) -> None:
-        self._path, self._measured, self._settings = path, measured, settings
-        self.rows: list[Row] = []
-        if path is not None and path.is_file():
-            known, now = json.loads(path.read_text()), self._document()
-            for key, there, here in (
-                ("measured", known["measured"], measured), ("torch", known["torch"], now["torch"]),
-                ("processor", known["machine"]["processor"], now["machine"]["processor"]),
-            ):
-                if there != here:
-                    raise ValueError(f"{path} has {key} {there!r}, this is {here!r}: name another file")
-            self.rows = known["rows"]
-
-    def find(self, settings: Mapping[str, Any]) -> Row | None:
-        """Return the row that was measured with these settings."""
-        wanted = json.loads(json.dumps(settings))
-        return next((row for row in self.rows if row["settings"] == wanted), None)
-
-    def add(self, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> Row:
-        """Take in a row and write the file; returns the row as it is there, without NaN."""
-        self.rows.append({**figures, "settings": settings})
-        made = self._document()
-        self.rows = made["rows"]
-        if self._path is not None:
-            json_files.write(self._path, made)
-        return self.rows[-1]
-
-    def _document(self) -> Row:
-        with _one_thread():  # it says with how many threads torch ran
-            return document(self._measured, self._settings, self.rows)
 
 
 def reference(name: str, seed: int, directory: Path | None = None, report: Report = lambda line: None) -> Row:
@@ -303,7 +260,7 @@ def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str
     """
     if system == NOISE_FLOOR:
         yield "-", None
-    elif system == "dsq":
+    elif system == OURS:
         config = dsq_ckpt.DSQConfig()
         yield f"{config.search.bound} {config.search.epsilon:g}", config
     elif SYSTEMS[system].space is None:
@@ -354,6 +311,30 @@ def run_system(
         if row["within"]:
             break
     return rows
+
+
+def versus(rows: Sequence[Row]) -> list[Row]:
+    """Return, for each row of another lossy system, how many times smaller ours keeps the weights of the same run.
+
+    Only where ours has no greater final loss, which `harmless` tells; else there is no `times_weights`.
+    """
+    found: list[Row] = []
+    own = {_run(row): row for row in rows if row["name"] == OURS}
+    for row in rows:
+        mine = own.get(_run(row))
+        if mine is None or mine is row or not row.get("ratio_weights_kept") or mine["loss"] is None:
+            continue
+        harmless = row["loss"] is None or mine["loss"] <= row["loss"]  # None: theirs diverged
+        found.append({
+            **{key: row[key] for key in ("workload", "seed", "failures", "name", "bound")},
+            "worse_by": row["worse_by"], "ours_worse_by": mine["worse_by"], "harmless": harmless,
+            "times_weights": mine["ratio_weights_kept"] / row["ratio_weights_kept"] if harmless else None,
+        })
+    return found
+
+
+def _run(row: Row) -> tuple[Any, ...]:
+    return row["workload"], row["seed"], row["failures"], row["every"]
 
 
 def targets(row: Row) -> list[tuple[str, bool]]:

@@ -26,9 +26,10 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt.config.systems import EXACT_MOMENTS
 from dsq_ckpt.storage.manifest import Manifest
-from evaluation.online import Report, Results
+from evaluation.online import Report
 from evaluation.recording import _one_thread
 from evaluation.report import Column, Row, digits, percent
+from evaluation.results import Results
 from evaluation.workloads import Workload, create
 
 PROBE_BATCHES = 16

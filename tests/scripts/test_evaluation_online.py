@@ -11,6 +11,7 @@ import pytest
 import torch
 from evaluate import app
 from evaluation import create, online, rework
+from evaluation.results import Results
 from typer.testing import CliRunner
 
 import dsq_ckpt
@@ -69,7 +70,7 @@ def test_reference_is_the_plain_run_and_is_kept(reference, tmp_path) -> None:
 
 def test_noise_restores_the_exact_state_but_for_a_millionth(reference) -> None:
     exact, _ = reference
-    results = online.Results(None, "online", {})
+    results = Results(None, "online", {})
     [row] = online.run_system("gpt-tiny", 0, "noise", [0.05], results, exact, failures=3, per_failure=1)
     assert row["loss"] != exact["loss"] and row["loss"] == pytest.approx(exact["loss"], rel=1e-2)
     assert [restore["step"] for restore in row["restores"]] == [15, 30, 45]
@@ -146,7 +147,7 @@ def test_too_many_checkpoints_are_refused(tmp_path) -> None:
 def test_bounds_become_stricter_until_one_keeps_within(monkeypatch) -> None:
     losses = iter([1.5, math.nan, 1.009])
     monkeypatch.setattr(online, "train_with_failures", lambda *arguments: {"loss": next(losses)})
-    results = online.Results(None, "online", {})
+    results = Results(None, "online", {})
     exact = {"loss": 1.0, "accuracy": 0.5, "losses": {"every": 60, "values": [1.0]}}
     epsilons = [0.05, 0.02, 0.01, 0.005]
     rows = online.run_system("gpt-tiny", 0, "inshrinkerator", epsilons, results, exact)
@@ -161,6 +162,19 @@ def test_ours_and_exact_are_run_once() -> None:
     [(bound, config)] = online.configurations("dsq", [0.1])
     assert config == dsq_ckpt.DSQConfig() and bound.startswith(config.search.bound)
     assert len(list(online.configurations("exact", [0.1, 0.2]))) == 1
+
+
+def test_ours_is_compared_where_it_does_no_more_harm() -> None:
+    def row(name: str, loss: float | None, weights: float | None, workload: str = "gpt") -> dict[str, Any]:
+        return {"workload": workload, "seed": 0, "failures": 10, "every": 36, "name": name, "bound": "b", "loss": loss,
+                "worse_by": None if loss is None else loss - 1, "ratio_weights_kept": weights}
+
+    rows = [row("dsq", 1.01, 60.0), row("uniform", 1.2, 20.0), row("lc", 1.0, 10.0), row("scar", None, 5.0),
+            row("exact", 1.0, None), row("uniform", 1.2, 20.0, workload="vit")]
+    found = online.versus(rows)
+    assert [(one["name"], one["harmless"], one["times_weights"]) for one in found] == [
+        ("uniform", True, 3.0), ("lc", False, None), ("scar", True, 12.0),
+    ]
 
 
 def test_targets_follow_the_row() -> None:
@@ -196,6 +210,7 @@ def test_an_interrupted_command_goes_on_where_it_was(reference, tmp_path, monkey
     assert trained == ["exact", "dsq"]
     written = json.loads(path.read_text())
     assert [row["name"] for row in written["rows"]] == ["exact", "dsq"] and written["rows"][0] == first
+    assert written["versus"] == []  # exact checkpoints have no quantized weights
     assert written["command"] and written["machine"]["processor"] and written["torch"] == torch.__version__
     assert written["dsq_ckpt"] == dsq_ckpt.__version__ and written["date"]
     # Another cadence is another run.
@@ -225,7 +240,7 @@ def test_rework_of_exact_checkpoints_is_what_was_lost() -> None:
     """Restored bit for bit, training is back after the steps since the checkpoint, if the loss fell all along."""
     plan = rework.Experiment("gpt-tiny", 0, every=3, trials=4, limit=10)
     curve = rework.loss_curve(plan)
-    row = rework.run_method(plan, rework.Method("exact", "exact"), curve, online.Results(None, "rework", {}))
+    row = rework.run_method(plan, rework.Method("exact", "exact"), curve, Results(None, "rework", {}))
     assert [trial["step"] for trial in row["trials"]] == plan.failures(60)
     for trial in row["trials"]:
         since = range(trial["checkpoint"], trial["step"] + 1)
