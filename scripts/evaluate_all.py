@@ -108,6 +108,14 @@ online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --ep
 online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online moe --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online finetune --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
+online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 5
+                          --per-failure 4
+online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 20
+                          --per-failure 1
+online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 5
+                          --per-failure 4
+online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 20
+                          --per-failure 1
 online-long             evaluate.py online llama-long --systems dsq,noise --failures 20 --per-failure 10
 resume-seed0            evaluate.py resume llama llama-bf16 vit lstm moe finetune --config default --config smallest
                           --share 0.3 --share 0.6

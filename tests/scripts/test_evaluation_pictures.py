@@ -19,6 +19,7 @@ def failed_run(name: str, saved: bool = True, bound: str = "-") -> dict:
     saves = [{"step": step, "loss": 2 - 0.01 * step, **sizes} for step in (10, 20, 30, 40)]
     row = {
         "workload": "gpt", "seed": 0, "name": name, "bound": bound, "loss": 1.6, "checkpoints": saves,
+        "failures": 1,
         "restores": [{"step": 20, "before": 1.8, "after": 1.81}], "reference_loss": 1.5,
         "reference_losses": {"every": 20, "values": [1.6, 1.5]},
     }
@@ -51,6 +52,8 @@ def test_one_run_is_drawn_along_its_steps() -> None:
     assert losses["dsq, restored"] == [(20, 1.81)]
     # At the steps at which both were evaluated.
     assert differences["dsq"] == [(20, pytest.approx(12.5)), (40, pytest.approx(100 * (1.6 / 1.5 - 1)))]
+    means = differences["dsq, mean from restore to restore"]
+    assert means == [(10, pytest.approx(12.5)), (30, pytest.approx(100 * (1.6 / 1.5 - 1)))]
     assert sizes["dsq, keyframes: weights, base layer"] == [(10, 1.0)]
     assert sizes["dsq, deltas: weights, base layer"] == [(20, 0.5), (40, 0.5)]
     assert sizes["dsq, deltas: all that was written"] == [(20, 2.0), (30, 2.0), (40, 2.0)]
@@ -61,6 +64,10 @@ def test_one_run_is_drawn_along_its_steps() -> None:
 def test_several_bounds_or_runs_are_compared_by_their_end() -> None:
     bounds = [failed_run("uniform", bound=bound) for bound in ("relative 0.05", "relative 0.02")]
     assert list(drawn(bounds)) == ["gpt, seed 0: weights", "gpt, seed 0: everything"]
+    seldom = failed_run("noise", saved=False) | {"failures": 2}
+    assert {"noise, 1 restores", "noise, 2 restores"} < set(
+        drawn([failed_run("dsq"), failed_run("noise", saved=False), seldom])["gpt, seed 0: loss"]
+    )
     assert "gpt, seed 1: weights" in drawn([failed_run("dsq"), failed_run("dsq") | {"seed": 1}])
     assert along.panels([{key: value for key, value in failed_run("dsq").items() if key != "reference_losses"}]) == []
 
