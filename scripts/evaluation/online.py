@@ -316,7 +316,8 @@ def run_system(
 def versus(rows: Sequence[Row]) -> list[Row]:
     """Return, for each row of another lossy system, how many times smaller ours keeps the weights of the same run.
 
-    Only where ours has no greater final loss, which `harmless` tells; else there is no `times_weights`.
+    Only where ours has no greater final loss, which `harmless` tells; else there are no `times`. `times_weights` is of
+    all that is kept, `times_base` without the refinement of the newest checkpoints, as in a run of very many.
     """
     found: list[Row] = []
     own = {_run(row): row for row in rows if row["name"] == OURS}
@@ -328,7 +329,8 @@ def versus(rows: Sequence[Row]) -> list[Row]:
         found.append({
             **{key: row[key] for key in ("workload", "seed", "failures", "name", "bound")},
             "worse_by": row["worse_by"], "ours_worse_by": mine["worse_by"], "harmless": harmless,
-            "times_weights": mine["ratio_weights_kept"] / row["ratio_weights_kept"] if harmless else None,
+            **{f"times_{short}": mine[key] / row[key] if harmless else None
+               for short, key in (("weights", "ratio_weights_kept"), ("base", "ratio_weights_base"))},
         })
     return found
 

@@ -167,13 +167,14 @@ def test_ours_and_exact_are_run_once() -> None:
 def test_ours_is_compared_where_it_does_no_more_harm() -> None:
     def row(name: str, loss: float | None, weights: float | None, workload: str = "gpt") -> dict[str, Any]:
         return {"workload": workload, "seed": 0, "failures": 10, "every": 36, "name": name, "bound": "b", "loss": loss,
-                "worse_by": None if loss is None else loss - 1, "ratio_weights_kept": weights}
+                "worse_by": None if loss is None else loss - 1, "ratio_weights_kept": weights,
+                "ratio_weights_base": 2 * weights if name == "dsq" and weights else weights}
 
     rows = [row("dsq", 1.01, 60.0), row("uniform", 1.2, 20.0), row("lc", 1.0, 10.0), row("scar", None, 5.0),
             row("exact", 1.0, None), row("uniform", 1.2, 20.0, workload="vit")]
     found = online.versus(rows)
-    assert [(one["name"], one["harmless"], one["times_weights"]) for one in found] == [
-        ("uniform", True, 3.0), ("lc", False, None), ("scar", True, 12.0),
+    assert [(one["name"], one["harmless"], one["times_weights"], one["times_base"]) for one in found] == [
+        ("uniform", True, 3.0, 6.0), ("lc", False, None, None), ("scar", True, 12.0, 24.0),
     ]
 
 
