@@ -40,10 +40,11 @@ if (ROOT / "configs").is_dir():
 native = "dsq_ckpt/coding/native"
 texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+_NAMES = ("lanes", "model", "plain", "avx2", "avx512", "changes", "changes_avx2", "changes_avx512")
 coder = Extension(
     "dsq_ckpt.coding._lanes",
-    [f"{native}/{name}.c" for name in ("lanes", "model", "plain", "avx2", "avx512")],
-    depends=[f"{native}/lanes.h"],
+    [f"{native}/{name}.c" for name in _NAMES],
+    depends=[f"{native}/{name}.h" for name in ("lanes", "changes", "changes_x86")],
     define_macros=[("DSQ_SOURCES", f'"{sources}"')],  # with which _native.py knows a library of other sources
     extra_compile_args=["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off"],
     py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),  # one library for all versions

@@ -1,30 +1,33 @@
 """Entropy coding of codes given the codes of the parent checkpoint, and exact storage of floats.
 
 A `Coder` is a model fitted on the joint counts of (previous code, code); every chunk of a group is encoded
-with the same model. `rans` reaches the conditional entropy; `huffman` is the coder of the papers behind the
-same interface.
+with the same model. `rans` reaches the conditional entropy; `changes` does where few codes change, and is faster there;
+`huffman` is the coder of the papers behind the same interface.
 """
 
 from __future__ import annotations
 
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.coding.changes import ChangesCoder, fit_fastest
 from dsq_ckpt.coding.huffman import HuffmanCoder, huffman_bits
 from dsq_ckpt.coding.lossless import shuffle_compress, shuffle_decompress
 from dsq_ckpt.coding.rans import RansCoder
 from dsq_ckpt.errors import CodingError
 
 __all__ = [
+    "ChangesCoder",
     "Coder",
     "CodingError",
     "HuffmanCoder",
     "RansCoder",
     "coder_class",
+    "fit_fastest",
     "huffman_bits",
     "shuffle_compress",
     "shuffle_decompress",
 ]
 
-_CODERS: dict[str, type[Coder]] = {cls.name: cls for cls in (RansCoder, HuffmanCoder)}
+_CODERS: dict[str, type[Coder]] = {cls.name: cls for cls in (RansCoder, HuffmanCoder, ChangesCoder)}
 
 
 def coder_class(name: str) -> type[Coder]:

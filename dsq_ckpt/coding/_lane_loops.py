@@ -17,15 +17,16 @@ TRUNCATED, IMPOSSIBLE, LEFT, BAD_STATE, BAD_SIZE, BAD_TABLES, UNKNOWN = -1, -2, 
 LANES, SINGLE = 32, 32768
 EMPTY = 0xFFFF
 _TAIL_WORDS, _MAX_TAIL = 30, 4096
-_HEAD = 2 + 4 * LANES
-_LOW = 65536
+HEAD = 2 + 4 * LANES
+LOW = 65536
 _ESCAPE = 255
 
 _i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
 
 
 @jit
-def _load(block: Array, at: int, size: int) -> int:
+def load(block: Array, at: int, size: int) -> int:
+    """Return an integer of `size` bytes."""
     value = _i64(0)
     for i in range(size):
         value |= _i64(block[at + i]) << (8 * i)
@@ -35,11 +36,11 @@ def _load(block: Array, at: int, size: int) -> int:
 @jit
 def _refill(x: int, block: Array, at: int) -> tuple[int, int]:
     """Return a state after a step, and the place of the next word, or an error in its place."""
-    if x >= _LOW:
+    if x >= LOW:
         return x, at
     if at + 2 > block.size:
         return x, TRUNCATED
-    return x << 16 | _load(block, at, 2), at + 2
+    return x << 16 | load(block, at, 2), at + 2
 
 
 @jit
@@ -89,13 +90,46 @@ def _decode_group(
 
 @jit
 def _decode_single(tables: Any, parent: Array, out: Array, first: int, states: Array, block: Array, at: int) -> int:
-    if states[0] < _LOW:
+    if states[0] < LOW:
         return BAD_STATE
     for i in range(first, out.size):
         at = _decode_group(tables, parent, out, i, 1, states, block, at)
         if at < 0:
             return at
-    return at if states[0] == _LOW else LEFT
+    return at if states[0] == LOW else LEFT
+
+
+@jit
+def decode_one(tables: Any, parent: Array, out: Array, n: int, states: Array, block: Array, at: int) -> int:
+    """Decode the first n codes with the first lane; return the place of the next word, or an error."""
+    for i in range(n):
+        at = _decode_group(tables, parent, out, i, 1, states, block, at)
+        if at < 0:
+            return at
+    return at
+
+
+@jit
+def decode_turns(tables: Any, parent: Array, out: Array, n: int, states: Array, block: Array, at: int) -> int:
+    """Decode the first n codes, which the lanes take in turn; return the place of the next word, or an error."""
+    for first in range(0, n, LANES):
+        at = _decode_group(tables, parent, out, first, min(n - first, LANES), states, block, at)
+        if at < 0:
+            return at
+    return at
+
+
+@jit
+def decode_tail(tables: Any, parent: Array, out: Array, start: int, states: Array) -> int:
+    """Decode the codes from `start` on, which are in what the lanes end with; return 0 or an error."""
+    words = np.empty(2 * LANES, np.uint8)
+    for j in range(LANES):
+        if states[j] >> 16 != 1:
+            return LEFT
+        words[2 * j], words[2 * j + 1] = states[j] & 0xFF, states[j] >> 8 & 0xFF
+    states[0] = load(words, 0, 4)
+    at = _decode_single(tables, parent, out, start, states, words, 4)
+    return at if at < 0 else LEFT if words[at:].any() else 0
 
 
 @jit
@@ -104,33 +138,22 @@ def _decode(tables: Any, parent: Array, out: Array, block: Array) -> int:
     if n < SINGLE:
         if block.size < 4 or block.size % 2:
             return BAD_SIZE
-        states[0] = _load(block, 0, 4)
+        states[0] = load(block, 0, 4)
         at = _decode_single(tables, parent, out, 0, states, block, 4)
         return at if at < 0 else 0 if at == block.size else LEFT
-    if block.size < _HEAD or block.size % 2:
+    if block.size < HEAD or block.size % 2:
         return BAD_SIZE
-    start = n - _load(block, 0, 2)
+    start = n - load(block, 0, 2)
     if start < 0:
         return BAD_SIZE
     for j in range(LANES):
-        states[j] = _load(block, 2 + 4 * j, 4)
-        if states[j] < _LOW:
+        states[j] = load(block, 2 + 4 * j, 4)
+        if states[j] < LOW:
             return BAD_STATE
-    at = _i64(_HEAD)
-    for first in range(0, start, LANES):
-        at = _decode_group(tables, parent, out, first, min(start - first, LANES), states, block, at)
-        if at < 0:
-            return at
-    if at != block.size:
-        return LEFT
-    words = np.empty(2 * LANES, np.uint8)
-    for j in range(LANES):
-        if states[j] >> 16 != 1:
-            return LEFT
-        words[2 * j], words[2 * j + 1] = states[j] & 0xFF, states[j] >> 8 & 0xFF
-    states[0] = _load(words, 0, 4)
-    at = _decode_single(tables, parent, out, start, states, words, 4)
-    return at if at < 0 else LEFT if words[at:].any() else 0
+    at = decode_turns(tables, parent, out, start, states, block, _i64(HEAD))
+    if at < 0:
+        return at
+    return LEFT if at != block.size else decode_tail(tables, parent, out, start, states)
 
 
 @jit(error_model="numpy")
@@ -169,46 +192,86 @@ def _encode_group(
 
 
 @jit
-def _encode(tables: Any, shift: int, parent: Array, codes: Array, buffer: Array) -> int:
-    n, end = codes.size, buffer.size
-    at, states, x = end, np.full(LANES, _LOW, np.int64), np.full(1, _LOW, np.int64)
-    if n < SINGLE:
-        for i in range(n - 1, -1, -1):
-            at = _encode_group(tables, shift, parent, codes, i, 1, x, buffer, at)
-            if at < 0:
-                return at
-        if at == end and x[0] == _LOW:
-            return 0
-        at -= 4
-        for i in range(4):
-            buffer[at + i] = x[0] >> (8 * i) & 0xFF
-        return end - at
+def encode_tail(tables: Any, shift: int, parent: Array, codes: Array, n: int, states: Array) -> tuple[int, bool]:
+    """Encode the last of n codes into states, LOW + a word each; return how many, and whether these are certain."""
+    x = np.full(1, LOW, np.int64)
     words, tail = np.zeros(2 * _TAIL_WORDS, np.uint8), 0
-    place, most = words.size, min(max(n // 64, _MAX_TAIL), 65535)
+    place, most = words.size, min(max(n // 64, _MAX_TAIL), 65535, n)
     while tail < most and place >= 4:
         tail += 1
         place = _encode_group(tables, shift, parent, codes, n - tail, 1, x, words, place)
         if place < 0:
-            return place
-    certain = place == words.size and x[0] == _LOW
-    states[0], states[1] = _LOW + (x[0] & 0xFFFF), _LOW + (x[0] >> 16)
+            return place, False
+    certain = place == words.size and x[0] == LOW
+    states[:] = LOW
+    states[0], states[1] = LOW + (x[0] & 0xFFFF), LOW + (x[0] >> 16)
     for j in range(2, LANES):
         if place < words.size:
-            states[j] = _LOW + _load(words, place, 2)
+            states[j] = LOW + load(words, place, 2)
             place += 2
-    seed, start = states.copy(), n - tail
-    for first in range((start - 1) // LANES * LANES, -1, -LANES):
-        at = _encode_group(tables, shift, parent, codes, first, min(start - first, LANES), states, buffer, at)
+    return tail, certain
+
+
+@jit
+def encode_one(
+    tables: Any, shift: int, parent: Array, codes: Array, n: int, states: Array, buffer: Array, at: int
+) -> int:
+    """Encode the first n codes with the first lane in front of `at`; return the new place, or an error."""
+    for i in range(n - 1, -1, -1):
+        at = _encode_group(tables, shift, parent, codes, i, 1, states, buffer, at)
         if at < 0:
             return at
+    return at
+
+
+@jit
+def encode_turns(
+    tables: Any, shift: int, parent: Array, codes: Array, n: int, states: Array, buffer: Array, at: int
+) -> int:
+    """Encode the first n codes, which the lanes take in turn, in front of `at`; return the new place, or an error."""
+    for first in range((n - 1) // LANES * LANES, -1, -LANES):
+        at = _encode_group(tables, shift, parent, codes, first, min(n - first, LANES), states, buffer, at)
+        if at < 0:
+            return at
+    return at
+
+
+@jit
+def store_state(state: int, buffer: Array, at: int) -> int:
+    """Write a state in front of `at`; return the new place."""
+    for i in range(4):
+        buffer[at - 4 + i] = state >> (8 * i) & 0xFF
+    return at - 4
+
+
+@jit
+def store_states(tail: int, states: Array, buffer: Array, at: int) -> int:
+    """Write the lanes' states, after the number of codes of the tail, in front of `at`; return the new place."""
+    for j in range(LANES - 1, -1, -1):
+        at = store_state(states[j], buffer, at)
+    buffer[at - 2], buffer[at - 1] = tail & 0xFF, tail >> 8
+    return at - 2
+
+
+@jit
+def _encode(tables: Any, shift: int, parent: Array, codes: Array, buffer: Array) -> int:
+    n, end = codes.size, buffer.size
+    at, states = end, np.full(LANES, LOW, np.int64)
+    if n < SINGLE:
+        at = encode_one(tables, shift, parent, codes, n, states, buffer, at)
+        if at < 0 or (at == end and states[0] == LOW):
+            return min(at, 0)
+        return end - store_state(states[0], buffer, at)
+    tail, certain = encode_tail(tables, shift, parent, codes, n, states)
+    if tail < 0:
+        return tail
+    seed = states.copy()
+    at = encode_turns(tables, shift, parent, codes, n - tail, states, buffer, at)
+    if at < 0:
+        return at
     if certain and at == end and (states == seed).all():
         return 0
-    at -= _HEAD
-    buffer[at], buffer[at + 1] = tail & 0xFF, tail >> 8
-    for j in range(LANES):
-        for i in range(4):
-            buffer[at + 2 + 4 * j + i] = states[j] >> (8 * i) & 0xFF
-    return end - at
+    return end - store_states(tail, states, buffer, at)
 
 
 _NONE = np.empty(0, np.uint8)

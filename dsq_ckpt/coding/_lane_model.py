@@ -13,7 +13,7 @@ from dsq_ckpt.kernels.jit import jit
 
 MIN_BITS, MAX_BITS = 10, 15
 ESCAPE = 255
-_MAX_LEFT = 4095
+MAX_LEFT = 4095
 _NEVER = (1 << 63) - 1
 FIRST, MAX_GRID, WIDTH = 127, 103, 7
 
@@ -34,7 +34,7 @@ def grid_value(index: int) -> int:
 @jit
 def _share(counts: Array, first: int, bits: int, freqs: Array) -> None:
     slots = 1 << bits
-    least = max(slots - _MAX_LEFT, 1)
+    least = max(slots - MAX_LEFT, 1)
     total = counts.sum()
     rest = slots
     for s in range(counts.size):
@@ -124,7 +124,7 @@ def fit(counts: Array, log2s: Array, freqs: Array, firsts: Array, escape_freqs: 
         best = _NEVER
         for b in range(MIN_BITS, MAX_BITS + 1):
             costs[b] = _NEVER
-            if b <= 12 or (total - counts[r, first]) << b <= (_MAX_LEFT + 1) * total:
+            if b <= 12 or (total - counts[r, first]) << b <= (MAX_LEFT + 1) * total:
                 costs[b] = _fit_row(counts[r], first, b, log2s, trial, escape)
             best = min(best, costs[b])
         bits[r] = MIN_BITS
@@ -201,7 +201,7 @@ def _read_rows(data: Array, freqs: Array, firsts: Array, escape_freqs: Array, bi
                 return -1
             escape_freqs[r] = grid_value(v)
             left += escape_freqs[r]
-        if firsts[r] < 0 or left > _MAX_LEFT or left >= 1 << bits[r]:
+        if firsts[r] < 0 or left > MAX_LEFT or left >= 1 << bits[r]:
             return -1
         freqs[r, firsts[r]] = (1 << bits[r]) - left
         if escaped > 0 and symbols > ESCAPE and freqs[r, ESCAPE] > 0:

@@ -28,7 +28,7 @@ PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
-_INTERFACE = 2
+_INTERFACE = 3
 """Of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -38,6 +38,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dsq_best_path": (_I, []),
     "dsq_decode": (_I, [_I, _P, _P, _P, _S, _P, _S, _P, _P, _S, _P, _S]),
     "dsq_encode": (ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _P, _S, _P, _S]),
+    "dsq_decode_changes": (_I, [_I, _P, _P, _P, _S, _P, _S, _P, _S, _P, ctypes.c_uint, _P, _S, _P, _S]),
+    "dsq_encode_changes": (
+        ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _S, _P, ctypes.c_uint, _P, _P, _S, _P, _S]
+    ),
     "dsq_fit": (None, [_P, _S, _S, _P, _P, _P, _P, _P]),
     "dsq_write_rows": (_S, [_P, _P, _P, _P, _S, _S, _P]),
     "dsq_read_rows": (_I, [_P, _S, _P, _P, _P, _P, _S, _S]),
@@ -129,6 +133,30 @@ def encode(
     result: int = _library().dsq_encode(
         level, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(parent),
         _address(codes), codes.size, _address(buffer), buffer.size,
+    )
+    return result
+
+
+def decode_changes(
+    level: int, rows: U32, counts: U16, escaped: U8, entries: U32, kinds: U8, limits: U8, codes: U8, block: U8
+) -> int:
+    """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
+    result: int = _library().dsq_decode_changes(
+        level, _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
+        _address(kinds), kinds.size, _address(limits), limits.size, _address(codes), codes.size, _address(block),
+        block.size,
+    )
+    return result
+
+
+def encode_changes(
+    level: int, table: U32, escapes: U32, counts: U16, shift: int, kinds: U8, limits: U8, parent: U8, codes: U8,
+    buffer: U8,
+) -> int:
+    """Encode a block given previous codes; see `dsq_encode_changes` in native/changes.c."""
+    result: int = _library().dsq_encode_changes(
+        level, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(kinds), kinds.size,
+        _address(limits), limits.size, _address(parent), _address(codes), codes.size, _address(buffer), buffer.size,
     )
     return result
 

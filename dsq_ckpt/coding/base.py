@@ -31,9 +31,11 @@ class Coder(ABC):
         name: name of the coder in the registry and in files.
         contexts: size of the alphabet of the parent's codes, 0 to 256.
         symbols: size of the alphabet of the codes, 1 to 256.
+        in_place: `update` needs no copy of the codes, and less time than `decode`.
     """
 
     name: ClassVar[str]
+    in_place: ClassVar[bool] = False
 
     def __init__(self, contexts: int, symbols: int) -> None:
         self.contexts = contexts
@@ -80,7 +82,7 @@ class Coder(ABC):
         Raises:
             CodingError: a code has no count in the row of its previous code, or the arrays do not fit.
         """
-        _check_vector("codes", codes)
+        check_vector("codes", codes)
         if parent is not None:
             parent = self._checked_parent(parent, codes.size)
         return self._encode(np.ascontiguousarray(codes), parent) if codes.size else b""
@@ -94,7 +96,7 @@ class Coder(ABC):
         Raises:
             CodingError: the bytes end early, have a remainder, or are no block of this model.
         """
-        _check_vector("out", out)
+        check_vector("out", out)
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise CodingError("out must be a contiguous, writeable array")
         if parent is not None:
@@ -106,6 +108,15 @@ class Coder(ABC):
         elif len(data):
             raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
 
+    def update(self, data: bytes | memoryview, codes: U8) -> None:
+        """Decode one block into the array of the previous codes, as `decode` does into another one.
+
+        Raises:
+            CodingError: see `decode`.
+        """
+        previous = codes.copy()
+        self.decode(data, previous, codes)
+
     @abstractmethod
     def _encode(self, codes: U8, parent: U8 | None) -> bytes: ...
 
@@ -113,7 +124,7 @@ class Coder(ABC):
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None: ...
 
     def _checked_parent(self, parent: U8, n: int) -> U8:
-        _check_vector("parent", parent)
+        check_vector("parent", parent)
         if parent.size != n:
             raise CodingError(f"parent has {parent.size} codes, expected {n}, one for each code")
         if n and int(parent.max()) >= self.contexts:
@@ -143,6 +154,7 @@ def check_counts(counts: Array) -> I64:
     return np.ascontiguousarray(counts, np.int64)
 
 
-def _check_vector(what: str, array: U8) -> None:
+def check_vector(what: str, array: U8) -> None:
+    """Raise `CodingError` unless an array is one of codes."""
     if array.dtype != np.uint8 or array.ndim != 1:
         raise CodingError(f"{what} must be a uint8 vector, got {array.dtype} of shape {array.shape}")

@@ -28,11 +28,12 @@ from dsq_ckpt.errors import CodingError
 
 _VERSION = 2
 _HEADER = struct.Struct("<BHH")
-_WRONG = {
+WRONG = {
     TRUNCATED: "it ends early", IMPOSSIBLE: "it holds a symbol that the model lacks",
     LEFT: "bytes are left at its end, or its final states are wrong",
     BAD_SIZE: "no block of so many codes has this size",
 }
+"""What is wrong with a block, by error."""
 
 
 class Model(NamedTuple):
@@ -67,6 +68,11 @@ class RansCoder(Coder):
     def __init__(self, model: Model) -> None:
         super().__init__(model.freqs.shape[0] - 1, model.freqs.shape[1])
         self._model = model
+
+    @property
+    def model(self) -> Model:
+        """Frequencies of the rows."""
+        return self._model
 
     @classmethod
     def fit(cls, counts: Array) -> RansCoder:
@@ -116,7 +122,7 @@ class RansCoder(Coder):
         if error:
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes for {out.size} codes: "
-                f"{_WRONG.get(error, 'its states are out of range')}, or model or parent are not its own"
+                f"{WRONG.get(error, 'its states are out of range')}, or model or parent are not its own"
             )
 
     def _unknown_symbol(self, codes: U8, parent: U8 | None) -> str:
@@ -152,19 +158,19 @@ class RansCoder(Coder):
 
     @cached_property
     def _decoder(self) -> DecoderTables:
-        return _decoder_tables(Model(*(part[: self.contexts] for part in self._model)))
+        return decoder_tables(Model(*(part[: self.contexts] for part in self._model)))
 
     @cached_property
     def _decoder_alone(self) -> DecoderTables:
-        return _decoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+        return decoder_tables(Model(*(part[self.contexts :] for part in self._model)))
 
     @cached_property
     def _encoder(self) -> EncoderTables:
-        return _encoder_tables(Model(*(part[: self.contexts] for part in self._model)))
+        return encoder_tables(Model(*(part[: self.contexts] for part in self._model)))
 
     @cached_property
     def _encoder_alone(self) -> EncoderTables:
-        return _encoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+        return encoder_tables(Model(*(part[self.contexts :] for part in self._model)))
 
 
 class DecoderTables(NamedTuple):
@@ -198,7 +204,8 @@ def _counts(model: Model) -> U16:
     return np.where(model.firsts < 0, EMPTY, (model.freqs < 0).sum(axis=1)).astype(np.uint16)
 
 
-def _decoder_tables(model: Model) -> DecoderTables:
+def decoder_tables(model: Model) -> DecoderTables:
+    """Return the tables of rows, which are numbered as those of the model."""
     slots, starts, left = _places(model)
     rows, symbols = model.freqs.shape
     sizes = -(-(left + 1) // 16) * 16
@@ -217,7 +224,8 @@ def _decoder_tables(model: Model) -> DecoderTables:
     return DecoderTables(infos, _counts(model), escaped.ravel(), entries)
 
 
-def _encoder_tables(model: Model) -> EncoderTables:
+def encoder_tables(model: Model) -> EncoderTables:
+    """Return the tables of rows, which are numbered as those of the model."""
     _, starts, left = _places(model)
     rows, symbols = model.freqs.shape
     shift, escaped = (symbols - 1).bit_length(), model.freqs < 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dsq_ckpt.coding import RansCoder
+from dsq_ckpt.coding import Coder, RansCoder, fit_fastest
 from dsq_ckpt.core.arrays import Codes, Counts
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -58,7 +58,7 @@ class Recoding:
             file = checkpoint.directory / chains[0][0].file
             raise CorruptCheckpoint(f"'{file}' has codes that its codebook does not have, or an ancestor of it has")
         joint = counts[[*range(contexts), _ALONE], :symbols]
-        given, alone = RansCoder.fit(joint), RansCoder.fit(joint.sum(0, keepdims=True))
+        given, alone = fit_fastest(joint), RansCoder.fit(joint.sum(0, keepdims=True))
         self.given = not keyframe and _bits(given, joint) < _bits(alone, joint.sum(0, keepdims=True))
         self.coder = given if self.given else alone
 
@@ -82,5 +82,5 @@ class Recoding:
         return codes, self._checkpoint.codes(chain[-1], self._workers) if len(chain) > 1 else None
 
 
-def _bits(coder: RansCoder, counts: Counts) -> float:
+def _bits(coder: Coder, counts: Counts) -> float:
     return coder.expected_bits(counts) + 8 * len(coder.to_bytes())

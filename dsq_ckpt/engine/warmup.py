@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dsq_ckpt import kernels
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
-from dsq_ckpt.coding import HuffmanCoder, RansCoder, huffman_bits
+from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, huffman_bits
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
@@ -94,12 +94,14 @@ def _encode() -> None:
     coder = RansCoder.fit(_JOINT)
     coder.to_bytes()
     coder.encode(_CODES, None)
+    ChangesCoder.fit(_JOINT).encode(_CODES, _CODES)
 
 
 def _decode() -> None:
-    coder = RansCoder.fit(_JOINT)
+    coder, changes = RansCoder.fit(_JOINT), ChangesCoder.fit(_JOINT)
     model, data = coder.to_bytes(), coder.encode(_CODES, None)
     RansCoder.from_bytes(model).decode(data, None, np.empty(64, np.uint8))
+    changes.update(changes.encode(_CODES, _CODES), _CODES.copy())
 
 
 def _unpack(readonly: bool) -> None:

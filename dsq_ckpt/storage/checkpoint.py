@@ -97,13 +97,17 @@ class Checkpoint(CheckpointFiles):
 
         def work(start: int) -> None:
             where = slice(start, min(start + step, count))
-            to, other = out[where], np.empty(where.stop - start if len(layers) > 1 else 0, np.uint8)
-            if len(layers) % 2 == 0:
+            moves = 1 + sum(not layer.in_place for layer in layers[1:])
+            to, other = out[where], np.empty(where.stop - start if moves > 1 else 0, np.uint8)
+            if moves % 2 == 0:
                 to, other = other, to
             parent = None
             for layer in layers:
-                layer.decode(where, parent, to)
-                parent, to, other = to, other, to
+                if parent is not None and layer.in_place:
+                    layer.update(where, parent)
+                else:
+                    layer.decode(where, parent, to)
+                    parent, to, other = to, other, to
 
         for _ in workers.map(work, range(0, count, step)[_blocks_of(part, step)]):
             pass

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import HuffmanCoder, coder_class, layered, shuffle_compress
+from dsq_ckpt.coding import HuffmanCoder, fit_fastest, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
 from dsq_ckpt.core.arrays import I16, Bits
@@ -304,7 +304,7 @@ class ShardWriter:
 def _fitted_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:
     if config.coder == "huffman":
         return HuffmanCoder.fit(counts, config.rearrange, config.run_length)
-    return coder_class(config.coder).fit(counts)
+    return fit_fastest(counts)
 
 
 def _identity(key: ChunkKey, dtype: torch.dtype) -> dict[str, Any]:

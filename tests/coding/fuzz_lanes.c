@@ -12,11 +12,17 @@
 int dsq_best_path(void);
 int dsq_decode(int, const uint32_t *, const uint16_t *, const uint8_t *, size_t, const uint32_t *, size_t,
                const uint8_t *, uint8_t *, size_t, const uint8_t *, size_t);
+int dsq_decode_changes(int, const uint32_t *, const uint16_t *, const uint8_t *, size_t, const uint32_t *, size_t,
+                       const uint8_t *, size_t, const uint8_t *, unsigned, uint8_t *, size_t, const uint8_t *, size_t);
+int64_t dsq_encode_changes(int, const uint32_t *, const uint32_t *, const uint16_t *, size_t, unsigned, const uint8_t *,
+                           size_t, const uint8_t *, unsigned, const uint8_t *, const uint8_t *, size_t, uint8_t *,
+                           size_t);
 int64_t dsq_encode(int, const uint32_t *, const uint32_t *, const uint16_t *, size_t, unsigned, const uint8_t *,
                    const uint8_t *, size_t, uint8_t *, size_t);
 int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
 
-enum { ROWS, COUNTS, ESCAPED, ENTRIES, TABLE, ESCAPES, PARENT, CODES, BLOCK, MODEL, PARTS };
+/* KINDS and LIMITS are of blocks that list changes, and else empty. */
+enum { ROWS, COUNTS, ESCAPED, ENTRIES, TABLE, ESCAPES, PARENT, CODES, BLOCK, MODEL, KINDS, LIMITS, PARTS };
 typedef struct { size_t size; uint8_t *data; } part;
 
 static uint64_t state;
@@ -77,7 +83,7 @@ int main(int argc, char **argv)
         for (int i = 0; i < PARTS; i++)
             p[i] = copy(given[c][i]);
         size_t n = p[CODES].size, rows = p[ROWS].size / 4;
-        uint64_t what = random_below(10);
+        uint64_t what = random_below(p[KINDS].size ? 12 : 10);
         if (what < 5)
             mutate(&p[BLOCK], 1);
         else if (what == 5)
@@ -88,9 +94,20 @@ int main(int argc, char **argv)
             mutate(&p[ENTRIES], 1);
         else if (what == 8)
             mutate(&p[COUNTS], 0);
+        else if (what > 9)
+            mutate(&p[what == 10 ? KINDS : LIMITS], 0);
         const uint8_t *parent = p[PARENT].size ? p[PARENT].data : NULL;
         uint8_t *out = malloc(n);
-        int error = dsq_decode(path, (uint32_t *)p[ROWS].data, (uint16_t *)p[COUNTS].data, p[ESCAPED].data, rows,
+        int error;
+        if (p[KINDS].size) {
+            memcpy(out, parent, n);
+            error = dsq_decode_changes(path, (uint32_t *)p[ROWS].data, (uint16_t *)p[COUNTS].data, p[ESCAPED].data, rows,
+                                       (uint32_t *)p[ENTRIES].data, p[ENTRIES].size / 4, p[KINDS].data, p[KINDS].size,
+                                       p[LIMITS].data, (unsigned)p[LIMITS].size, out, n, p[BLOCK].data, p[BLOCK].size);
+            if (error && memcmp(out, parent, n))
+                return 5;  /* codes are changed by sound blocks only */
+        } else
+            error = dsq_decode(path, (uint32_t *)p[ROWS].data, (uint16_t *)p[COUNTS].data, p[ESCAPED].data, rows,
                                (uint32_t *)p[ENTRIES].data, p[ENTRIES].size / 4, parent, out, n, p[BLOCK].data,
                                p[BLOCK].size);
         if (what == 9 && (error || memcmp(out, p[CODES].data, n)))
@@ -100,10 +117,18 @@ int main(int argc, char **argv)
             mutate(&p[random_below(2) ? TABLE : CODES], 0);
             if (random_below(2))
                 mutate(&p[ESCAPES], 0);
-            size_t capacity = 4 * n + 1024;
+            size_t capacity = (p[KINDS].size ? 8 : 4) * n + 1024;
             uint8_t *buffer = malloc(capacity);
-            if (dsq_encode(path, (uint32_t *)p[TABLE].data, (uint32_t *)p[ESCAPES].data, (uint16_t *)p[COUNTS].data,
-                           rows, (unsigned)shape[c][0], parent, p[CODES].data, n, buffer, capacity) > (int64_t)capacity)
+            if (p[KINDS].size) {
+                int64_t size = dsq_encode_changes(
+                    path, (uint32_t *)p[TABLE].data, (uint32_t *)p[ESCAPES].data, (uint16_t *)p[COUNTS].data, rows,
+                    (unsigned)shape[c][0], p[KINDS].data, p[KINDS].size, p[LIMITS].data, (unsigned)p[LIMITS].size, parent,
+                    p[CODES].data, n, buffer, capacity);
+                if (size > (int64_t)capacity)
+                    return 4;
+            } else if (dsq_encode(path, (uint32_t *)p[TABLE].data, (uint32_t *)p[ESCAPES].data,
+                                  (uint16_t *)p[COUNTS].data, rows, (unsigned)shape[c][0], parent, p[CODES].data, n,
+                                  buffer, capacity) > (int64_t)capacity)
                 return 4;
             free(buffer);
         }

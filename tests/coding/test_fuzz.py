@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsq_ckpt.coding import RansCoder, _native, rans
-from tests.coding import common
+from dsq_ckpt.coding import ChangesCoder, RansCoder, _native, rans
+from tests.coding import common, test_changes
 
 NATIVE = Path(rans.__file__).parent / "native"
 FLAGS = ["-g", "-O2", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -38,24 +38,27 @@ def driver(tmp_path_factory):
 
 
 def cases():
-    """(codes, parent, contexts, symbols, counts to add): short and long blocks, escapes, all 256 symbols."""
+    """(coder, codes, parent, contexts, symbols, counts to add): short and long blocks, escapes, all 256 symbols."""
     rng = np.random.default_rng(0)
     for n in (200, 33_000):
-        yield (*common.migrating(n, 30, 0.7, 1), 30, 30, 0)
-        yield (*common.migrating(n, 40, 0.98, 2), 40, 40, 0)
+        yield RansCoder, *common.migrating(n, 30, 0.7, 1), 30, 30, 0
+        yield RansCoder, *common.migrating(n, 40, 0.98, 2), 40, 40, 0
+        yield ChangesCoder, *test_changes.mixed(n, 3), 40, 40, 0
+        yield ChangesCoder, *common.migrating(n, 40, 0.95, 4), 40, 250, np.arange(250) % 7 == 0
         codes = np.where(rng.random(n) < 0.01, rng.integers(0, 256, n), 3).astype(np.uint8)
         few = np.where(np.arange(256) == 3, 10**7, 1)
-        yield codes, rng.integers(0, 3, n).astype(np.uint8), 3, 256, few
-        yield codes, None, 0, 256, few
+        yield RansCoder, codes, rng.integers(0, 3, n).astype(np.uint8), 3, 256, few
+        yield RansCoder, codes, None, 0, 256, few
 
 
-def write_case(file, codes, parent, contexts, symbols, added):
-    coder = RansCoder.fit(common.count(codes, parent, contexts, symbols) + added)
+def write_case(file, cls, codes, parent, contexts, symbols, added):
+    coder = cls.fit(common.count(codes, parent, contexts, symbols) + added)
     decoder, encoder = (coder._decoder, coder._encoder) if parent is not None else (
         coder._decoder_alone, coder._encoder_alone)
     parts = [
         *decoder, encoder.table, encoder.escapes, b"" if parent is None else parent, codes,
         coder.encode(codes, parent), coder.to_bytes()[5:],
+        *((coder._kinds, coder._limits) if isinstance(coder, ChangesCoder) else (b"", b"")),
     ]
     with open(file, "wb") as out:
         out.write(np.array([encoder.shift, symbols], "<u8").tobytes())
@@ -73,7 +76,7 @@ def test_nothing_is_read_or_written_outside(driver, tmp_path, name):
         write_case(files[-1], *case)
     if name not in _native.available() and name != "c":
         pytest.skip(f"this machine has only {_native.available()}")
-    short, long = files[:4], files[4:]
+    short, long = files[: len(files) // 2], files[len(files) // 2 :]
     for chosen, rounds in ((short, ROUNDS * 9 // 10), (long, ROUNDS // 10)):
         ran = subprocess.run(
             [str(driver), str(_native.PATHS.index(name) - 1), str(rounds), "1", *chosen], capture_output=True, text=True

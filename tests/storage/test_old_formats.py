@@ -15,6 +15,7 @@ from tests.fixtures import make_format_v1 as v1
 from tests.fixtures import make_format_v2 as v2
 from tests.fixtures import make_format_v3 as v3
 from tests.fixtures import make_format_v4 as v4
+from tests.fixtures import make_format_v5 as v5
 from tests.helpers.states import bits, flat, loaded, relative_error, tensors
 from tests.storage.format import independent_reader as independent
 
@@ -22,6 +23,7 @@ EXPECTED = json.loads((v1.HERE / "expected.json").read_text())
 EXPECTED_2 = json.loads((v2.HERE / "expected.json").read_text())
 EXPECTED_3 = json.loads((v3.HERE / "expected.json").read_text())
 EXPECTED_4 = json.loads((v4.HERE / "expected.json").read_text())
+EXPECTED_5 = json.loads((v5.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
@@ -79,8 +81,20 @@ def test_version_4(name):
         assert {model[0] for model in models} == {2}
 
 
+@pytest.mark.parametrize("name", sorted(EXPECTED_5))
+def test_version_5(name):
+    """Second moments over scales of rows and columns; lanes where few codes change."""
+    path, expected = v5.HERE / name, EXPECTED_5[name]
+    check(path, v5.state_at(int(name)), expected, 5)
+    with Checkpoint(path) as checkpoint:
+        contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        assert any("root" in record for record in contents["records"])
+        assert {group["coder"] for group in contents["groups"].values()} == {"rans"}
+
+
 @pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2),
-                                  *(v3.HERE / name for name in EXPECTED_3), *(v4.HERE / name for name in EXPECTED_4)],
+                                  *(v3.HERE / name for name in EXPECTED_3), *(v4.HERE / name for name in EXPECTED_4),
+                                  *(v5.HERE / name for name in EXPECTED_5)],
                          ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_page_describes_them(path):
     """The reader that was written from docs/format.md gives the same."""
@@ -136,8 +150,8 @@ def test_version_1_is_a_parent(tmp_path):
     assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.06
 
 
-@pytest.mark.parametrize("version", [v3, v4])
-def test_versions_3_and_4_are_parents(tmp_path, version):
+@pytest.mark.parametrize("version", [v3, v4, v5])
+def test_versions_3_to_5_are_parents(tmp_path, version):
     """Codes of the new coder after those of the former one; second moments over scales begin a chain of their own."""
     like = version.state_at(2)
     dsq_ckpt.save(like, tmp_path / "2", parent=version.HERE / "1", config=version.config())
@@ -155,7 +169,7 @@ def test_version_2_is_a_parent(tmp_path):
         assert relative_error(like["model"]["up.weight"], back["model.up.weight"]) < 0.01
 
 
-@pytest.mark.parametrize("version", [v1, v2, v3, v4])
+@pytest.mark.parametrize("version", [v1, v2, v3, v4, v5])
 def test_what_made_the_fixtures_still_works(tmp_path, version):
     """The generator itself; its bytes may differ from version to version, what they hold may not differ much."""
     version.make(tmp_path)
@@ -165,6 +179,6 @@ def test_what_made_the_fixtures_still_works(tmp_path, version):
         assert made[number]["full"].keys() == expected[number]["full"].keys()
 
 
-@pytest.mark.parametrize("version", [v1, v2, v3, v4])
+@pytest.mark.parametrize("version", [v1, v2, v3, v4, v5])
 def test_size_of_the_fixtures(version):
     assert sum(file.stat().st_size for file in Path(version.HERE).rglob("*") if file.is_file()) < 100 * 1024

@@ -25,7 +25,7 @@ static encode_groups *const encoders[] = {dsq_encode_plain};
 #endif
 
 /* Return the version of the functions here: their arguments, and what tables mean. */
-int dsq_interface(void) { return 2; }
+int dsq_interface(void) { return 3; }
 
 /* Return the hash of the sources that this library was built from (setup.py). */
 const char *dsq_sources(void) { return DSQ_SOURCES; }
@@ -79,30 +79,67 @@ int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *cod
     return 0;
 }
 
-/* Decode n codes of one lane, whose state ends at LOW. */
-static int decode_single(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t x,
-                         const uint8_t **p, const uint8_t *end)
+int dsq_has_path(int path) { return path >= 0 && path < PATHS; }
+
+int dsq_decode_one(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t *x, const uint8_t **p,
+                   const uint8_t *end)
 {
     int error;
-    if (x < LOW)
+    if (*x < LOW)
         return BAD_STATE;
     for (size_t i = 0; i < n; i++) {
         uint32_t row = parent ? parent[i] : 0;
-        if ((error = decode_step(d, row, &x, p, end, out + i)))
+        if ((error = decode_step(d, row, x, p, end, out + i)))
             return error;
-        if (out[i] == ESCAPE && (error = decode_escaped(d, row, &x, p, end, out + i)))
+        if (out[i] == ESCAPE && (error = decode_escaped(d, row, x, p, end, out + i)))
             return error;
     }
-    return x == LOW ? 0 : LEFT;
+    return 0;
 }
 
-static int check_decoder(const decoder *d, size_t n_entries, const uint8_t *parent, size_t n)
+int dsq_decode_turns(int path, const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t *states,
+                     const uint8_t **p, const uint8_t *end)
 {
-    uint8_t largest = 0;
-    for (size_t i = 0; parent && i < n; i++)
-        largest = parent[i] > largest ? parent[i] : largest;
-    if (largest >= d->n_rows)
-        return BAD_TABLES;
+    size_t groups = n / LANES, done = 0;
+    int error;
+    while (done < groups && (size_t)(end - *p) >= 2 * LANES) {
+        size_t at = done * LANES;
+        int64_t more = decoders[path](d, parent ? parent + at : NULL, out + at, groups - done, states, p, end);
+        if (more < 0)
+            return (int)more;
+        done += (size_t)more;
+    }
+    for (size_t at = done * LANES; at < n; at += LANES) {
+        int count = n - at < LANES ? (int)(n - at) : LANES;
+        if ((error = decode_group(d, parent ? parent + at : NULL, out + at, count, states, p, end)))
+            return error;
+    }
+    return 0;
+}
+
+int dsq_decode_tail(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, const uint32_t *states)
+{
+    uint8_t words[2 * LANES];
+    const uint8_t *p = words + 4, *end = words + sizeof words;
+    int error;
+    for (int j = 0; j < LANES; j++) {
+        if (states[j] >> 16 != 1)
+            return LEFT;
+        store16(words + 2 * j, states[j]);
+    }
+    uint32_t x = load32(words);
+    if ((error = dsq_decode_one(d, parent, out, n, &x, &p, end)))
+        return error;
+    if (x != LOW)
+        return LEFT;
+    while (p < end)  /* words that the tail did not need are 0 */
+        if (*p++)
+            return LEFT;
+    return 0;
+}
+
+int dsq_check_decoder(const decoder *d, size_t n_entries)
+{
     for (size_t r = 0; r < d->n_rows; r++) {
         uint32_t info = d->rows[r], bits = info & 15, left = info >> 4 & 0xFFF;
         if (bits < MIN_BITS || left >= 1u << bits || (size_t)(info >> 16 << 4) + left >= n_entries)
@@ -124,60 +161,35 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
 {
     const decoder d = {rows, entries, counts, escaped, n_rows};
     const uint8_t *end = block + size;
-    int error = path < 0 || path >= PATHS ? BAD_TABLES : check_decoder(&d, n_entries, parent, n);
-    if (error)
-        return error;
+    int error = dsq_has_path(path) ? dsq_check_decoder(&d, n_entries) : BAD_TABLES;
+    if (error || (parent && largest_of(parent, n) >= n_rows))
+        return BAD_TABLES;
+    uint32_t states[LANES];
     if (n < SINGLE) {
         if (size < 4 || size % 2)
             return BAD_SIZE;
         const uint8_t *p = block + 4;
-        error = decode_single(&d, parent, out, n, load32(block), &p, end);
-        return error ? error : p == end ? 0 : LEFT;
+        states[0] = load32(block);
+        error = dsq_decode_one(&d, parent, out, n, states, &p, end);
+        return error ? error : p == end && states[0] == LOW ? 0 : LEFT;
     }
     if (size < HEAD || size % 2)
         return BAD_SIZE;
     size_t tail = load16(block);
     if (tail > n)
         return BAD_SIZE;
-    size_t start = n - tail, done = 0;
-    uint32_t states[LANES];
+    size_t start = n - tail;
     for (int j = 0; j < LANES; j++)
         if ((states[j] = load32(block + 2 + 4 * j)) < LOW)
             return BAD_STATE;
     const uint8_t *p = block + HEAD;
-    size_t groups = start / LANES;
-    while (done < groups && (size_t)(end - p) >= 2 * LANES) {
-        size_t at = done * LANES;
-        int64_t more = decoders[path](&d, parent ? parent + at : NULL, out + at, groups - done, states, &p, end);
-        if (more < 0)
-            return (int)more;
-        done += (size_t)more;
-    }
-    for (size_t at = done * LANES; at < start; at += LANES) {
-        int count = start - at < LANES ? (int)(start - at) : LANES;
-        if ((error = decode_group(&d, parent ? parent + at : NULL, out + at, count, states, &p, end)))
-            return error;
-    }
-    if (p != end)
-        return LEFT;
-    uint8_t words[2 * LANES];
-    for (int j = 0; j < LANES; j++) {
-        if (states[j] >> 16 != 1)
-            return LEFT;
-        store16(words + 2 * j, states[j]);
-    }
-    p = words + 4, end = words + sizeof words;
-    if ((error = decode_single(&d, parent ? parent + start : NULL, out + start, tail, load32(words), &p, end)))
+    if ((error = dsq_decode_turns(path, &d, parent, out, start, states, &p, end)))
         return error;
-    while (p < end)  /* words that the tail did not need are 0 */
-        if (*p++)
-            return LEFT;
-    return 0;
+    return p != end ? LEFT : dsq_decode_tail(&d, parent ? parent + start : NULL, out + start, tail, states);
 }
 
 /* Encode codes of one lane from the last one down; 0, or an error. */
-static int encode_single(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *x,
-                         uint8_t **p)
+int dsq_encode_one(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *x, uint8_t **p)
 {
     for (size_t i = n; i-- > 0;) {
         uint32_t entry = encode_escaped(e, parent ? parent[i] : 0, codes[i], x, p);
@@ -189,14 +201,15 @@ static int encode_single(const encoder *e, const uint8_t *parent, const uint8_t 
 }
 
 /* Encode the last codes with one lane into `states`, LOW + a word each; return how many these are, or an error. */
-static int64_t encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states, int *certain)
+int64_t dsq_encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states,
+                        int *certain)
 {
     uint8_t words[2 * TAIL_WORDS], *end = words + sizeof words, *p = end;
     uint32_t x = LOW;
     size_t tail = 0, most = n / 64 > MAX_TAIL ? n / 64 < 65535 ? n / 64 : 65535 : MAX_TAIL;
-    for (; tail < most && p - words >= 4; tail++) {  /* a code takes two words at most */
+    for (; tail < n && tail < most && p - words >= 4; tail++) {  /* a code takes two words at most */
         size_t at = n - tail - 1;
-        int error = encode_single(e, parent ? parent + at : NULL, codes + at, 1, &x, &p);
+        int error = dsq_encode_one(e, parent ? parent + at : NULL, codes + at, 1, &x, &p);
         if (error)
             return error;
     }
@@ -205,6 +218,16 @@ static int64_t encode_tail(const encoder *e, const uint8_t *parent, const uint8_
     for (int j = 2; j < LANES; j++, p += 2)
         states[j] = LOW + (p < end ? load16(p) : 0);
     return (int64_t)tail;
+}
+
+int dsq_encode_turns(int path, const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n,
+                     uint32_t *states, uint8_t **p)
+{
+    size_t whole = n / LANES * LANES;
+    int error = 0, count = (int)(n - whole);
+    if (count)
+        error = dsq_encode_group(e, parent ? parent + whole : NULL, codes + whole, count, states, p);
+    return error ? error : encoders[path](e, parent, codes, n / LANES, states, p);
 }
 
 /* Encode n codes into the end of `buffer`, of at least 4 n + 1024 bytes.
@@ -217,18 +240,14 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
                    size_t capacity)
 {
     const encoder e = {table, escapes, counts, n_rows, shift};
-    uint8_t largest = 0, row = 0, *end = buffer + capacity, *p = end;
-    for (size_t i = 0; i < n; i++)
-        largest = codes[i] > largest ? codes[i] : largest;
-    for (size_t i = 0; parent && i < n; i++)
-        row = parent[i] > row ? parent[i] : row;
-    if (path < 0 || path >= PATHS || shift > 8 || row >= n_rows || capacity < 4 * n + 1024)
+    uint8_t largest = largest_of(codes, n), row = parent ? largest_of(parent, n) : 0, *end = buffer + capacity, *p = end;
+    if (!dsq_has_path(path) || shift > 8 || row >= n_rows || capacity < 4 * n + 1024)
         return BAD_TABLES;
     if (largest >> shift)
         return UNKNOWN;
     if (n < SINGLE) {
         uint32_t x = LOW;
-        int error = encode_single(&e, parent, codes, n, &x, &p);
+        int error = dsq_encode_one(&e, parent, codes, n, &x, &p);
         if (error)
             return error;
         if (p == end && x == LOW)
@@ -239,17 +258,12 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
     }
     uint32_t first[LANES], states[LANES];
     int certain;
-    int64_t tail = encode_tail(&e, parent, codes, n, first, &certain);
+    int64_t tail = dsq_encode_tail(&e, parent, codes, n, first, &certain);
     if (tail < 0)
         return tail;
     memcpy(states, first, sizeof states);
-    size_t groups = (n - (size_t)tail) / LANES;
-    int error = 0, count = (int)((n - (size_t)tail) % LANES);
-    if (count)
-        error = dsq_encode_group(&e, parent ? parent + groups * LANES : NULL, codes + groups * LANES, count, states, &p);
+    int error = dsq_encode_turns(path, &e, parent, codes, n - (size_t)tail, states, &p);
     if (error)
-        return error;
-    if ((error = encoders[path](&e, parent, codes, groups, states, &p)))
         return error;
     if (certain && p == end && !memcmp(states, first, sizeof states))
         return 0;

@@ -26,6 +26,7 @@ enum {
     BAD_SIZE = -5,    /* no block of so many codes has so many bytes */
     BAD_TABLES = -6,  /* tables or arguments contradict each other */
     UNKNOWN = -7,     /* a code that the row of its previous code lacks */
+    NO_MEMORY = -8,
 };
 
 /* Tables of a decoder.
@@ -58,6 +59,15 @@ static inline uint32_t load16(const uint8_t *p) { uint16_t v; memcpy(&v, p, 2); 
 static inline uint32_t load32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 static inline void store16(uint8_t *p, uint32_t v) { uint16_t w = (uint16_t)v; memcpy(p, &w, 2); }
 static inline void store32(uint8_t *p, uint32_t v) { memcpy(p, &v, 4); }
+
+/* The largest of n codes, 0 without any: a loop of its own, which compilers turn into vectors. */
+static inline uint8_t largest_of(const uint8_t *codes, size_t n)
+{
+    uint8_t largest = 0;
+    for (size_t i = 0; i < n; i++)
+        largest = codes[i] > largest ? codes[i] : largest;
+    return largest;
+}
 
 /* Refill a state after a step. */
 static inline int refill(uint32_t *x, const uint8_t **p, const uint8_t *end)
@@ -141,6 +151,21 @@ int dsq_decode_escapes(const decoder *d, const uint8_t *parent, uint8_t *out, in
                        const uint8_t **p, const uint8_t *end);
 int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *codes, int count, uint32_t *states,
                      uint8_t **p);
+
+/* What blocks consist of (lanes.c): codes that the lanes take in turn, or that one lane has; and the last codes, which
+   one lane codes into what the 32 lanes end with. */
+int dsq_check_decoder(const decoder *d, size_t n_entries);
+int dsq_decode_turns(int path, const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t *states,
+                     const uint8_t **p, const uint8_t *end);
+int dsq_decode_one(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t *x, const uint8_t **p,
+                   const uint8_t *end);
+int dsq_decode_tail(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, const uint32_t *states);
+int dsq_encode_turns(int path, const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n,
+                     uint32_t *states, uint8_t **p);
+int dsq_encode_one(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *x, uint8_t **p);
+int64_t dsq_encode_tail(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t n, uint32_t *states,
+                        int *certain);
+int dsq_has_path(int path);
 
 decode_groups dsq_decode_plain;
 encode_groups dsq_encode_plain;

@@ -150,6 +150,103 @@ class Rans:  # section 10
         return row.escaped[j]
 
 
+def token_row(rate: int) -> tuple[int, Row]:
+    """The limit of a class, and the row of its tokens."""
+    stay = [1 << 32]
+    while len(stay) < 255 and stay[-1] > (1 << 32) // 20:
+        stay.append(stay[-1] * ((1 << 20) - rate) // (1 << 20))
+    limit = len(stay) - 1
+    shares = [stay[j] - stay[j + 1] for j in range(limit)] + [stay[limit]]
+    chosen: tuple[int, list[int]] = (0, [])
+    for bits in range(10, 16):
+        found = [max(1, (2 * share + (1 << (32 - bits))) // (1 << (33 - bits))) for share in shares]
+        if sum(found) - max(found) > 4095:
+            break
+        chosen = bits, found
+        if min(found) >= 4:
+            break
+    bits, found = chosen
+    first = found.index(max(found))
+    ranges = [(token, f) for token, f in enumerate(found) if token != first]
+    ranges.append((first, (1 << bits) - sum(f for _, f in ranges)))
+    return limit, Row(bits, [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, [])
+
+
+class Changes:  # section 10
+    def __init__(self, model: bytes) -> None:
+        require(len(model) >= 4, "model")
+        version, count, self.contexts = struct.unpack("<BBH", model[:4])
+        require(version == 1 and 1 <= count <= 4 and self.contexts + count <= 256, "model")
+        end = 4 + 3 * count
+        rates = [int.from_bytes(model[at : at + 3], "little") for at in range(4, end, 3)]
+        require(all(0 < rate < 1 << 18 for rate in rates), "rates")
+        size = -(-3 * self.contexts // 8)
+        require(len(model) >= end + size, "classes")
+        bits = Bits(model[end : end + size])
+        self.kinds = [bits.field(3) for _ in range(self.contexts)]
+        bits.finish() if size else None
+        require(all(kind <= count or kind == 7 for kind in self.kinds), "classes")
+        self.rans = Rans(model[end + size :])
+        require(self.rans.version == 2 and self.rans.contexts == self.contexts, "symbols")
+        self.symbols = self.rans.symbols
+        self.limits, self.rows = zip(*map(token_row, rates), strict=True)
+
+    def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
+        if previous is None or n == 0:
+            require(n > 0 or not block, "a block of no codes")
+            return self.rans.decode(block, n, None) if n else []
+        at, counts = 0, list[int]()
+        for _ in self.limits:
+            value, end = 0, at + 5
+            while True:
+                require(at < min(end, len(block)), "number of tokens")
+                value |= (block[at] & 127) << 7 * (at + 5 - end)
+                at += 1
+                if block[at - 1] < 128:
+                    break
+            counts.append(value)
+        lanes, counts[0] = 31 * (counts[0] & 1) + 1, counts[0] >> 1
+        require(max(counts) <= n and sum(counts) <= n, "number of tokens")
+        tail, start = 0, at + 4 * lanes + 2 * (lanes > 1)
+        require(len(block) >= start and (len(block) - start) % 2 == 0, "size of a block")
+        if lanes > 1:
+            tail = struct.unpack("<H", block[at : at + 2])[0]
+        states = list(struct.unpack(f"<{lanes}I", block[start - 4 * lanes : start]))
+        words = np.frombuffer(block[start:], "<u2").tolist()[::-1]
+        rows = [row for row, count in zip(self.rows, counts, strict=True) for _ in range(count)]
+        tokens = self.rans._steps(rows, states, words)
+        listed = self._listed(tokens, counts, previous)
+        require(tail <= len(listed), "codes of the tail")
+        own = [self.rans.rows[previous[i]] for i in listed]
+        require(all(row.starts for row in own), "no code in an empty row")
+        symbols = self.rans._steps(own[: len(own) - tail], states, words)
+        require(not words, "end of a block")
+        if lanes > 1:
+            require(all(65536 <= x < 131072 for x in states), "end of the lanes")
+            words, states = [x - 65536 for x in states][:1:-1], [states[0] - 65536 + 65536 * (states[1] - 65536)]
+            symbols += self.rans._steps(own[len(own) - tail :], states, words)
+        require(not any(words) and states == [65536], "end of a block")
+        out = list(previous)
+        for place, symbol in zip(listed, symbols, strict=True):
+            out[place] = symbol
+        return out
+
+    def _listed(self, tokens: list[int], counts: list[int], previous: Sequence[int]) -> list[int]:
+        """The elements that tokens list, ascending."""
+        found = [i for i, code in enumerate(previous) if self.kinds[code] == len(counts)]
+        for k, count in enumerate(counts):
+            own, at = [i for i, code in enumerate(previous) if self.kinds[code] == k], 0
+            require(count == 0 or tokens[count - 1] < self.limits[k], "the last token of a class")
+            for token in tokens[:count]:
+                at += token
+                if token < self.limits[k]:
+                    require(at < len(own), "changes within a class")
+                    found.append(own[at])
+                    at += 1
+            tokens = tokens[count:]
+        return sorted(found)
+
+
 class Huffman:  # section 11
     def __init__(self, model: bytes) -> None:
         require(len(model) >= 6, "model")

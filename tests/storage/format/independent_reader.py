@@ -15,9 +15,10 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from tests.storage.format.independent_coders import Bits, Huffman, Rans, Refused, require
+from tests.storage.format.independent_coders import Bits, Changes, Huffman, Rans, Refused, require
 
 Tree = dict[str, Any]
+CODERS: dict[str, Any] = {"rans": Rans, "changes": Changes, "huffman": Huffman}
 
 
 class Unsupported(Exception):
@@ -42,7 +43,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 5:
+    if version > 6:
         raise Unsupported(f"version {version}")
 
 
@@ -372,8 +373,8 @@ class Reader:  # a checkpoint directory
         parent = None if merged else record.get("parent")
         previous = None if parent is None else self._codes(parent[0], parent[1], shape, (*seen, (name, place)))
         group = record if merged else file.contents["groups"][record["group"]]
-        require(group["coder"] in ("rans", "huffman"), "coder")
-        coder = (Rans if group["coder"] == "rans" else Huffman)(file.block(group["model"]))
+        require(group["coder"] in CODERS, "coder")
+        coder = CODERS[group["coder"]](file.block(group["model"]))
         require(not previous or max(previous) < coder.contexts, "previous codes below contexts")
         out: list[int] = []
         for where, block in file.steps(record["blocks"], int(np.prod(shape, dtype=np.int64))):

@@ -1,0 +1,227 @@
+"""Blocks that list changes encoded and decoded by Numba, where there is no compiled library.
+
+`native/changes.c` has the same, and gives the same bytes. The caller has checked that codes and previous codes are in
+range, and that tables are of one model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dsq_ckpt.coding import _lane_loops as lanes
+from dsq_ckpt.coding._lane_loops import BAD_SIZE, BAD_STATE, HEAD, LANES, LEFT, LOW, UNKNOWN
+from dsq_ckpt.core.arrays import Array
+from dsq_ckpt.kernels.jit import jit
+
+_SINGLE = 4096
+_MAX_NUMBER = 5
+
+_i64: Any = np.int64  # typed Any, as kernels turn it into a plain int for their callers
+
+
+@jit
+def _read_head(block: Array, n: int, counts: Array) -> tuple[int, int]:
+    """Read how many tokens each class has; return the place after that, or an error, and whether there are lanes."""
+    at, uses_lanes = 0, 0
+    for k in range(counts.size):
+        value, i = _i64(0), 0
+        while True:
+            if at == block.size or i == _MAX_NUMBER:
+                return BAD_SIZE, 0
+            byte = _i64(block[at])
+            value |= (byte & 127) << (7 * i)
+            at, i = at + 1, i + 1
+            if byte < 128:
+                break
+        if k == 0:
+            uses_lanes, value = value & 1, value >> 1
+        if value > n:
+            return BAD_SIZE, 0
+        counts[k] = value
+    return (at, uses_lanes) if counts.sum() <= n else (BAD_SIZE, 0)
+
+
+@jit
+def _read_states(block: Array, at: int, uses_lanes: int, states: Array) -> tuple[int, int]:
+    """Read the first states; return the place after them, or an error, and the number of codes of the tail."""
+    tail = 0
+    if block.size - at < (HEAD if uses_lanes else 4) or (block.size - at) % 2:
+        return BAD_SIZE, 0
+    if uses_lanes:
+        tail, at = lanes.load(block, at, 2), at + 2
+    for j in range(LANES if uses_lanes else 1):
+        states[j] = lanes.load(block, at, 4)
+        at += 4
+        if states[j] < LOW:
+            return BAD_STATE, 0
+    return at, tail
+
+
+@jit
+def _next_change(tokens: Array, at: int, limit: int) -> tuple[int, int]:
+    """Return how many elements of a class come before its next change, -1 without one, and the place after it."""
+    gap = _i64(0)
+    while tokens[at] >= limit:
+        gap, at = gap + limit, at + 1
+        if at == tokens.size:
+            return -1, at
+    return gap + tokens[at], at + 1
+
+
+@jit
+def _listed(kinds: Array, limits: Array, tokens: Array, counts: Array, codes: Array, places: Array) -> int:
+    """Write which elements are listed; return how many, or an error."""
+    classes, found = limits.size, 0
+    ends = np.cumsum(counts)
+    at, gaps = ends - counts, np.full(classes + 2, -1, np.int64)  # -1: no more changes
+    gaps[classes] = 0
+    for k in range(classes):
+        if counts[k]:
+            gaps[k], at[k] = _next_change(tokens[: ends[k]], at[k], limits[k])
+            if gaps[k] < 0:
+                return LEFT
+    for i in range(codes.size):
+        k = min(_i64(kinds[codes[i]]), classes + 1)
+        if gaps[k] > 0:
+            gaps[k] -= 1
+        elif gaps[k] == 0:
+            places[found] = i
+            found += 1
+            if k < classes:
+                gaps[k] = -1
+                if at[k] < ends[k]:
+                    gaps[k], at[k] = _next_change(tokens[: ends[k]], at[k], limits[k])
+                    if gaps[k] < 0:
+                        return LEFT
+    return LEFT if (gaps[:classes] >= 0).any() else found
+
+
+@jit
+def _decode(tables: Any, kinds: Array, limits: Array, codes: Array, block: Array) -> int:
+    counts, states = np.zeros(limits.size, np.int64), np.full(LANES, LOW, np.int64)
+    at, uses_lanes = _read_head(block, codes.size, counts)
+    if at < 0:
+        return at
+    at, tail = _read_states(block, at, uses_lanes, states)
+    if at < 0:
+        return at
+    total = counts.sum()
+    tokens = np.empty(total, np.uint8)
+    rows = np.repeat(np.arange(limits.size), counts) + kinds.size
+    if uses_lanes:
+        at = lanes.decode_turns(tables, rows.astype(np.uint8), tokens, total, states, block, at)
+    else:
+        at = lanes.decode_one(tables, rows.astype(np.uint8), tokens, total, states, block, at)
+    if at < 0:
+        return at
+    places = np.empty(codes.size, np.uint32)
+    found = _listed(kinds, limits, tokens, counts, codes, places)
+    if found < tail:
+        return found if found < 0 else BAD_SIZE
+    context, symbols = codes[places[:found]], np.empty(found, np.uint8)
+    if uses_lanes:
+        at = lanes.decode_turns(tables, context, symbols, found - tail, states, block, at)
+        if at < 0:
+            return at
+        error = LEFT if at != block.size else lanes.decode_tail(tables, context, symbols, found - tail, states)
+        if error < 0:
+            return error
+    else:
+        at = lanes.decode_one(tables, context, symbols, found, states, block, at)
+        if at < 0:
+            return at
+        if at != block.size or states[0] != LOW:
+            return LEFT
+    for i in range(found):
+        codes[places[i]] = symbols[i]
+    return 0
+
+
+@jit
+def _write_head(counts: Array, uses_lanes: int, buffer: Array, at: int) -> int:
+    for k in range(counts.size - 1, -1, -1):
+        value = counts[k] << 1 | uses_lanes if k == 0 else counts[k]
+        size = 1
+        while value >> (7 * size):
+            size += 1
+        at -= size
+        for i in range(size):
+            buffer[at + i] = (value >> (7 * i) & 127) | (128 if i < size - 1 else 0)
+    return at
+
+
+@jit
+def _encode(
+    tables: Any, shift: int, kinds: Array, limits: Array, parent: Array, codes: Array, buffer: Array
+) -> int:
+    n, classes = codes.size, limits.size
+    places, found = np.empty(n, np.uint32), 0
+    gaps, counts = np.zeros(classes + 2, np.int64), np.zeros(classes, np.int64)
+    streams = np.empty((classes, n), np.uint8)
+    for i in range(n):
+        k = min(_i64(kinds[parent[i]]), classes + 1)
+        if k < classes and codes[i] == parent[i]:
+            gaps[k] += 1
+            continue
+        if k > classes:
+            if codes[i] != parent[i]:
+                return UNKNOWN
+            continue
+        if k < classes:
+            while gaps[k] >= limits[k]:
+                streams[k, counts[k]] = limits[k]
+                gaps[k] -= limits[k]
+                counts[k] += 1
+            streams[k, counts[k]] = gaps[k]
+            counts[k] += 1
+            gaps[k] = 0
+        places[found] = i
+        found += 1
+    context, symbols = parent[places[:found]], codes[places[:found]]
+    total = counts.sum()
+    tokens, at = np.empty(total, np.uint8), 0
+    for k in range(classes):
+        tokens[at : at + counts[k]] = streams[k, : counts[k]]
+        at += counts[k]
+    rows = (np.repeat(np.arange(classes), counts) + kinds.size).astype(np.uint8)
+    states, end = np.full(LANES, LOW, np.int64), buffer.size
+    uses_lanes = 1 if total + found >= _SINGLE else 0
+    if uses_lanes:
+        tail, _ = lanes.encode_tail(tables, shift, context, symbols, found, states)
+        if tail < 0:
+            return tail
+        at = lanes.encode_turns(tables, shift, context, symbols, found - tail, states, buffer, end)
+        if at >= 0:
+            at = lanes.encode_turns(tables, shift, rows, tokens, total, states, buffer, at)
+        if at < 0:
+            return at
+        at = lanes.store_states(tail, states, buffer, at)
+    else:
+        at = lanes.encode_one(tables, shift, context, symbols, found, states, buffer, end)
+        if at >= 0:
+            at = lanes.encode_one(tables, shift, rows, tokens, total, states, buffer, at)
+        if at < 0:
+            return at
+        at = lanes.store_state(states[0], buffer, at)
+    return end - _write_head(counts, uses_lanes, buffer, at)
+
+
+def decode(
+    rows: Array, counts: Array, escaped: Array, entries: Array, kinds: Array, limits: Array, codes: Array, block: Array
+) -> int:
+    """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
+    result: int = _decode((rows, counts, escaped, entries), kinds, limits, codes, block)
+    return result
+
+
+def encode(
+    table: Array, escapes: Array, counts: Array, shift: int, kinds: Array, limits: Array, parent: Array, codes: Array,
+    buffer: Array,
+) -> int:
+    """Encode a block given previous codes; see `dsq_encode_changes` in native/changes.c."""
+    if int(codes.max()) >> shift:
+        return UNKNOWN
+    result: int = _encode((table, escapes, counts), shift, kinds, limits, parent, codes, buffer)
+    return result

@@ -1,0 +1,293 @@
+"""Blocks that list the codes that change, for codes that nearly all stay what they were: `ChangesCoder`.
+
+A lane of `RansCoder` takes the same time for a code that stays as for one that changes. Here, previous codes fall into
+up to four classes, by how often their codes change; the gaps between changes within a class, and what codes change to,
+are coded by the 32 lanes of `RansCoder`. A decoder takes a few instructions for 64 codes and a few nanoseconds for each
+that changes, in place of the previous codes. Gaps cost what `RansCoder` spends on codes that stay, to 0.2 %: codes of a
+class change at one rate, and by that their gaps have the frequencies of a geometric distribution.
+
+docs/format.md, section 10, has the bytes of models and blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from dsq_ckpt.coding import _change_loops, _native
+from dsq_ckpt.coding._lane_loops import UNKNOWN
+from dsq_ckpt.coding._lane_model import MAX_BITS, MAX_LEFT, MIN_BITS
+from dsq_ckpt.coding.base import Coder, check_counts, check_vector
+from dsq_ckpt.coding.rans import (
+    WRONG,
+    DecoderTables,
+    EncoderTables,
+    Model,
+    RansCoder,
+    decoder_tables,
+    encoder_tables,
+)
+from dsq_ckpt.core.arrays import F64, I64, U8, Array
+from dsq_ckpt.errors import CodingError
+
+MAX_CLASSES = 4
+NEVER = 7
+"""The class, in a model, of previous codes that never change."""
+UNIT = 1 << 20
+"""Of rates of changes."""
+_VERSION = 1
+_HEADER = struct.Struct("<BBH")
+_RATE = 3  # bytes
+_LISTED = 4  # of a previous code of which one in so many changes, or more, all codes are listed
+_WORTH = 8  # lists hold one code in so many at most, or lanes are as fast
+_FINE = 4  # slots of a token: as few of a row as tell frequencies apart
+_TOLERANCE = 0.002  # of the bits of gaps, for fewer classes
+_DEARER = 1.0025  # than lanes, at most
+
+
+class ChangesCoder(Coder):
+    """Lists of the codes that change (docs/format.md, section 10: the format).
+
+    Codes without previous ones are coded as by a `RansCoder`.
+    """
+
+    name: ClassVar[str] = "changes"
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, symbols: RansCoder, kinds: U8, rates: tuple[int, ...]) -> None:
+        """Make a coder.
+
+        Args:
+            symbols: the coder of codes that are listed, given the previous ones.
+            kinds: of each previous code its class: the place of a rate; or their number, and then all codes after it
+                are listed; or `NEVER`.
+            rates: changes in `UNIT` codes of each class.
+        """
+        super().__init__(symbols.contexts, symbols.symbols)
+        self._listed, self._kinds, self._rates = symbols, kinds, rates
+
+    @classmethod
+    def fit(cls, counts: Array) -> ChangesCoder:
+        """See `Coder.fit`; there are at most 255 previous codes."""
+        counts = check_counts(counts)
+        contexts = counts.shape[0] - 1
+        if contexts + 1 > 256:
+            raise CodingError(f"counts of {contexts} previous codes, expected at most 255: gaps have rows of their own")
+        totals, changed = _totals(counts)
+        kinds = np.full(contexts, NEVER, np.uint8)
+        often = changed * _LISTED >= np.maximum(totals, 1)
+        seldom = np.flatnonzero((changed > 0) & ~often)
+        order = seldom[np.argsort(changed[seldom] / totals[seldom], kind="stable")]
+        parts = _partition(totals[order], changed[order], min(MAX_CLASSES, 256 - contexts))
+        rates = []
+        for number, part in enumerate(parts):
+            kinds[order[part]] = number
+            own, all_ = int(changed[order[part]].sum()), int(totals[order[part]].sum())
+            rates.append(min(max((2 * UNIT * own + all_) // (2 * all_), 1), UNIT // _LISTED - 1))
+        kinds[often] = max(len(rates), 1)
+        return cls(RansCoder.fit(_of_lists(counts, kinds, max(len(rates), 1))), kinds, tuple(rates) or (1,))
+
+    def expected_bits(self, counts: Array) -> float:
+        """See `Coder.expected_bits`."""
+        counts = self._checked_counts(counts)
+        totals, changed = _totals(counts)
+        if changed[self._kinds == NEVER].any():
+            return float("inf")
+        bits = self._listed.expected_bits(_of_lists(counts, self._kinds, len(self._rates)))
+        for number, rate in enumerate(self._rates):
+            own, all_ = changed[self._kinds == number].sum(), totals[self._kinds == number].sum()
+            bits -= float(own * math.log2(rate / UNIT) + (all_ - own) * math.log2(1 - rate / UNIT))
+        return bits
+
+    def to_bytes(self) -> bytes:
+        """See `Coder.to_bytes`."""
+        bits = np.unpackbits(self._kinds[:, None], axis=1, count=3, bitorder="little")
+        rates = b"".join(rate.to_bytes(_RATE, "little") for rate in self._rates)
+        kinds = np.packbits(bits, bitorder="little").tobytes()
+        return _HEADER.pack(_VERSION, len(self._rates), self.contexts) + rates + kinds + self._listed.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> ChangesCoder:
+        """See `Coder.from_bytes`."""
+        data = bytes(data)
+        if len(data) < _HEADER.size:
+            raise CodingError(f"a model of changes has {len(data)} bytes, expected at least {_HEADER.size}")
+        version, classes, contexts = _HEADER.unpack_from(data)
+        if version != _VERSION or not 1 <= classes <= MAX_CLASSES or contexts + classes > 256:
+            raise CodingError(f"no model of changes: version {version}, {classes} classes, {contexts} contexts")
+        at = _HEADER.size + _RATE * classes
+        end = at + (3 * contexts + 7) // 8
+        listed = RansCoder.from_bytes(data[end:])
+        if not isinstance(listed, RansCoder) or listed.contexts != contexts:
+            raise CodingError(f"a model of changes of {contexts} contexts has symbols of another model")
+        rates = tuple(int.from_bytes(data[i : i + _RATE], "little") for i in range(_HEADER.size, at, _RATE))
+        bits = np.unpackbits(np.frombuffer(data[at:end], np.uint8), bitorder="little")
+        kinds = np.packbits(bits[: 3 * contexts].reshape(-1, 3), axis=1, bitorder="little").ravel()
+        if bits[3 * contexts :].any() or np.any((kinds > classes) & (kinds != NEVER)):
+            raise CodingError(f"damaged model of changes: classes {sorted(set(kinds.tolist()))} of {classes}")
+        if not all(1 <= rate < UNIT // _LISTED for rate in rates):
+            raise CodingError(f"damaged model of changes: rates {rates}, expected 1 to {UNIT // _LISTED - 1}")
+        return cls(listed, kinds, rates)
+
+    def update(self, data: bytes | memoryview, codes: U8) -> None:
+        """See `Coder.update`; after an error the codes are as they were."""
+        check_vector("codes", codes)
+        if not (codes.flags.c_contiguous and codes.flags.writeable):
+            raise CodingError("codes must be a contiguous, writeable array")
+        if codes.size:
+            self._update(np.frombuffer(data, np.uint8), codes)
+        elif len(data):
+            raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
+
+    def _encode(self, codes: U8, parent: U8 | None) -> bytes:
+        if parent is None:
+            return self._listed.encode(codes, None)
+        buffer = np.empty(8 * codes.size + 1024, np.uint8)  # filled from its end: most pages are never touched
+        arguments = *self._encoder, self._kinds, self._limits, parent, codes, buffer
+        level = _native.level()
+        size = _change_loops.encode(*arguments) if level < 0 else _native.encode_changes(level, *arguments)
+        if size < 0:
+            known = "has no count after its previous code in the model"
+            raise CodingError(f"a code {known}" if size == UNKNOWN else f"{codes.size} codes: no tables or no memory")
+        return buffer[buffer.size - size :].tobytes()
+
+    def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
+        if parent is None:
+            self._listed.decode(data.data, None, out)
+        else:
+            np.copyto(out, parent)
+            self._update(data, out)
+
+    def _update(self, data: U8, codes: U8) -> None:
+        level, data = _native.level(), np.ascontiguousarray(data)
+        if level < 0:
+            if int(codes.max()) >= self.contexts:
+                raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
+            error = _change_loops.decode(*self._decoder, self._kinds, self._limits, codes, data)
+        else:
+            error = _native.decode_changes(level, *self._decoder, self._kinds, self._limits, codes, data)
+        if error:
+            raise CodingError(
+                f"damaged block of changes of {data.size} bytes for {codes.size} codes: "
+                f"{WRONG.get(error, 'its states are out of range')}, or model or previous codes are not its own"
+            )
+
+    @cached_property
+    def _limits(self) -> U8:
+        return np.array([len(gap_row(rate)) - 1 for rate in self._rates], np.uint8)
+
+    @cached_property
+    def _rows(self) -> Model:
+        """The rows of symbols, but for codes without previous ones, and those of the tokens of each class."""
+        own, gaps = self._listed.model, [gap_row(rate) for rate in self._rates]
+        model = Model.empty(self.contexts + len(gaps), max(self.symbols, *map(len, gaps)))
+        model.freqs[: self.contexts, : self.symbols] = own.freqs[:-1]
+        for part, values in zip(model[1:], own[1:], strict=True):
+            part[: self.contexts] = values[:-1]
+        for row, freqs in enumerate(gaps, self.contexts):
+            model.freqs[row, : len(freqs)] = freqs
+            model.firsts[row] = int(np.argmax(freqs))
+            model.bits[row] = sum(freqs).bit_length() - 1
+        return model
+
+    @cached_property
+    def _decoder(self) -> DecoderTables:
+        return decoder_tables(self._rows)
+
+    @cached_property
+    def _encoder(self) -> EncoderTables:
+        return encoder_tables(self._rows)
+
+
+def fit_fastest(counts: Array) -> Coder:
+    """Fit a `ChangesCoder` to counts if few codes change and it is no larger, to 0.25 %; else a `RansCoder`."""
+    counts = check_counts(counts)
+    lanes = RansCoder.fit(counts)
+    if not 1 <= lanes.contexts <= 256 - MAX_CLASSES:
+        return lanes
+    totals, changed = _totals(counts)
+    lists = np.where(changed * _LISTED >= totals, totals, changed).sum()
+    if not 0 < lists * _WORTH <= totals.sum():
+        return lanes
+    changes = ChangesCoder.fit(counts)
+    own, other = (coder.expected_bits(counts) + 8 * len(coder.to_bytes()) for coder in (changes, lanes))
+    return changes if own <= _DEARER * other else lanes
+
+
+@lru_cache(64)
+def gap_row(rate: int) -> tuple[int, ...]:
+    """Return the frequencies of the tokens of a class, by the rate of its changes.
+
+    Token t says that t codes stay and the next one changes; the last token, that so many codes stay.
+    """
+    stay, left = UNIT - rate, [1 << 32]
+    while len(left) <= 254 and left[-1] * 20 > 1 << 32:
+        left.append(left[-1] * stay >> 20)
+    shares = [before - after for before, after in pairwise(left)] + left[-1:]
+    for bits in range(MIN_BITS, MAX_BITS + 1):
+        trial = [max((share + (1 << 31 - bits)) >> (32 - bits), 1) for share in shares]
+        place = trial.index(max(trial))
+        if sum(trial) - trial[place] > MAX_LEFT:
+            break
+        freqs, first, slots = trial, place, 1 << bits
+        if min(freqs) >= _FINE:
+            break
+    freqs[first] = slots - sum(freqs[:first]) - sum(freqs[first + 1 :])
+    return tuple(freqs)
+
+
+def _totals(counts: I64) -> tuple[I64, I64]:
+    """Return how often each previous code occurs, and how often its code changes."""
+    given = counts[:-1]
+    totals = given.sum(axis=1)
+    changed = totals.copy()
+    size = min(given.shape)
+    changed[:size] -= given.diagonal()
+    return totals, changed
+
+
+def _of_lists(counts: I64, kinds: U8, classes: int) -> I64:
+    """Return the counts of what is listed."""
+    counts = counts.copy()
+    seldom = np.flatnonzero(kinds != classes)
+    counts[seldom[seldom < counts.shape[1]], seldom[seldom < counts.shape[1]]] = 0
+    return counts
+
+
+def _log2(numbers: I64) -> F64:
+    """Return logarithms of positive integers to 2**-28, the same on every machine; 0 of 0."""
+    mantissas, exponents = np.frexp(np.maximum(numbers, 1).astype(np.float64))
+    scaled = mantissas * (1 << 15)
+    places = scaled.astype(np.int64)
+    rest: F64 = _native.LOG2[places] / (1 << 24) + (scaled - places) / places * 1.4426950408889634
+    return rest + (exponents - 15)
+
+
+def _partition(totals: I64, changed: I64, most: int) -> list[slice]:
+    """Return classes of previous codes, which are in order of their rates: as few as cost little more than `most`."""
+    n = len(totals)
+    if n == 0:
+        return []
+    total, change = (np.concatenate(([0], np.cumsum(own))) for own in (totals, changed))
+    all_, own = total[None] - total[:, None], change[None] - change[:, None]
+    # of gaps, from one place to another
+    bits = all_ * _log2(all_) - own * _log2(own) - (all_ - own) * _log2(all_ - own)
+    bits[np.tril_indices(n + 1)] = np.inf
+    costs, before = [bits[0]], [np.zeros(n + 1, np.int64)]
+    for _ in range(min(most, n) - 1):
+        trial = costs[-1][:, None] + bits
+        before.append(np.argmin(trial, axis=0))
+        costs.append(np.min(trial, axis=0))
+    best = min(cost[n] for cost in costs)
+    number = next(place for place, cost in enumerate(costs) if cost[n] <= (1 + _TOLERANCE) * best)
+    parts, end = list[slice](), n
+    for place in range(number, -1, -1):
+        start = int(before[place][end])
+        parts.append(slice(start, end))
+        end = start
+    return parts[::-1]
