@@ -4,7 +4,8 @@
     python scripts/bench_coder.py --former ../former --json coder.json
 
 The codes are those of `dsq bench` and those of checkpoints of a recorded run, which `--workload` names: the largest
-group of weights and of each moment, in a keyframe and in a late delta. Each checkout fits its own models, in a process
+group of weights and of each moment, in a keyframe and in a late delta. Where few of them change, they are also coded as
+lists of changes ("lists"), as a save would; those are decoded in place. Each checkout fits its own models, in a process
 of its own; the processes take turns, so that other work on the machine slows all of them. htscodecs (a library of
 Debian, `libhtscodecs2`) codes the same codes given the code before in the same block, in 32 lanes with AVX2;
 `--htscodecs` names its file where the system does not find it.
@@ -34,20 +35,38 @@ _BLOCK = 1 << 20
 _CHILD = "--child"
 
 
-def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> dict[str, float]:
-    """Return ns per code of the coder that this process imports, least of several, and bits per code."""
-    from dsq_ckpt.coding import RansCoder
+def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> dict[str, dict[str, float]]:
+    """Return ns per code of the coders that this process imports, least of several, and bits per code: lanes, lists."""
+    from dsq_ckpt import coding
 
     symbols = int(codes.max()) + 1
     contexts = 0 if parent is None else int(parent.max()) + 1
     rows = np.full(codes.size, contexts) if parent is None else parent.astype(np.int64)
     counts = np.bincount(rows * symbols + codes, minlength=(contexts + 1) * symbols).reshape(-1, symbols)
-    coder = RansCoder.fit(counts.astype(np.int64))
+    coder = coding.RansCoder.fit(counts.astype(np.int64))
     data, out = coder.encode(codes, parent), np.empty_like(codes)
     encode = _least(lambda: coder.encode(codes, parent), repeats)
     decode = _least(lambda: coder.decode(data, parent, out), repeats)
     assert np.array_equal(out, codes)
-    return {"encode": encode / codes.size, "decode": decode / codes.size, "bits": 8 * len(data) / codes.size}
+    found = {
+        "lanes": {"encode": encode / codes.size, "decode": decode / codes.size, "bits": 8 * len(data) / codes.size},
+    }
+    if parent is None or not hasattr(coding, "fit_fastest"):
+        return found
+    lists = coding.fit_fastest(counts.astype(np.int64))
+    if lists.name == "changes":
+        own, seconds = lists.encode(codes, parent), []
+        encode = _least(lambda: lists.encode(codes, parent), repeats)
+        for _ in range(repeats):
+            np.copyto(out, parent)
+            started = time.perf_counter()
+            lists.update(own, out)
+            seconds.append(time.perf_counter() - started)
+        assert np.array_equal(out, codes)
+        found["lists"] = {
+            "encode": encode / codes.size, "decode": 1e9 * min(seconds) / codes.size, "bits": 8 * len(own) / codes.size,
+        }
+    return found
 
 
 def measure_htscodecs(codes: np.ndarray, library: Any, repeats: int = 5) -> dict[str, float]:
@@ -186,13 +205,16 @@ def main() -> None:
                 found["htscodecs"] = {name: measure_htscodecs(codes, library) for name, codes, _ in streams}
             for who, measured in found.items():
                 for name, row in measured.items():
-                    timings.setdefault((name, who), []).append(row)
+                    for kind, own in row.items() if who != "htscodecs" else (("lanes", row),):
+                        timings.setdefault((name, who if kind == "lanes" else f"{who}, {kind}"), []).append(own)
     rows = [
         {"stream": name, "codes": codes.size, "coder": who,
          "encode_ns": round(statistics.median(row["encode"] for row in timings[name, who]), 4),
          "decode_ns": round(statistics.median(row["decode"] for row in timings[name, who]), 4),
          "bits": round(timings[name, who][0]["bits"], 5)}
-        for name, codes, _ in streams for who in (*paths, "former", "htscodecs") if (name, who) in timings
+        for name, codes, _ in streams
+        for who in (*(name for path in paths for name in (path, f"{path}, lists")), "former", "htscodecs")
+        if (name, who) in timings
     ]
     for row in rows:
         print(row)

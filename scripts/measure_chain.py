@@ -14,7 +14,8 @@ the bytes that are kept were spent on, with moments of small tensors in bf16, as
 the sizes of the run after each checkpoint instead, beside those of plain ones; `scripts/evaluate.py report` draws them.
 With `--parents`, the same checkpoints are saved, without a search, once for each rule by which a parent can be chosen:
 what is written and kept, and how many records of codes a load decodes for each element. With `--depths`, the time of a
-load by the length of the chain, against `dcp.load`.
+load by the length of the chain, against `dcp.load`, and of the same chain as format version 5 had it: coded by lanes
+alone, also where few codes change.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,11 +38,13 @@ import torch.distributed.checkpoint as dcp
 import dsq_ckpt
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.cli.benchmark import drift, synthetic_state
+from dsq_ckpt.coding import RansCoder, fit_fastest
 from dsq_ckpt.config.schema import RefinementConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.ancestry import CHECKED_EVERY, damaged, due
 from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.quantization.groups import kind_of
+from dsq_ckpt.storage import shard
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest
@@ -287,32 +291,53 @@ DEPTHS = (0, 1, 2, 3, 4, 6, 8, 16, 32)
 
 
 def load_times(layers: int, repeats: int, directory: Path) -> dict[str, Any]:
-    """Return the time of a load, from the page cache, by the length of the chain, against `dcp.load`."""
-    rows: dict[str, Any] = {}
+    """Return the time of a load, from the page cache, by the length of the chain, against `dcp.load`.
+
+    Seconds are wall time, of which another user of the machine takes a part; the seconds of the processor beside them
+    are this process's own.
+    """
+    times: dict[str, Any] = {}
+    processor: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     config = {"storage": {"fsync": False}, "refinement": {"keep_last": 100}, "delta": {"max_chain": max(DEPTHS)}}
     for moments in (False, True):
         state = synthetic_state(layers * 10**6, moments)
         into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-        plain, run, history = directory / f"plain-{moments}", directory / f"run-{moments}", dsq_ckpt.SaveHistory()
+        what, plain = "weights and moments" if moments else "weights", directory / f"plain-{moments}"
         dcp.save(state, storage_writer=dcp.FileSystemWriter(plain), no_dist=True)
+        names = (what, f"{what}, lanes alone")
+        runs = {name: (directory / f"run of {name}", dsq_ckpt.SaveHistory()) for name in names}
         for number in range(max(DEPTHS) + 1):
-            dsq_ckpt.save(state, run / f"{number:02d}", config=config, history=history)
+            for name, (run, history) in runs.items():
+                with patch.object(shard, "fit_fastest", fit_fastest if name == what else RansCoder.fit):
+                    dsq_ckpt.save(state, run / f"{number:02d}", config=config, history=history)
             state = drift(state, number)
-        seconds: dict[Any, list[float]] = {"dcp.load": [], **{depth: [] for depth in DEPTHS}}
+        loads: dict[tuple[str, int], list[tuple[float, float]]] = {(n, depth): [] for depth in DEPTHS for n in runs}
+        peer = []
         for _ in range(repeats + 1):  # the first round warms caches and loads kernels
-            for name, measured in seconds.items():
-                started = time.perf_counter()
-                if name == "dcp.load":
-                    dcp.load(into, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
-                else:
-                    dsq_ckpt.load(into, run / f"{name:02d}", history=dsq_ckpt.SaveHistory())
-                measured.append(time.perf_counter() - started)
-        peer = seconds.pop("dcp.load")[1:]
-        rows["weights and moments" if moments else "weights"] = {"dcp.load, s": statistics.median(peer), **{
-            f"depth {depth}": statistics.median(a / b for a, b in zip(measured[1:], peer, strict=True))
-            for depth, measured in seconds.items()
-        }}
-    return {"parameters": layers * 10**6, "repeats": repeats, "load / dcp.load": rows}
+            peer.append(_seconds(dcp.load, into, storage_reader=dcp.FileSystemReader(plain), no_dist=True))
+            for (name, depth), measured in loads.items():
+                path = runs[name][0] / f"{depth:02d}"
+                measured.append(_seconds(dsq_ckpt.load, into, path, history=dsq_ckpt.SaveHistory()))
+        for name, (run, _) in runs.items():
+            sizes[name] = on_device(run)
+            for number, rows in enumerate((times, processor)):
+                own = [seconds[number] for seconds in peer[1:]]
+                rows[name] = {"dcp.load, s": statistics.median(own), **{
+                    f"depth {depth}": statistics.median(
+                        seconds[number] / other for seconds, other in zip(loads[name, depth][1:], own, strict=True)
+                    )
+                    for depth in DEPTHS
+                }}
+    return {"parameters": layers * 10**6, "repeats": repeats, "bytes of the chain": sizes, "load / dcp.load": times,
+            "processor time of load / dcp.load": processor}
+
+
+def _seconds(work: Callable[..., object], *arguments: Any, **options: Any) -> tuple[float, float]:
+    """Return the wall time and the processor time of a call."""
+    started, own = time.perf_counter(), time.process_time()
+    work(*arguments, **options)
+    return time.perf_counter() - started, time.process_time() - own
 
 
 def main() -> None:

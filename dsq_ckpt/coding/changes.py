@@ -47,7 +47,7 @@ _LISTED = 4  # of a previous code of which one in so many changes, or more, all 
 _WORTH = 8  # lists hold one code in so many at most, or lanes are as fast
 _FINE = 4  # slots of a token: as few of a row as tell frequencies apart
 _TOLERANCE = 0.002  # of the bits of gaps, for fewer classes
-_DEARER = 1.0025  # than lanes, at most
+_DEARER = 1.005  # than lanes, at most; of blocks of fewer than a million codes lists have the smaller frame
 
 
 class ChangesCoder(Coder):
@@ -205,7 +205,7 @@ class ChangesCoder(Coder):
 
 
 def fit_fastest(counts: Array) -> Coder:
-    """Fit a `ChangesCoder` to counts if few codes change and it is no larger, to 0.25 %; else a `RansCoder`."""
+    """Fit a `ChangesCoder` to counts if few codes change and it is no larger, to 0.5 %; else a `RansCoder`."""
     counts = check_counts(counts)
     lanes = RansCoder.fit(counts)
     if not 1 <= lanes.contexts <= 256 - MAX_CLASSES:

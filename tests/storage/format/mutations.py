@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import xxhash
@@ -23,6 +24,8 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.cli import app
+from dsq_ckpt.coding import ChangesCoder, RansCoder
+from dsq_ckpt.storage import shard
 from tests.helpers.states import blank, differences
 from tests.storage.format import independent_reader as independent
 from tests.storage.format.rewriting import Tree
@@ -261,7 +264,10 @@ def changed(
 
 
 def small_run(root: Path) -> Original:
-    """Three checkpoints of a state with every kind of record but `merged`, the last of them with its refinement."""
+    """Three checkpoints of a state with every kind of record but `merged`, the last of them with its refinement.
+
+    The second one's codes are coded by lanes, those of the third are lists of changes.
+    """
     generator = torch.Generator().manual_seed(7)
     tied = torch.randn(48, 40, generator=generator) * 0.02
     state: dict[str, Any] = {
@@ -273,7 +279,8 @@ def small_run(root: Path) -> Original:
     }
     config = {"quantize": {"min_elements": 1000}, "storage": {"block_elements": 1 << 10, "fsync": False}}
     for number in range(3):
-        dsq_ckpt.save(state, root / str(number), config=config, no_dist=True)
+        with patch.object(shard, "fit_fastest", ChangesCoder.fit if number == 2 else RansCoder.fit):
+            dsq_ckpt.save(state, root / str(number), config=config, no_dist=True)
         for tensor in (state["model"]["w"], tied, state["model"]["layers"][0]):
             tensor += torch.randn(tensor.shape, generator=generator) * 0.003
     return Original.of(root / "2", state)
