@@ -45,6 +45,8 @@ int64_t dsq_compare_plain(const classes *c, const uint8_t *parent, const uint8_t
     return unknown ? UNKNOWN : (int64_t)found;
 }
 
+uint8_t dsq_largest_plain(const uint8_t *codes, size_t n) { return largest_of(codes, n); }
+
 size_t dsq_count_plain(const classes *c, unsigned k, const uint8_t *codes, size_t n)
 {
     size_t found = 0;
@@ -57,6 +59,7 @@ size_t dsq_count_plain(const classes *c, unsigned k, const uint8_t *codes, size_
 static select_changes *const selects[] = {dsq_select_plain, dsq_select_avx2, dsq_select_avx512};
 static compare_codes *const compares[] = {dsq_compare_plain, dsq_compare_avx2, dsq_compare_avx512};
 static count_codes *const counters[] = {dsq_count_plain, dsq_count_avx2, dsq_count_avx512};
+static largest_code *const largests[] = {dsq_largest_plain, dsq_largest_avx2, dsq_largest_avx512};
 
 /* The passes of a path. AMD's processors before Zen 3 take hundreds of cycles for PDEP and PEXT. */
 static int passes(int path)
@@ -68,6 +71,7 @@ static int passes(int path)
 static select_changes *const selects[] = {dsq_select_plain};
 static compare_codes *const compares[] = {dsq_compare_plain};
 static count_codes *const counters[] = {dsq_count_plain};
+static largest_code *const largests[] = {dsq_largest_plain};
 
 static int passes(int path) { (void)path; return 0; }
 #endif
@@ -191,11 +195,11 @@ int dsq_decode_changes(int path, const uint32_t *rows, const uint16_t *counts, c
     if (!dsq_has_path(path) || !n_classes || n > UINT32_MAX - 64 || dsq_check_decoder(&d, n_entries) ||
         !read_classes(&c, kinds, contexts, n_classes, limits, n_rows))
         return BAD_TABLES;
-    if (largest_of(codes, n) >= contexts)
+    int way = passes(path), lanes = 0, error;
+    if (largests[way](codes, n) >= contexts)
         return BAD_TABLES;
     size_t n_tokens[MAX_CLASSES], total = 0, tail;
     uint32_t states[LANES];
-    int lanes = 0, error, way = passes(path);
     if (!(p = read_head(p, end, n_classes, n, &lanes, n_tokens)))
         return BAD_SIZE;
     if ((error = read_states(&p, end, lanes, states, &tail)))

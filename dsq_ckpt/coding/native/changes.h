@@ -31,16 +31,20 @@ typedef int64_t select_changes(const classes *c, const uint8_t *codes, size_t n,
    never change, one does. */
 typedef int64_t compare_codes(const classes *c, const uint8_t *parent, const uint8_t *codes, size_t n,
                               uint8_t *const *maps, uint64_t *ends, uint32_t *at);
+/* The largest of n codes. */
+typedef uint8_t largest_code(const uint8_t *codes, size_t n);
 /* How many codes are of a class. */
 typedef size_t count_codes(const classes *c, unsigned k, const uint8_t *codes, size_t n);
 
 select_changes dsq_select_plain;
 compare_codes dsq_compare_plain;
 count_codes dsq_count_plain;
+largest_code dsq_largest_plain;
 #ifdef DSQ_X86
 select_changes dsq_select_avx2, dsq_select_avx512;
 compare_codes dsq_compare_avx2, dsq_compare_avx512;
 count_codes dsq_count_avx2, dsq_count_avx512;
+largest_code dsq_largest_avx2, dsq_largest_avx512;
 #endif
 
 #endif

@@ -87,6 +87,8 @@ TARGET int64_t NAME(dsq_compare)(const classes *c, const uint8_t *parent, const 
     return unknown ? UNKNOWN : (int64_t)found;
 }
 
+TARGET uint8_t NAME(dsq_largest)(const uint8_t *codes, size_t n) { return largest_of(codes, n); }
+
 TARGET size_t NAME(dsq_count)(const classes *c, unsigned k, const uint8_t *codes, size_t n)
 {
     size_t found = 0;
