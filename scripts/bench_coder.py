@@ -205,8 +205,8 @@ def main() -> None:
                 found["htscodecs"] = {name: measure_htscodecs(codes, library) for name, codes, _ in streams}
             for who, measured in found.items():
                 for name, row in measured.items():
-                    for kind, own in row.items() if who != "htscodecs" else (("lanes", row),):
-                        timings.setdefault((name, who if kind == "lanes" else f"{who}, {kind}"), []).append(own)
+                    for kind, one in row.items() if who != "htscodecs" else (("lanes", row),):
+                        timings.setdefault((name, who if kind == "lanes" else f"{who}, {kind}"), []).append(one)
     rows = [
         {"stream": name, "codes": codes.size, "coder": who,
          "encode_ns": round(statistics.median(row["encode"] for row in timings[name, who]), 4),
