@@ -25,7 +25,7 @@ from dsq_ckpt.quantization.moments import from_octave_units, from_roots
 from dsq_ckpt.quantization.superstep import SuperStep
 from dsq_ckpt.storage.container import Block
 from dsq_ckpt.storage.files import CheckpointFiles, names_file
-from dsq_ckpt.storage.layers import Layer, block_elements
+from dsq_ckpt.storage.layers import Layer, block_elements, decode_chain
 from dsq_ckpt.storage.shard import RecordRef
 
 _MOST_STEPS = 1 << 16
@@ -96,18 +96,7 @@ class Checkpoint(CheckpointFiles):
         out = np.empty(count, np.uint8)
 
         def work(start: int) -> None:
-            where = slice(start, min(start + step, count))
-            moves = 1 + sum(not layer.in_place for layer in layers[1:])
-            to, other = out[where], np.empty(where.stop - start if moves > 1 else 0, np.uint8)
-            if moves % 2 == 0:
-                to, other = other, to
-            parent = None
-            for layer in layers:
-                if parent is not None and layer.in_place:
-                    layer.update(where, parent)
-                else:
-                    layer.decode(where, parent, to)
-                    parent, to, other = to, other, to
+            decode_chain(layers, slice(start, min(start + step, count)), out)
 
         for _ in workers.map(work, range(0, count, step)[_blocks_of(part, step)]):
             pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+
+import numpy as np
 
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.core.arrays import Codes
@@ -64,6 +66,25 @@ class Layer(NamedTuple):
             yield
         except (CodingError, ValueError) as error:
             raise CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}") from error
+
+
+def decode_chain(layers: Sequence[Layer], where: slice, out: Codes) -> None:
+    """Decode the codes `where` of a chain, from its keyframe on, into these places of `out`.
+
+    Raises:
+        CorruptCheckpoint: see `Layer.decode`.
+    """
+    moves = 1 + sum(not layer.in_place for layer in layers[1:])
+    to, other = out[where], np.empty(where.stop - where.start if moves > 1 else 0, np.uint8)
+    if moves % 2 == 0:
+        to, other = other, to
+    parent = None
+    for layer in layers:
+        if parent is not None and layer.in_place:
+            layer.update(where, parent)
+        else:
+            layer.decode(where, parent, to)
+            parent, to, other = to, other, to
 
 
 def block_elements(reader: ContainerReader) -> int:
