@@ -13,7 +13,7 @@ import numpy as np
 from dsq_ckpt.core.arrays import Array
 from dsq_ckpt.kernels.jit import jit
 
-TRUNCATED, IMPOSSIBLE, LEFT, BAD_STATE, BAD_SIZE, BAD_TABLES, UNKNOWN = -1, -2, -3, -4, -5, -6, -7
+TRUNCATED, IMPOSSIBLE, LEFT, BAD_STATE, BAD_SIZE, BAD_TABLES, UNKNOWN, NO_MEMORY = range(-1, -9, -1)
 LANES, SINGLE = 32, 32768
 EMPTY = 0xFFFF
 _TAIL_WORDS, _MAX_TAIL = 30, 4096

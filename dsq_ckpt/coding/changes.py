@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from dsq_ckpt.coding import _change_loops, _native
-from dsq_ckpt.coding._lane_loops import UNKNOWN
+from dsq_ckpt.coding._lane_loops import NO_MEMORY, UNKNOWN
 from dsq_ckpt.coding._lane_model import MAX_BITS, MAX_LEFT, MIN_BITS
 from dsq_ckpt.coding.base import Coder, check_counts, check_vector
 from dsq_ckpt.coding.rans import (
@@ -151,9 +151,10 @@ class ChangesCoder(Coder):
         arguments = *self._encoder, self._kinds, self._limits, parent, codes, buffer
         level = _native.level()
         size = _change_loops.encode(*arguments) if level < 0 else _native.encode_changes(level, *arguments)
+        if size == NO_MEMORY:
+            raise MemoryError(f"no memory to code {codes.size} codes")
         if size < 0:
-            known = "has no count after its previous code in the model"
-            raise CodingError(f"a code {known}" if size == UNKNOWN else f"{codes.size} codes: no tables or no memory")
+            raise CodingError(self._unknown(codes, parent) if size == UNKNOWN else "tables are inconsistent")
         return buffer[buffer.size - size :].tobytes()
 
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
@@ -163,14 +164,25 @@ class ChangesCoder(Coder):
             np.copyto(out, parent)
             self._update(data, out)
 
+    def _unknown(self, codes: U8, parent: U8) -> str:
+        """Return which change has no count, in a class whose codes never change or among those that are listed."""
+        never = np.flatnonzero((self._kinds[parent] == NEVER) & (codes != parent))
+        if not never.size:
+            listed = np.flatnonzero((self._kinds[parent] == len(self._rates)) | (codes != parent))
+            return self._listed.unknown_symbol(codes[listed], parent[listed], listed)
+        at = int(never[0])
+        return f"code {codes[at]} at index {at} has no count after code {parent[at]} in the model"
+
     def _update(self, data: U8, codes: U8) -> None:
         level, data = _native.level(), np.ascontiguousarray(data)
+        if int(codes.max()) >= self.contexts:
+            raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
         if level < 0:
-            if int(codes.max()) >= self.contexts:
-                raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
             error = _change_loops.decode(*self._decoder, self._kinds, self._limits, codes, data)
         else:
             error = _native.decode_changes(level, *self._decoder, self._kinds, self._limits, codes, data)
+        if error == NO_MEMORY:
+            raise MemoryError(f"no memory to decode {codes.size} codes")
         if error:
             raise CodingError(
                 f"damaged block of changes of {data.size} bytes for {codes.size} codes: "
@@ -179,19 +191,19 @@ class ChangesCoder(Coder):
 
     @cached_property
     def _limits(self) -> U8:
-        return np.array([len(gap_row(rate)) - 1 for rate in self._rates], np.uint8)
+        return np.array([len(gap_row(rate)[1]) - 1 for rate in self._rates], np.uint8)
 
     @cached_property
     def _rows(self) -> Model:
         """The rows of symbols, but for codes without previous ones, and those of the tokens of each class."""
         own, gaps = self._listed.model, [gap_row(rate) for rate in self._rates]
-        model = Model.empty(self.contexts + len(gaps), max(self.symbols, *map(len, gaps)))
+        model = Model.empty(self.contexts + len(gaps), max(self.symbols, *(len(freqs) for _, freqs in gaps)))
         model.freqs[: self.contexts, : self.symbols] = own.freqs[:-1]
         for part, values in zip(model[1:], own[1:], strict=True):
             part[: self.contexts] = values[:-1]
-        for row, freqs in enumerate(gaps, self.contexts):
+        for row, (first, freqs) in enumerate(gaps, self.contexts):
             model.freqs[row, : len(freqs)] = freqs
-            model.firsts[row] = int(np.argmax(freqs))
+            model.firsts[row] = first
             model.bits[row] = sum(freqs).bit_length() - 1
         return model
 
@@ -220,8 +232,8 @@ def fit_fastest(counts: Array) -> Coder:
 
 
 @lru_cache(64)
-def gap_row(rate: int) -> tuple[int, ...]:
-    """Return the frequencies of the tokens of a class, by the rate of its changes.
+def gap_row(rate: int) -> tuple[int, tuple[int, ...]]:
+    """Return the first symbol of the row of a class, and the frequencies of its tokens, by the rate of its changes.
 
     Token t says that t codes stay and the next one changes; the last token, that so many codes stay.
     """
@@ -238,7 +250,7 @@ def gap_row(rate: int) -> tuple[int, ...]:
         if min(freqs) >= _FINE:
             break
     freqs[first] = slots - sum(freqs[:first]) - sum(freqs[first + 1 :])
-    return tuple(freqs)
+    return first, tuple(freqs)
 
 
 def _totals(counts: I64) -> tuple[I64, I64]:

@@ -106,7 +106,7 @@ class RansCoder(Coder):
         else:
             size = _native.encode(level, *tables, parent, codes, buffer)
         if size < 0:
-            raise CodingError(self._unknown_symbol(codes, parent) if size == UNKNOWN else "tables are inconsistent")
+            raise CodingError(self.unknown_symbol(codes, parent) if size == UNKNOWN else "tables are inconsistent")
         return buffer[buffer.size - size :].tobytes()
 
     def _decode(self, data: U8, parent: U8 | None, out: U8) -> None:
@@ -125,12 +125,14 @@ class RansCoder(Coder):
                 f"{WRONG.get(error, 'its states are out of range')}, or model or parent are not its own"
             )
 
-    def _unknown_symbol(self, codes: U8, parent: U8 | None) -> str:
+    def unknown_symbol(self, codes: U8, parent: U8 | None, indices: I64 | None = None) -> str:
+        """Return a text about the first code that the model has no count for; `indices` are those of the codes."""
         known = np.zeros((self.contexts + 1, MAX_SYMBOLS), bool)
         known[:, : self.symbols] = self._model.freqs != 0
         at = int(np.argmin(known[self.contexts if parent is None else parent, codes]))
         given = "without a previous code" if parent is None else f"after code {parent[at]}"
-        return f"code {codes[at]} at index {at} has no count {given} in the model"
+        index = at if indices is None else int(indices[at])
+        return f"code {codes[at]} at index {index} has no count {given} in the model"
 
     def to_bytes(self) -> bytes:
         """See `Coder.to_bytes`."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from dsq_ckpt.coding import ChangesCoder, CodingError, RansCoder, _native, changes, coder_class, fit_fastest
 from tests.coding import common
-from tests.storage.format.independent_coders import Changes, Refused
+from tests.storage.format.independent_coders import Changes, Refused, token_row
 
 PATHS = _native.available()
 
@@ -149,9 +149,35 @@ def test_lanes_where_lists_would_be_no_gain():
 def test_every_gap_row_is_a_row():
     rates = itertools.chain(range(1, 3000), range(3000, changes.UNIT // 4, 97), [changes.UNIT // 4 - 1])
     for rate in rates:
-        freqs = changes.gap_row(rate)
+        first, freqs = changes.gap_row(rate)
         assert 2 <= len(freqs) <= 255 and min(freqs) >= 1, rate
-        assert sum(freqs) in {1 << bits for bits in range(10, 16)} and sum(freqs) - max(freqs) <= 4095, rate
+        assert sum(freqs) in {1 << bits for bits in range(10, 16)} and sum(freqs) - freqs[first] <= 4095, rate
+
+
+def test_every_gap_row_is_that_of_the_page():
+    """Also where what the others leave is less than what another token has."""
+    moved = 0
+    for rate in itertools.chain(range(1, 200), range(48_000, 55_000, 7), range(200, changes.UNIT // 4, 1009)):
+        first, freqs = changes.gap_row(rate)
+        limit, row = token_row(rate)
+        assert len(freqs) == limit + 1 and sum(freqs) == 1 << row.bits
+        assert sorted(row.ranges) == list(enumerate(freqs)) and row.ranges[-1][0] == first
+        moved += freqs[first] < max(freqs)
+    assert moved
+
+
+def test_a_code_without_a_count_is_named(path):
+    parent = np.zeros(40_000, np.uint8)
+    parent[:100] = 1
+    codes = parent.copy()
+    codes[7::1000] = 2
+    counts = common.count(codes, parent, 3, 4)
+    coder = ChangesCoder.fit(counts)
+    for at, code in ((11, 0), (39_999, 1)):  # one that never changes, and one that changes to something else
+        other = codes.copy()
+        other[at] = code
+        with pytest.raises(CodingError, match=f"code {code} at index {at} has no count after code {parent[at]}"):
+            coder.encode(other, parent)
 
 
 def test_after_an_error_codes_are_as_they_were(path):
