@@ -53,10 +53,10 @@ bench: $(STAMP)
 	$(BIN)/dsq bench --json bench.json
 
 evaluate: $(STAMP)
-	$(BIN)/python scripts/evaluate_all.py --directory $(RESULTS)
+	$(BIN)/python scripts/evaluate_all.py --directory "$(RESULTS)"
 
 evaluate-quick: $(STAMP)
-	$(BIN)/python scripts/evaluate_all.py --quick --directory $(RESULTS)
+	$(BIN)/python scripts/evaluate_all.py --quick --directory "$(RESULTS)"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .hypothesis

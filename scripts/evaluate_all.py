@@ -18,8 +18,11 @@ import shlex
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from dsq_ckpt.cli import json_files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,7 +66,8 @@ stall                   dsq bench --stall --parameters 2e7 --repeats 3
 """
 
 # Not here: online-octaves, which needs another default in dsq_ckpt/codebooks/octaves.py; the former coder and htscodecs
-# beside `coder` (`--former`, `--htscodecs`); and second runs of what is here (files ending in -again and -first).
+# beside `coder` (`--former`, `--htscodecs`), of which changes-llama is a later run; and second runs of what is here
+# (files ending in -again and -first).
 FULL = """
 growth-gpt              measure_chain.py --workload gpt --saves 44 --every 36
 -                       evaluate.py record gpt --seed 0
@@ -103,18 +107,14 @@ online-frequent         evaluate.py online moe --systems dsq --per-failure 2
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 0
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 1
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 2
-online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online moe --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online finetune --systems dsq,inshrinkerator --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 5
+online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-kinds            evaluate.py online vit --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
+online-kinds            evaluate.py online moe --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
+online-kinds            evaluate.py online finetune --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
+online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05 --failures 5
                           --per-failure 4
-online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 20
-                          --per-failure 1
-online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 5
-                          --per-failure 4
-online-kinds            evaluate.py online vit --systems dsq,inshrinkerator --epsilons 0.05,0.01 --failures 20
+online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --failures 20
                           --per-failure 1
 online-long             evaluate.py online llama-long --systems dsq,noise --failures 20 --per-failure 10
 resume-seed0            evaluate.py resume llama llama-bf16 vit lstm moe finetune --config default --config smallest
@@ -126,6 +126,14 @@ resume-resnet           evaluate.py resume resnet --config default --share 0.3 -
 resume-octaves          evaluate.py resume vit lstm
                           --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","rate_distortion":0.0}}}}'
                           --seed 0 --seed 1 --seed 2 --share 0.3 --share 0.6
+resume-levels-vit       evaluate.py resume vit --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves",
+                          "per_octave":2,"rate_distortion":0.2}}}}' --config '{"quantize":{"exp_avg_sq":{"codebook":
+                          {"fit":"octaves","per_octave":2,"rate_distortion":0.05}}}}' --seed 0 --seed 1
+                          --share 0.3 --share 0.6
+resume-levels-lstm      evaluate.py resume lstm --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves",
+                          "per_octave":2,"rate_distortion":0.2}}}}' --config '{"quantize":{"exp_avg_sq":{"codebook":
+                          {"fit":"octaves","per_octave":2,"rate_distortion":0.05}}}}' --seed 0 --seed 1
+                          --share 0.3 --share 0.6
 resume-smallest         evaluate.py resume llama --config default --config smallest --config moments_exact
                           --share 0.3 --share 0.6
 resume-weights          evaluate.py resume llama
@@ -180,7 +188,10 @@ demo                    demo.py
 demo-deepspeed          demo_deepspeed.py
 bench                   dsq bench
 stall                   dsq bench --stall --repeats 7
-"""
+""" + "".join(
+    f"online-noise            evaluate.py online {workload} --systems noise --per-failure 2 --seed {seed}\n"
+    for workload in ("llama", "llama-bf16", "vit", "lstm", "moe", "finetune") for seed in range(3)
+)
 
 
 class Step(NamedTuple):
@@ -229,7 +240,7 @@ def run(table: str, directory: Path) -> list[str]:
             failed.append(command)
             continue
         ended[command] = round(time.monotonic() - started, 1)
-        log.write_text(json.dumps(ended, indent=1))
+        json_files.write(log, ended)
     return failed
 
 
@@ -240,12 +251,17 @@ def draw(directory: Path) -> None:
 
     report.PANELS.update(plots.PANELS)
     files = sorted(file for file in directory.glob("*.json") if file.name != "steps.json")
-    for file in files:
-        if json.loads(file.read_text()).get("measured") in report.PANELS:
-            report.plot(file, file.with_suffix(".png"))
-    recorded = [file for file in files if file.name.startswith(("offline-", "peers-"))]
-    if recorded:
-        report.plot_together(recorded, directory / "overview.png")
+    drawings = [
+        partial(report.plot, file, file.with_suffix(".png")) for file in files
+        if json.loads(file.read_text()).get("measured") in report.PANELS
+    ]
+    if recorded := [file for file in files if file.name.startswith(("offline-", "peers-"))]:
+        drawings.append(partial(report.plot_together, recorded, directory / "overview.png"))
+    for drawing in drawings:
+        try:
+            drawing()
+        except report.PlotError as error:
+            print(f"not drawn: {error}", file=sys.stderr)
 
 
 def main() -> int:
@@ -261,9 +277,9 @@ def main() -> int:
             print(shlex.join(step.words))
         return 0
     failed = run(table, directory)
-    draw(directory)
     for command in failed:
         print(f"FAILED: {command}", file=sys.stderr)
+    draw(directory)
     return 1 if failed else 0
 
 

@@ -24,7 +24,8 @@ class Octaves(CodebookConfig):
 
     fit: Literal["octaves"] = "octaves"
     per_octave: int = Field(
-        1, ge=1, le=4, description="levels per octave; the error of second moments lasts for as long as `beta2` does"
+        1, ge=1, le=4, description="levels per octave, fewer where 254 levels do not suffice; the error of second "
+        "moments lasts for as long as `beta2` says"
     )
     rate_distortion: float = Field(
         0.2, ge=0, le=2, description="lambda: squared distances of levels of distortion that one bit is worth"
@@ -42,7 +43,7 @@ class Octaves(CodebookConfig):
         held = (histogram.counts > 0) & ~histogram.beyond & ~zero & ~forced
         points = histogram.window.bit_values()[held]
         per_octave, levels = self.per_octave, self._grid(points, self.per_octave)
-        while len(levels) > MOST_LEVELS:  # values over more than a hundred octaves
+        while len(levels) > MOST_LEVELS:
             per_octave -= 1
             levels = self._grid(points, per_octave)
         return LevelFit(levels, forced, pruned=zero, step=1 / per_octave, centred=True)

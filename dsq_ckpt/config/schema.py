@@ -171,7 +171,9 @@ class DeltaConfig(_Strict):
         "codes", description="codes: given the parent's codes; values: the difference to the values the parent "
         "decodes to (base layer), and bit for bit where there is no parent"
     )
-    coder: Literal["rans", "huffman"] = "rans"
+    coder: Literal["rans", "huffman"] = Field(
+        "rans", description="rans: all codes, or a list of those that change, where few do; huffman: as in the papers"
+    )
     rearrange: StrictBool = Field(True, description="huffman: deltas split by previous code")
     run_length: StrictBool = Field(True, description="huffman: lengths of runs are coded")
     max_chain: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = Field(

@@ -219,8 +219,8 @@ _background = _Background()
 def start() -> None:
     """Begin to compile the kernels of saves and loads in the background, unless that has begun.
 
-    It returns at once, but for a tenth of a second the first time: what Numba loads makes many objects that stay, and
-    the collector is not to be paused by a thread.
+    It returns at once, but for a tenth of a second the first time, or until another thread of the program has compiled
+    with Numba: what Numba loads makes many objects that stay, and the collector is not to be paused by a thread.
     """
     if not _background.begun:
         _background.begun = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -30,6 +32,31 @@ def test_a_pause_ends_as_it_began(enabled) -> None:
     with pytest.raises(ValueError, match="of the block"), collector_paused():
         raise ValueError("of the block")
     assert gc.isenabled() is enabled
+
+
+def test_other_threads_pause_nothing_and_their_forks_collect() -> None:
+    gc.enable()
+    found = []
+
+    def other() -> None:
+        found.append(gc.isenabled())
+        with collector_paused():
+            found.append(gc.isenabled())
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        found.append(os.waitpid(child, 0)[1])
+
+    with collector_paused():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+    assert found == [False, False, 0] and gc.isenabled()
+    found.clear()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(60)
+    assert found == [True, True, 0]
 
 
 @pytest.mark.parametrize("setting", ["enable", "disable"])

@@ -265,7 +265,7 @@ def _from_bits(levels: F64) -> F64:
 
 
 def _centred(occupied: Occupied, table: Codes, values: F64, levels: F64, step: float) -> F64:
-    """Return levels at the means of their values, at most half a step from where they were, so that they ascend."""
+    """Return levels at the means of their values, half a step from where they were at most: none passes the next."""
     codes = occupied.codes(table)
     kept = (codes > 0) & (codes <= len(levels))
     codes, (_, bins, counts) = codes[kept] - 1, occupied.where(kept)
