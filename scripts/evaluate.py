@@ -36,6 +36,7 @@ from evaluation.peers.environment import PeerMissingError
 from evaluation.recording import default_directory, load_recording
 from evaluation.recording import record as record_run
 from evaluation.results import Results
+from evaluation.workloads import NOISE_FLOOR
 from rich.console import Console
 
 from dsq_ckpt import DSQError
@@ -51,7 +52,7 @@ def _systems(usual: Sequence[str], known: Collection[str] = tuple(SYSTEMS)) -> A
     return typer.Option(",".join(usual), "--systems", help=f"Separated by commas, of {', '.join(known)}.")
 
 
-ONLINE = [*SYSTEMS, online_runs.NOISE_FLOOR]
+ONLINE = [*SYSTEMS, NOISE_FLOOR]
 
 
 JSON = typer.Option(..., "--json", help="File to write the results to.")

@@ -9,12 +9,13 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from evaluation.workloads import NOISE_FLOOR
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 FP32 = 32
-NOISE_FLOOR = "noise"
 
 
 def panels(rows: Sequence[Row]) -> list[Callable[[Axes], None]]:

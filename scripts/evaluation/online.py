@@ -29,10 +29,10 @@ from dsq_ckpt.storage.manifest import checkpoints
 from evaluation.recording import _one_thread, default_directory
 from evaluation.report import Column, Row, digits, machine, percent, ratio
 from evaluation.results import Results
-from evaluation.workloads import Workload, create, with_noise
+from evaluation.workloads import NOISE_FLOOR, Workload, create, with_noise
 
 REFERENCE_FILE = "reference.json"
-OURS, NOISE_FLOOR = "dsq", "noise"
+OURS = "dsq"
 WITHIN = 0.01
 """Largest relative rise of the final loss that counts as no harm, as in the paper."""
 PAPER_HOURS = (3, 8)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-NOISE = 1e-6
-"""Relative noise of the floor, about what a change in the order of sums does."""
+NOISE_FLOOR, NOISE = "noise", 1e-6
+"""The system whose restores are exact but for a relative noise, about what a change in the order of sums does."""
 
 
 @dataclass(frozen=True)
