@@ -230,6 +230,21 @@ def test_python_m_and_completion():
     assert "--install-completion" in shown and "warmup" in shown
 
 
+def test_registries_are_loaded_once_and_a_failure_is_left_to_the_thread(monkeypatch):
+    loaded, asked = [], []
+
+    def fails():
+        loaded.append(threading.current_thread() is threading.main_thread())
+        raise RuntimeError("of Numba")
+
+    monkeypatch.setattr(warmup.jit, "load_registries", fails)
+    monkeypatch.setattr(warmup, "_background", warmup._Background())
+    monkeypatch.setattr(warmup._background, "ask", asked.append)
+    warmup.start()
+    warmup.start()
+    assert loaded == [True] and asked == [("save", "load")] * 2
+
+
 def no_more(thread):
     raise RuntimeError("can't start new thread")
 
