@@ -149,6 +149,8 @@ class ChangesCoder(Coder):
             return self._listed.encode(codes, None)
         buffer = np.empty(8 * codes.size + 1024, np.uint8)  # filled from its end: most pages are never touched
         arguments = *self._encoder, self._kinds, self._limits, parent, codes, buffer
+        if self.contexts > self.symbols and int(codes.max()) >= self.symbols:
+            raise CodingError(f"code {int(codes.max())}, but the model has {self.symbols} symbols")
         level = _native.level()
         size = _change_loops.encode(*arguments) if level < 0 else _native.encode_changes(level, *arguments)
         if size == NO_MEMORY:
@@ -174,6 +176,16 @@ class ChangesCoder(Coder):
         return f"code {codes[at]} at index {at} has no count after code {parent[at]} in the model"
 
     def _update(self, data: U8, codes: U8) -> None:
+        if self.contexts <= self.symbols:
+            self._decode_into(data, codes)
+            return
+        own = codes.copy()  # of codes that stay, not every one has to be a code of the model
+        self._decode_into(data, own)
+        if int(own.max()) >= self.symbols:
+            raise CodingError(f"damaged block of changes: code {int(own.max())}, the model has {self.symbols} symbols")
+        np.copyto(codes, own)
+
+    def _decode_into(self, data: U8, codes: U8) -> None:
         level, data = _native.level(), np.ascontiguousarray(data)
         if int(codes.max()) >= self.contexts:
             raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")

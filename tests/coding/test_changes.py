@@ -207,6 +207,23 @@ def test_codes_that_never_change_may_not(path):
     assert coder.expected_bits(counts[:, [1, 0, 2]]) == float("inf")
 
 
+def test_codes_that_stay_are_codes_of_the_model(path):
+    """Where the parent has more levels, a code that stays could be one that the codebook lacks."""
+    wide, narrow = np.zeros((7, 6), np.int64), np.zeros((7, 4), np.int64)
+    wide[range(6), range(6)], narrow[range(4), range(4)] = 99, 99
+    wide[0, 1] = narrow[0, 1] = 1
+    parent = np.array([0, 3, 5, 1], np.uint8)
+    model, data = ChangesCoder.fit(narrow).to_bytes(), ChangesCoder.fit(wide).encode(parent, parent)
+    coder, own = ChangesCoder.from_bytes(model), parent.copy()
+    with pytest.raises(CodingError, match="code 5"):
+        coder.encode(parent, parent)
+    with pytest.raises(CodingError, match="code 5, the model has 4 symbols"):
+        coder.update(data, own)
+    np.testing.assert_array_equal(own, parent)
+    with pytest.raises(Refused, match="codes of the model"):
+        Changes(model).decode(data, 4, parent.tolist())
+
+
 def test_other_coders_decode_in_place_too():
     codes, parent = common.migrating(5000, 32, 0.7, 4)
     coder = RansCoder.fit(common.count(codes, parent, 32, 32))

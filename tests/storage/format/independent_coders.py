@@ -229,6 +229,7 @@ class Changes:  # section 10
         out = list(previous)
         for place, symbol in zip(listed, symbols, strict=True):
             out[place] = symbol
+        require(max(out) < self.symbols, "codes of the model")
         return out
 
     def _listed(self, tokens: list[int], counts: list[int], previous: Sequence[int]) -> list[int]:
