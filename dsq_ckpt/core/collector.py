@@ -23,9 +23,9 @@ def collector_paused() -> Iterator[None]:
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    gc.disable()
-    _paused = True
     try:
+        _paused = True
+        gc.disable()
         yield
     finally:
         _paused = False
