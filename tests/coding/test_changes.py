@@ -16,21 +16,6 @@ from tests.storage.format.independent_coders import Changes, Refused, token_row
 PATHS = _native.available()
 
 
-@pytest.fixture(autouse=True)
-def _path():
-    yield
-    _native.force(None)
-
-
-@pytest.fixture(params=_native.PATHS)
-def path(request):
-    """Every path of the coder in turn, forced."""
-    if request.param not in PATHS:
-        pytest.skip(f"this machine has only {PATHS}: no compiled library, or a processor without {request.param}")
-    _native.force(request.param)
-    return request.param
-
-
 def updated(coder, data, parent):
     codes = parent.copy()
     coder.update(data, codes)
@@ -208,7 +193,7 @@ def test_codes_that_never_change_may_not(path):
 
 
 def test_codes_that_stay_are_codes_of_the_model(path):
-    """Where the parent has more levels, a code that stays could be one that the codebook lacks."""
+    """A code that stays could be one that the codebook lacks, if the parent has more levels."""
     wide, narrow = np.zeros((7, 6), np.int64), np.zeros((7, 4), np.int64)
     wide[range(6), range(6)], narrow[range(4), range(4)] = 99, 99
     wide[0, 1] = narrow[0, 1] = 1

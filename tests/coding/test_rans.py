@@ -20,21 +20,6 @@ from tests.storage.format.independent_coders import Rans, Refused
 PATHS = _native.available()
 
 
-@pytest.fixture(autouse=True)
-def _path():
-    yield
-    _native.force(None)
-
-
-@pytest.fixture(params=_native.PATHS)
-def path(request):
-    """Every path of the coder in turn, forced."""
-    if request.param not in PATHS:
-        pytest.skip(f"this machine has only {PATHS}: no compiled library, or a processor without {request.param}")
-    _native.force(request.param)
-    return request.param
-
-
 def on_every_path(counts, codes, parent) -> bytes:
     """Return the block, which all paths write alike and read."""
     blocks, models = set(), set()

@@ -106,7 +106,7 @@ def test_files_are_made_once_but_for_those_that_keep_rows() -> None:
 
 
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
-    """What ended well is not run again, what failed is, and the others are run all the same."""
+    """Commands that ended well are not run again, one that failed is, and does not stop the others."""
     (tmp_path / "good.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[2]).write_text(sys.argv[0])\n")
     (tmp_path / "bad.py").write_text("raise SystemExit(3)\n")
     monkeypatch.setattr(evaluate_all, "program", lambda words: [sys.executable, str(tmp_path / words[0]), *words[1:]])

@@ -32,7 +32,7 @@ def failed_run(name: str, saved: bool = True, bound: str = "-") -> dict:
 
 
 def drawn(rows: list[dict]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Of each panel its title, and its lines: label and points."""
+    """Return the lines of each panel, label and points, by its title."""
     found = {}
     for panel in report.PANELS["online"](rows):
         axis = Figure().subplots()
