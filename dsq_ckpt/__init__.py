@@ -17,6 +17,7 @@ from dsq_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from dsq_ckpt.api.compressor import Compressor
+    from dsq_ckpt.api.exploring import Tradeoff, explore
     from dsq_ckpt.api.oneshot import compress
     from dsq_ckpt.api.save_load import async_save, load, save
     from dsq_ckpt.config.schema import DSQConfig
@@ -55,6 +56,7 @@ _MODULES = {
         "LoadFailed", "LossyTensor", "NonFiniteTensor", "NotLocal", "SaveFailed", "UnsupportedFormat",
     ),
     "engine.merging": ("merge",),
+    "api.exploring": ("Tradeoff", "explore"),
     "api.oneshot": ("compress",),
     "engine.history": ("SaveHistory", "forget"),
     "engine.result": ("SaveResult",),
@@ -99,12 +101,14 @@ __all__ = [
     "SaveFailed",
     "SaveHistory",
     "SaveResult",
+    "Tradeoff",
     "UnsupportedFormat",
     "__version__",
     "async_save",
     "compress",
     "decode",
     "describe",
+    "explore",
     "latest",
     "load",
     "merge",

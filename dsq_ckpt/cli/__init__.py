@@ -204,12 +204,34 @@ def compress(
         Path, _path("IN", "safetensors (file, index or directory), torch.save file, dsq_ckpt checkpoint, or a DCP "
                           "directory, which torch unpickles: trusted only.")
     ],
-    target: Annotated[Path, _path("OUT", "Checkpoint directory to write.")],
+    target: Annotated[Path, _path("OUT", "Checkpoint directory to write; with --explore: the directory of several.")],
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE|PRESET", help="JSON or YAML file, or name of a preset.")
     ] = None,
     system: Annotated[
         str | None, typer.Option("--system", metavar="NAME", help="Whose defaults: dsq, or one it is compared with.")
+    ] = None,
+    evaluate: Annotated[
+        str | None, typer.Option(
+            "--evaluate", metavar="MODULE:FUNCTION",
+            help="Called once; returns the model and a function that gives its metric (lower is better).",
+        )
+    ] = None,
+    max_degradation: Annotated[
+        float | None, typer.Option(
+            "--max-degradation", help="The smallest whose metric is worse by no more than this: 0.01 is 1 %."
+        )
+    ] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="One checkpoint within each of several bounds, to choose from.")
+    ] = False,
+    bounds: Annotated[
+        str | None, typer.Option("--bounds", metavar="X,Y", help="The bounds of --explore. Default: 10 to 0.1 %.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(
+            "--plot", metavar="FILE", help="Draw the size against the degradation of --explore (.png, .svg or .pdf)."
+        )
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
     mpi: Annotated[
@@ -218,13 +240,20 @@ def compress(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compress one checkpoint that somebody wrote, by itself; to keep to a quality bound, see dsq_ckpt.compress.
+    """Compress one checkpoint that somebody wrote, by itself; within a quality bound, or within several to choose from.
 
     `mpirun -n 8 dsq compress IN OUT` does it with 8 processes, and stores the same values.
     """
-    from dsq_ckpt.cli import compressing
+    from dsq_ckpt.cli import compressing, exploring
 
-    compressing.run(source, target, config, system, overwrite, as_json, mpi)
+    if explore:
+        exploring.run(
+            source, target, evaluate, bounds, max_degradation, config, system, overwrite, plot, mpi, as_json
+        )
+    elif bounds is not None or plot is not None:
+        raise output.fail("--bounds and --plot are for --explore")
+    else:
+        compressing.run(source, target, config, system, evaluate, max_degradation, overwrite, as_json, mpi)
 
 
 @app.command()

@@ -12,6 +12,7 @@ import typer
 
 from dsq_ckpt.api.oneshot import compress
 from dsq_ckpt.cli import output
+from dsq_ckpt.cli.evaluating import judge
 from dsq_ckpt.cli.inspection import print_contents
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.trees import named_tree
@@ -22,12 +23,13 @@ from dsq_ckpt.storage.manifest import Manifest
 
 
 def run(
-    source: Path, target: Path, config: str | None, system: str | None, overwrite: bool, as_json: bool,
-    mpi: bool | None,
+    source: Path, target: Path, config: str | None, system: str | None, evaluate: str | None,
+    max_degradation: float | None, overwrite: bool, as_json: bool, mpi: bool | None,
 ) -> None:
     """Compress, and print the result.
 
     Args:
+        evaluate: see `judge`; None: no search.
         mpi: with all processes of an MPI job; None: if a launcher of MPI started more than one.
 
     Raises:
@@ -36,7 +38,11 @@ def run(
     comm = MPICommunicator() if mpi or (mpi is None and launched().size > 1) else SingleProcess()
     with _as_one(comm), output.meter("compressing", hidden=as_json or comm.rank > 0):
         chosen = run_on_all_ranks(comm, lambda: configuration(config, system))
-        about = compress(source, target, config=chosen, overwrite=overwrite, communicator=comm)
+        model, metric = (None, None) if evaluate is None else run_on_all_ranks(comm, lambda: judge(evaluate))
+        about = compress(
+            source, target, config=chosen, evaluate=metric, max_degradation=max_degradation, model=model,
+            overwrite=overwrite, communicator=comm,
+        )
     if comm.rank:
         return
     logical, kept = about["bytes_logical"], about["bytes_kept"]
@@ -45,12 +51,16 @@ def run(
             "source": str(source), "path": str(target), **about, "ratio_kept": output.quotient(logical, kept),
         })
         return
-    manifest = Manifest.read(target)
+    manifest, quality = Manifest.read(target), about["quality"]
+    searched = [] if quality is None else [
+        ("degradation", "weights are exact" if quality.get("degradation") is None else
+         f"{output.percent(quality['degradation'])} of the metric, by {quality['evaluations']} evaluations"),
+    ]
     screen = output.console()
     screen.print(output.fields([
         ("source", str(source)), ("checkpoint", str(target)), ("system", manifest.setting("system")),
         ("uncompressed", output.size(logical)), ("written", f"{output.size(kept)} ({output.ratio(logical, kept)})"),
-        ("took", output.seconds(manifest.seconds)),
+        *searched, ("took", output.seconds(manifest.seconds)),
     ]))
     screen.print()
     print_contents(target, manifest)

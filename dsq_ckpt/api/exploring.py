@@ -1,0 +1,141 @@
+"""`explore`: one checkpoint within several bounds, to choose from by what each saves and what it costs."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from dsq_ckpt.api.oneshot import Evaluate, Source, compress
+from dsq_ckpt.api.save_load import ConfigLike
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.target_directory import refuse_checkpoint
+
+BOUNDS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
+
+
+class Tradeoff(NamedTuple):
+    """A checkpoint that `explore` wrote, what it saves and what it costs.
+
+    Attributes:
+        max_degradation: the bound, relative to the metric of the source.
+        degradation: how much worse the metric is, relative to that of the source; negative: better; 0: weights are
+            exact; None: no configuration keeps the bound, and `search.fallback` is `conservative`.
+        check_degradation: the same by `check`; None without it too.
+        bytes_logical: size of the source's tensors in bytes.
+        bytes_kept: size of the checkpoint in bytes.
+        evaluations: calls of `evaluate`.
+        seconds: time of the search and the write.
+        on_front: no other checkpoint is smaller, or as small, and degrades less or as much.
+        path: the checkpoint directory.
+    """
+
+    max_degradation: float
+    degradation: float | None
+    check_degradation: float | None
+    bytes_logical: int
+    bytes_kept: int
+    evaluations: int
+    seconds: float
+    on_front: bool
+    path: Path
+
+
+def explore(
+    source: Source,
+    directory: str | os.PathLike[str],
+    *,
+    evaluate: Evaluate,
+    bounds: Sequence[float] = BOUNDS,
+    config: ConfigLike = None,
+    check: Evaluate | None = None,
+    probes: int = 64,
+    model: nn.Module | None = None,
+    overwrite: bool = False,
+    progress: Callable[[Tradeoff], None] | None = None,
+) -> list[Tradeoff]:
+    """Compress one checkpoint within several bounds, each into a directory of its own.
+
+    Every bound has a search of its own, as `compress` does it with `max_degradation`: the checkpoint of a bound is
+    what that call would write. Keep the one you choose, and delete the others.
+
+    Args:
+        source: as for `compress`.
+        directory: what the checkpoints are written into: `directory/within-0.01` for the bound 0.01.
+        evaluate: as for `compress`.
+        bounds: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
+        config: as for `compress`.
+        check: as for `compress`.
+        probes: as for `compress`, for each bound.
+        model: as for `compress`.
+        overwrite: replace complete checkpoints.
+        progress: called with each checkpoint when it is written; `on_front` is by the ones before it.
+
+    Returns:
+        One for each bound, the loosest first, down to the first bound that no configuration keeps: its weights are
+        exact, unless `config` sets `search.fallback`, as they would be for all tighter bounds.
+
+    Raises:
+        ConfigError: there are no bounds, or a bound is given twice; else as for `compress`.
+        DSQError: as `compress` does. Checkpoints of the bounds before are complete, and stay.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> def loss():
+        ...     return float(model(torch.ones(256)).square().mean())
+        >>> found = dsq_ckpt.explore(model, "front", evaluate=loss, bounds=[0.1, 0.01])
+        >>> [one.path.name for one in found]
+        ['within-0.1', 'within-0.01']
+    """
+    into = local_path(directory)
+    proper = all(isinstance(bound, int | float) and 0 < bound < 10 for bound in bounds)
+    targets = {bound: into / f"within-{bound:g}" for bound in sorted(bounds, reverse=True)} if proper else {}
+    if not targets or len({path.name for path in targets.values()}) != len(bounds):
+        raise ConfigError(
+            f"bounds are {list(bounds)}; expected one number or more above 0 and below 10, such as 0.01 for 1 %, each "
+            "once"
+        )
+    for path in targets.values():
+        refuse_checkpoint(path, overwrite)  # before the first search, which may take long
+    found: list[Tradeoff] = []
+    for bound, path in targets.items():
+        began = time.monotonic()
+        about = compress(
+            source, path, config=config, evaluate=evaluate, check=check, max_degradation=bound, probes=probes,
+            model=model, overwrite=overwrite,
+        )
+        quality = about["quality"]
+        lost = 0.0 if "weights" not in about["by_kind"] else quality.get("degradation")
+        found = _marked([*found, Tradeoff(
+            bound, lost, lost if lost == 0 and check else quality.get("check_degradation"), about["bytes_logical"],
+            about["bytes_kept"], quality["evaluations"], time.monotonic() - began, True, path,
+        )])
+        if progress is not None:
+            progress(found[-1])
+        if quality["chosen"] is None:
+            break
+    return found
+
+
+def _marked(found: Sequence[Tradeoff]) -> list[Tradeoff]:
+    """Mark those that no other beats."""
+    def beaten(one: Tradeoff, place: int) -> bool:
+        return any(
+            (other.bytes_kept, _harm(other), at) < (one.bytes_kept, _harm(one), place)
+            and other.bytes_kept <= one.bytes_kept and _harm(other) <= _harm(one)
+            for at, other in enumerate(found) if at != place
+        )
+
+    return [one._replace(on_front=not beaten(one, place)) for place, one in enumerate(found)]
+
+
+def _harm(one: Tradeoff) -> float:
+    """Return the worse of both degradations: by `evaluate`, and by `check`."""
+    told = [figure for figure in (one.degradation, one.check_degradation) if figure is not None]
+    return max(told) if told else math.inf
