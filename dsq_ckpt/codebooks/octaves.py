@@ -24,11 +24,11 @@ class Octaves(CodebookConfig):
 
     fit: Literal["octaves"] = "octaves"
     per_octave: int = Field(
-        1, ge=1, le=4, description="levels per octave, fewer where 254 levels do not suffice; the error of second "
+        2, ge=1, le=4, description="levels per octave, fewer where 254 levels do not suffice; the error of second "
         "moments lasts for as long as `beta2` says"
     )
     rate_distortion: float = Field(
-        0.2, ge=0, le=2, description="lambda: squared distances of levels of distortion that one bit is worth"
+        0.05, ge=0, le=2, description="lambda: squared distances of levels of distortion that one bit is worth"
     )
 
     def propose(self, histogram: Histogram) -> LevelFit:
