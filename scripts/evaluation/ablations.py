@@ -42,6 +42,7 @@ from evaluation.workloads import create
 
 Report = Callable[[str], None]
 WEIGHTS, EMBEDDING = "quantize.weights.codebook.", "quantize.groups.embedding.codebook."
+GRANULARITY = "quantize.granularity"
 
 RUN_COLUMNS = (
     Column("<what", "name"), Column("weights", "ratio_weights", ratio), Column("best delta", "best_delta", ratio),
@@ -172,16 +173,28 @@ MOST_BINS = 254
 _BINS = range(4, MOST_BINS + 1)
 
 
-def _candidates() -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return, by system, the fixed values and the configurations to choose from, most aggressive first."""
+class Choice(NamedTuple):
+    """A system whose levels are to be counted: fixed values, and configurations, the most aggressive first."""
+
+    system: str
+    values: dict[str, Any]
+    candidates: list[dict[str, Any]]
+
+
+def _choices() -> dict[str, Choice]:
+    """Return, by name, each system as it is, and two with the tensors of a codebook as the other one has them."""
     with_embedding = [{WEIGHTS + "bins": bins, EMBEDDING + "bins": bins} for bins in _BINS]
     steps = SYSTEMS[OURS].space.axes[0].values  # type: ignore[union-attr]
+    uniform = [{WEIGHTS + "min_bins": bins, WEIGHTS + "max_bins": bins} for bins in _BINS]
+    unpruned, by_tensor, by_layer = {WEIGHTS + "prune": 0.0}, {GRANULARITY: "tensor"}, {GRANULARITY: "layer"}
     return {
-        RIVAL: ({WEIGHTS + "prune": 0.0}, with_embedding),
-        "uniform": ({}, [{WEIGHTS + "min_bins": bins, WEIGHTS + "max_bins": bins} for bins in _BINS]),
-        "adaptive": ({}, [{WEIGHTS + "bins": bins} for bins in _BINS]),
-        "kmeans": ({}, with_embedding),
-        OURS: ({}, [{WEIGHTS + "step": step} for step in steps]),
+        RIVAL: Choice(RIVAL, unpruned, with_embedding),
+        f"{RIVAL}, by tensor": Choice(RIVAL, unpruned | by_tensor, with_embedding),
+        "uniform": Choice("uniform", {}, uniform),
+        "uniform, by layer type": Choice("uniform", by_layer, uniform),
+        "adaptive": Choice("adaptive", {}, [{WEIGHTS + "bins": bins} for bins in _BINS]),
+        "kmeans": Choice("kmeans", {}, with_embedding),
+        OURS: Choice(OURS, {}, [{WEIGHTS + "step": step} for step in steps]),
     }
 
 
@@ -255,25 +268,25 @@ def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
     every = [row["step"] for row in info["checkpoints"] if row["step"]]
     steps = {every[round(place)] for place in np.linspace(0, len(every) - 1, min(count, len(every)))}
     rows = []
-    for system, (values, candidates) in _candidates().items():
-        report(f"bins: {system}")
+    for name, (system, values, candidates) in _choices().items():
+        report(f"bins: {name}")
         run = create(info["settings"]["workload"], info["settings"]["seed"])
         config = system_config(system, max(BOUNDS)).with_values(**values, **{"delta.enabled": False})
         probes = []
         dsq_ckpt.forget()
-        with tempfile.TemporaryDirectory(prefix="dsq-bins-") as name, warnings.catch_warnings():
+        with tempfile.TemporaryDirectory(prefix="dsq-bins-") as into, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for checkpoint in load_recording(directory).checkpoints:
                 if checkpoint["step"] in steps:
                     probe = Bisection(run.model, run.evaluate, candidates)
-                    path = Path(name) / f"{checkpoint['step']:06d}"
+                    path = Path(into) / f"{checkpoint['step']:06d}"
                     save_recorded(run, checkpoint, path, config, probe, fractions_of(config))
                     probes.append(probe)
         dsq_ckpt.forget()
         for bound in BOUNDS:
             found = [hit for probe in probes if (hit := probe.found[bound]) is not None]
             rows.append({
-                "part": "bins", "name": system, "bound": bound, "found": len(found), "checkpoints_tried": len(probes),
+                "part": "bins", "name": name, "bound": bound, "found": len(found), "checkpoints_tried": len(probes),
                 "bins": _mean([_BINS[place] for place, _ in found] if system != OURS else []),
                 "levels": _mean([one.levels for _, one in found]), "bits": _mean([one.bits for _, one in found]),
                 "evaluations": _mean([probe.evaluations for probe in probes]), "skipped": None,

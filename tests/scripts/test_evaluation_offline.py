@@ -268,8 +268,8 @@ def test_coders_code_the_same_codes(recording: Path, tmp_path: Path) -> None:
 
 def test_bisection_finds_the_fewest_levels(recording: Path, monkeypatch) -> None:
     monkeypatch.setattr(ablations, "BOUNDS", (0.05, 0.005))
-    candidates = ablations._candidates()
-    monkeypatch.setattr(ablations, "_candidates", lambda: {name: candidates[name] for name in ("adaptive", "dsq")})
+    choices = ablations._choices()
+    monkeypatch.setattr(ablations, "_choices", lambda: {name: choices[name] for name in ("adaptive", "dsq")})
     rows = {(row["name"], row["bound"]): row for row in ablations.bins(recording, lambda line: None, count=2)}
     for system in ("adaptive", "dsq"):
         loose, tight = rows[system, 0.05], rows[system, 0.005]
