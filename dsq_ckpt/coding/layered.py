@@ -17,6 +17,7 @@ import numpy as np
 
 from dsq_ckpt import kernels
 from dsq_ckpt.coding.lossless import shuffle_decompress
+from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.coding.rans import RansCoder
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.errors import CodingError
@@ -41,9 +42,8 @@ def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
         return packed
     kernels.unpack(data, bits, symbols)
     contexts = int(codes.max()) + 1
-    counts = np.bincount(codes.astype(np.int64) << bits | symbols, minlength=contexts << bits)
     rows = np.zeros((contexts + 1, 1 << bits), np.int64)
-    rows[:contexts] = counts.reshape(contexts, 1 << bits)
+    rows[:contexts] = count_pairs(codes, symbols)[:contexts, : 1 << bits]
     coder = RansCoder.fit(rows)
     model = coder.to_bytes()
     block = _HEADER.pack(_RANS, len(model)) + model + coder.encode(symbols, codes)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dsq_ckpt.coding import Coder, RansCoder, fit_fastest
+from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.core.arrays import Codes, Counts
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -46,12 +47,11 @@ class Recoding:
         counts = np.zeros((_ALONE + 1, 256), np.int64)
         for chain in chains:
             codes, before = self._codes(chain)
-            for where in workers.blocks(len(codes)):  # a count takes eight bytes for each code
+            for where in workers.blocks(len(codes)):  # without a parent a count takes eight bytes for each code
                 if before is None:
                     counts[_ALONE] += np.bincount(codes[where], minlength=256)
                 else:
-                    pairs = before[where].astype(np.uint16) << np.uint16(8) | codes[where]
-                    counts[:_ALONE] += np.bincount(pairs, minlength=1 << 16).reshape(256, 256)
+                    counts[:_ALONE] += count_pairs(before[where], codes[where])
         symbols = checkpoint.codebook(chains[0][0]).symbols
         contexts = max((checkpoint.codebook(chain[-1]).symbols for chain in chains if len(chain) > 1), default=0)
         if counts[:, symbols:].any() or counts[contexts:_ALONE].any():

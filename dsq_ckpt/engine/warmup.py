@@ -26,6 +26,7 @@ from dsq_ckpt import kernels
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.algorithms.greedy_range import adaptive_range
 from dsq_ckpt.coding import ChangesCoder, HuffmanCoder, RansCoder, huffman_bits
+from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
@@ -147,6 +148,7 @@ _TASKS: dict[Group, list[Callable[[], object]]] = {
         lambda: _sketch(64), lambda: _sketch(1 << 18), _joint_sketch, _kmeans, _table, _encode, lambda: _quantize(1),
         lambda: _quantize(5), lambda: _refine(False), lambda: _refine(True), lambda: kernels.pack(_CODES, 2),
         _measure, lambda: kernels.gather_protected(_X, _CODES, 3), lambda: kernels.to_bf16(_X.view(np.uint32)),
+        lambda: count_pairs(_CODES, _CODES),
     ],
     "load": [
         _decode, lambda: _unpack(True), _dequantize, _dequantize_refined, _unmeasure,

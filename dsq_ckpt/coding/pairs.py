@@ -1,0 +1,44 @@
+"""How often each symbol follows from each context: what a model of rANS is fitted to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsq_ckpt.core.arrays import I64, Codes
+from dsq_ckpt.kernels.jit import jit
+
+_TABLES = 4  # counted into in turn: of equal pairs in a row, none waits for the sum of the one before
+_APART = 16  # entries between tables, so that they do not lie on multiples of a page from each other
+
+
+@jit
+def _count(contexts, symbols, bits, counts):  # type: ignore[no-untyped-def]
+    whole = symbols.size // 4 * 4
+    for i in range(0, whole, 4):
+        counts[0, np.uint32(contexts[i]) << bits | symbols[i]] += np.uint32(1)
+        counts[1, np.uint32(contexts[i + 1]) << bits | symbols[i + 1]] += np.uint32(1)
+        counts[2, np.uint32(contexts[i + 2]) << bits | symbols[i + 2]] += np.uint32(1)
+        counts[3, np.uint32(contexts[i + 3]) << bits | symbols[i + 3]] += np.uint32(1)
+    for i in range(whole, symbols.size):
+        counts[0, np.uint32(contexts[i]) << bits | symbols[i]] += np.uint32(1)
+
+
+def count_pairs(contexts: Codes, symbols: Codes) -> I64:
+    """Return int64[256, 256]: of each context, how often it has each symbol.
+
+    Args:
+        contexts: uint8[n], n below 2**32.
+        symbols: uint8[n].
+
+    Raises:
+        ValueError: there are not as many of both.
+    """
+    if contexts.shape != symbols.shape:
+        raise ValueError(f"{contexts.shape} contexts and {symbols.shape} symbols, expected as many of both")
+    bits = int(symbols.max(initial=0)).bit_length()
+    rows, columns = int(contexts.max(initial=0)) + 1, 1 << bits
+    counts = np.zeros((_TABLES, (rows << bits) + _APART), np.uint32)
+    _count(contexts, symbols, np.uint32(bits), counts)
+    found = np.zeros((256, 256), np.int64)
+    found[:rows, :columns] = counts[:, : rows << bits].sum(0, dtype=np.int64).reshape(rows, columns)
+    return found
