@@ -60,7 +60,9 @@ def test_python_examples(training, number):
 
 
 def test_pages_have_examples():
-    assert [name for name, _ in PYTHON] == ["README"] * 4 + ["cli", "configuration", "index", "oneshot", "report"]
+    assert [name for name, _ in PYTHON] == [
+        *["README"] * 4, "cli", "configuration", "index", *["oneshot"] * 3, "report",
+    ]
 
 
 def test_shell_examples(training):
@@ -85,6 +87,36 @@ def test_shell_examples(training):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, (line, result.output)
     assert Path("out.pt").exists()
+
+
+JUDGED = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.Linear(128, 100))
+
+def loss_on_a_few_batches(model):
+    tokens = torch.arange(100)
+    return float(nn.functional.cross_entropy(model(tokens), (tokens * 7 + 1) % 100))
+
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shell_examples_with_a_model(training, monkeypatch):
+    module = next(text for name, text in PYTHON if name == "oneshot" and text.startswith("# my_model.py"))
+    lines = re.findall(r"^dsq .*--evaluate my_model:.*$", PAGES["oneshot"], re.M)
+    assert [line.split()[1:4] for line in lines] == [
+        ["compress", "model.pt", "front"], ["compress", "model.pt", "compressed/model"],
+    ]
+    Path("my_model.py").write_text(JUDGED + module)
+    torch.save(training["model"].state_dict(), "model.pt")
+    monkeypatch.syspath_prepend(str(Path.cwd()))  # taken away again, with what the command adds
+    for line in lines:
+        result = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert result.exit_code == 0, (line, result.output)
+    assert Path("front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_presets_are_listed():
