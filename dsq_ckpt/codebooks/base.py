@@ -38,6 +38,11 @@ MOST_LEVELS = 254
 """Codes are bytes: zero, the levels, and what is protected."""
 
 
+FINER_COSTS = 0.9
+"""Bits per element that a codebook may cost more than its `coarser` one; twice as many levels, of which previous codes
+tell nothing, cost one and more."""
+
+
 @dataclass(frozen=True)
 class LevelFit:
     """The decision of a codebook about the bins of a histogram. Code 0 is the value 0, code j is `levels[j - 1]`.
@@ -124,6 +129,11 @@ class CodebookConfig(BaseModel, ABC):
     def price(self) -> float:
         """Squared steps (without steps: 12 x mean squared errors) of distortion that one bit is worth; 0: nearest."""
         return 0.0
+
+    @property
+    def coarser(self) -> CodebookConfig | None:
+        """What a delta is fitted with where these levels cost more than `FINER_COSTS`; None: always with these."""
+        return None
 
     @property
     def logarithmic(self) -> bool:

@@ -13,6 +13,7 @@ from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.registry import register_codebook
 from dsq_ckpt.core.arrays import F64
 
+_LOOSER = 4.0  # times the price of a bit, where there is one level per octave
 _LEAST, _MOST = 2.0, 253.0  # on the axis of bits: normal and finite, also half an octave away
 
 
@@ -24,8 +25,8 @@ class Octaves(CodebookConfig):
 
     fit: Literal["octaves"] = "octaves"
     per_octave: int = Field(
-        2, ge=1, le=4, description="levels per octave, fewer where 254 levels do not suffice; the error of second "
-        "moments lasts for as long as `beta2` says"
+        2, ge=1, le=4, description="levels per octave; fewer where 254 levels do not suffice, one in deltas where most "
+        "second moments change their level, and an error is forgotten as fast"
     )
     rate_distortion: float = Field(
         0.05, ge=0, le=2, description="lambda: squared distances of levels of distortion that one bit is worth"
@@ -52,6 +53,16 @@ class Octaves(CodebookConfig):
     def _grid(points: F64, per_octave: int) -> F64:
         levels = np.unique((np.rint(points * per_octave) / per_octave).clip(_LEAST, _MOST))
         return levels if levels.size else np.array([127.0])
+
+    @property
+    def coarser(self) -> Octaves | None:
+        """One level per octave: where previous levels tell little, second moments are renewed between checkpoints.
+
+        What a restore loses of them is forgotten as soon.
+        """
+        if self.per_octave == 1:
+            return None
+        return self.model_copy(update={"per_octave": 1, "rate_distortion": min(_LOOSER * self.rate_distortion, 2.0)})
 
     @property
     def logarithmic(self) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dsq_ckpt
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.codebooks.octaves import Octaves
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook import GroupSketch, fit_group
+from dsq_ckpt.storage.manifest import Manifest
 
 
 def counts_of(values):
@@ -49,3 +52,29 @@ def test_levels_ascend_and_keep_the_mean(counts, per_octave, price) -> None:
         own = (fitted.table[0] == code) & (joint[0] > 0)
         if own.any() and price == 0:
             assert level == pytest.approx(np.average(values[own], weights=joint[0][own]), rel=1e-6)
+
+
+def steps_of_a_chain(run, renewed: float, config=None) -> list[float]:
+    """Save second moments of which a part is new each time; return the distances of levels, in octaves."""
+    generator = torch.Generator().manual_seed(0)
+    logs, found = torch.randn(64, 2048, generator=generator), []
+    for number in range(6):
+        if number:
+            logs = (1 - renewed) ** 0.5 * logs + renewed**0.5 * torch.randn(logs.shape, generator=generator)
+        state = {"state": {"0.weight": {"exp_avg_sq": 2.0 ** (logs - 20)}}}
+        dsq_ckpt.save(state, run / str(number), config=config)
+        found += [group.step for name, group in Manifest.read(run / str(number)).groups.items() if "exp_avg_sq" in name]
+    return found
+
+
+def test_one_level_per_octave_where_second_moments_are_renewed(tmp_path) -> None:
+    assert steps_of_a_chain(tmp_path / "lasting", 0.01) == [0.5] * 6
+    assert steps_of_a_chain(tmp_path / "renewed", 0.9) == [0.5] * 3 + [1.0] * 3
+    again = steps_of_a_chain(tmp_path / "again", 0.9, {"delta": {"max_chain": 4}})
+    assert again == [0.5] * 3 + [1.0, 1.0, 0.5]  # the last one is a keyframe
+
+
+def test_what_the_coarser_levels_are() -> None:
+    assert Octaves().coarser == Octaves(per_octave=1, rate_distortion=0.2)
+    assert Octaves(per_octave=4, rate_distortion=1.0).coarser == Octaves(per_octave=1, rate_distortion=2.0)
+    assert Octaves(per_octave=1).coarser is None

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from dsq_ckpt.codebooks import CodebookConfig, Histogram, LevelFit
-from dsq_ckpt.codebooks.base import MOST_LEVELS
+from dsq_ckpt.codebooks.base import FINER_COSTS, MOST_LEVELS
 from dsq_ckpt.codebooks.histogram import nearest
 from dsq_ckpt.core.arrays import F64, Codes, Counts, Mask
 from dsq_ckpt.errors import ConfigError
@@ -98,7 +98,8 @@ class GroupSketch:
 
 
 def fit_group(
-    sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0
+    sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
+    may_coarsen: bool = False,
 ) -> Fitted:
     """Fit one group on its joint sketch.
 
@@ -108,10 +109,23 @@ def fit_group(
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
         refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; a codebook with a
             bound takes as few as keep it.
+        may_coarsen: take the coarser codebook that `config` may name, where its own costs too much more. Once it was
+            taken, previous codes tell too little for the finer one, up to the next keyframe.
 
     Raises:
         ConfigError: the codebook proposes what is no codebook.
     """
+    fitted = _fit_or_alone(sketch, config, parent, refinement_bits)
+    if not may_coarsen or parent is None or config.coarser is None:
+        return fitted
+    coarser = _fit_or_alone(sketch, config.coarser, parent, refinement_bits)
+    return coarser if fitted.bits > coarser.bits + FINER_COSTS * int(sketch.joint.sum()) else fitted
+
+
+def _fit_or_alone(
+    sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int
+) -> Fitted:
+    """Fit with the previous codes, or without them where they do not pay."""
     fitted = _fit(sketch, config, parent, refinement_bits)
     if (turn := sketch.turn) is not None:
         counts = fitted.counts.copy()
