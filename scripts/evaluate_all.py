@@ -124,7 +124,8 @@ resume                  evaluate.py resume vit llama moe lstm finetune llama-bf1
 resume-large            evaluate.py resume resnet gpt --config default --share 0.3 --share 0.6
 resume-resnet           evaluate.py resume resnet --config default --share 0.3 --share 0.6
 resume-octaves          evaluate.py resume vit lstm
-                          --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","rate_distortion":0.0}}}}'
+                          --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","per_octave":1,
+                          "rate_distortion":0.0}}}}'
                           --seed 0 --seed 1 --seed 2 --share 0.3 --share 0.6
 resume-levels-vit       evaluate.py resume vit --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves",
                           "per_octave":2,"rate_distortion":0.2}}}}' --config '{"quantize":{"exp_avg_sq":{"codebook":
