@@ -114,7 +114,11 @@ def level() -> int:
 
 
 def _address(array: Array | None) -> int | None:
-    return None if array is None else array.ctypes.data
+    if array is None:
+        return None
+    if array.size and array.flags.writeable:  # a fifth of the time of the other, and a small block takes ten of these
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    return array.ctypes.data
 
 
 def decode(level: int, rows: U32, counts: U16, escaped: U8, entries: U32, parent: U8 | None, out: U8, block: U8) -> int:

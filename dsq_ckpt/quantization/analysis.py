@@ -102,7 +102,6 @@ class GlobalSketch:
             known: analysis that has the groups which `configs` does not name.
         """
         fitted = {}
-        settled = self.turn > 1  # at its second checkpoint, half of a run's second moments are new, whatever beta2 is
         for group, usual in self.layout.groups.items():
             if known is not None and group not in (configs or {}):
                 fitted[group] = known.fitted[group]
@@ -117,7 +116,7 @@ class GlobalSketch:
                 self._turn(group, config.codebook),
             )
             fitted[group] = fit_group(
-                sketch, config.codebook, self.books.get(group), config.refinement_bits, may_coarsen=settled
+                sketch, config.codebook, self.books.get(group), config.refinement_bits, deltas=self.turn
             )
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)

@@ -15,7 +15,7 @@ import torch
 from dsq_ckpt.coding import HuffmanCoder, fit_fastest, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
-from dsq_ckpt.core.arrays import I16, Bits
+from dsq_ckpt.core.arrays import I16, Bits, Codes
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
@@ -24,6 +24,7 @@ from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 
 _PACKED = 1 << 16  # smaller exact items share a compressed block
 _PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
+_GLANCE = 4096  # codes that nearly always tell whether a block changed
 
 
 class RecordRef(NamedTuple):
@@ -81,9 +82,13 @@ class _Task:
         bits = source.refinement_bits
         shorter = layered.encode(beside.refinement, codes, bits) if bits else b""
         beside = beside._replace(refinement=shorter)
-        if parent is not None and np.array_equal(codes, parent):  # a frozen layer
+        if parent is not None and _same(codes, parent):  # a frozen layer
             return self, None, beside
         return self, self.coder.encode(codes, parent), beside
+
+
+def _same(codes: Codes, parent: Codes) -> bool:
+    return bool(np.array_equal(codes[:_GLANCE], parent[:_GLANCE]) and np.array_equal(codes, parent))
 
 
 @dataclass

@@ -67,11 +67,15 @@ def steps_of_a_chain(run, renewed: float, config=None) -> list[float]:
     return found
 
 
-def test_one_level_per_octave_where_second_moments_are_renewed(tmp_path) -> None:
-    assert steps_of_a_chain(tmp_path / "lasting", 0.01) == [0.5] * 6
-    assert steps_of_a_chain(tmp_path / "renewed", 0.9) == [0.5] * 3 + [1.0] * 3
-    again = steps_of_a_chain(tmp_path / "again", 0.9, {"delta": {"max_chain": 4}})
-    assert again == [0.5] * 3 + [1.0, 1.0, 0.5]  # the last one is a keyframe
+@pytest.mark.parametrize(("renewed", "steps"), [
+    (0.01, [0.5] * 6), (0.1, [0.5] * 3 + [1.0] * 3), (0.3, [0.5] * 2 + [1.0] * 4),
+])
+def test_one_level_per_octave_where_second_moments_are_renewed(tmp_path, renewed, steps) -> None:
+    assert steps_of_a_chain(tmp_path, renewed) == steps
+
+
+def test_a_keyframe_has_two_levels_again(tmp_path) -> None:
+    assert steps_of_a_chain(tmp_path, 0.3, {"delta": {"max_chain": 4}}) == [0.5, 0.5, 1.0, 1.0, 1.0, 0.5]
 
 
 def test_what_the_coarser_levels_are() -> None:

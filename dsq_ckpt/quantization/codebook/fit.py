@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -99,7 +100,7 @@ class GroupSketch:
 
 def fit_group(
     sketch: GroupSketch, config: CodebookConfig, parent: Codebook | None, refinement_bits: int = 0,
-    may_coarsen: bool = False,
+    deltas: int = 0,
 ) -> Fitted:
     """Fit one group on its joint sketch.
 
@@ -109,17 +110,18 @@ def fit_group(
         parent: the parent checkpoint's codebook of this group; a lattice keeps its step.
         refinement_bits: into how many parts (2**bits) the refinement layer may divide the cells; a codebook with a
             bound takes as few as keep it.
-        may_coarsen: take the coarser codebook that `config` may name, where its own costs too much more. Once it was
-            taken, previous codes tell too little for the finer one, up to the next keyframe.
+        deltas: since the keyframe, before this one. Where the coarser codebook that `config` may name was taken,
+            previous codes tell too little for the finer one, up to the next keyframe.
 
     Raises:
         ConfigError: the codebook proposes what is no codebook.
     """
     fitted = _fit_or_alone(sketch, config, parent, refinement_bits)
-    if not may_coarsen or parent is None or config.coarser is None:
+    if parent is None or config.coarser is None:
         return fitted
-    coarser = _fit_or_alone(sketch, config.coarser, parent, refinement_bits)
-    return coarser if fitted.bits > coarser.bits + FINER_COSTS * int(sketch.joint.sum()) else fitted
+    more = FINER_COSTS[min(deltas, len(FINER_COSTS) - 1)]
+    coarser = _fit_or_alone(sketch, config.coarser, parent, refinement_bits) if math.isfinite(more) else fitted
+    return coarser if fitted.bits - coarser.bits > more * int(sketch.joint.sum()) else fitted
 
 
 def _fit_or_alone(
