@@ -38,11 +38,11 @@ MOST_LEVELS = 254
 """Codes are bytes: zero, the levels, and what is protected."""
 
 
-FINER_COSTS = (float("inf"), 1.15, 0.9)
-"""Bits per element that a codebook may cost more than its `coarser` one in the first, second, third delta of a chain.
+FINER_COSTS = (float("inf"), 1.15, 0.9, 0.8, 0.7)
+"""Bits per element that a codebook may cost more than its `coarser` one, in the first, second, ... delta of a chain.
 
-The last one is for all later deltas too. Twice as many levels cost 1.2 to 1.4 where previous codes tell little of them.
-At the second checkpoint of a run they tell little in any case, since half of what it averages is new.
+The last one is for all later deltas too; about a quarter of an average is new then. Twice as many levels cost 1.2 to
+1.4 where all is. The first deltas may cost more, since in a young run a half, a third, ... of an average is new.
 """
 
 
