@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers import forks
 from tests.helpers.processes import torchrun
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def test_placements_and_groups(tmp_path):
 
 
 def test_async(tmp_path):
-    assert checks(torchrun("background", 2, tmp_path)) == 8
+    assert checks(torchrun("background", 2, tmp_path, **{forks.TEARDOWN: "1"})) == 8
 
 
 def test_planners(tmp_path):

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.helpers import forks
 from tests.helpers.processes import ROOT, run, torchrun
 
 WORKERS = Path(__file__).parent / "workers"
-ON_CPU = {"DS_ACCELERATOR": "cpu", "CXX": str(Path(__file__).with_name("c++"))}
+ON_CPU = {
+    "DS_ACCELERATOR": "cpu", "CXX": str(Path(__file__).with_name("c++")),
+    forks.PRELOAD: "deepspeed dsq_ckpt.deepspeed accelerate transformers.trainer",
+}
 
 
 def ranks(worker: str, count: int, *arguments: object) -> str:
-    """Run a worker on so many ranks; its output. The first of all builds an extension of DeepSpeed, in a minute."""
+    """Run a worker on so many ranks; its output. The first that offloads builds an extension of DeepSpeed."""
     return torchrun(worker, count, *arguments, workers=WORKERS, **ON_CPU)
 
 
-def python(*arguments: object, directory: Path = ROOT) -> str:
+def python(*arguments: object, directory: Path = ROOT, **environment: str) -> str:
     """Run a Python program in a directory, where it must succeed; its output."""
-    status, output = run(list(map(str, arguments)), forked=True, directory=directory, **ON_CPU)
+    status, output = run(list(map(str, arguments)), forked=True, directory=directory, **ON_CPU, **environment)
     assert status == 0, output[-4000:]
     return output
 

@@ -10,9 +10,10 @@ import pytest
 
 from dsq_ckpt import launch
 from dsq_ckpt.storage.manifest import Manifest
-from tests.deepspeed.launched import by_torchrun, python
+from tests.deepspeed.launched import ON_CPU, by_torchrun, python
+from tests.helpers import forks
 from tests.helpers.packages import needs
-from tests.helpers.processes import ROOT
+from tests.helpers.processes import ROOT, environment_of
 
 SCRIPT = """
 import sys
@@ -83,7 +84,7 @@ def test_a_launcher_without_effect_is_told(scripts, monkeypatch, seen, says):
 
 
 @needs("deepspeed")
-@pytest.mark.slow(34)
+@pytest.mark.slow(8)
 def test_deepspeeds_launcher(tmp_path):
     """It puts `--local_rank` before the script; the script calls `deepspeed.initialize` itself."""
     program = Path(sys.executable).with_name("deepspeed")
@@ -92,7 +93,8 @@ def test_deepspeeds_launcher(tmp_path):
     small = ["--layers", "1", "--width", "96", "--steps", "4", "--save-every", "2", "--validation-batches", "1"]
     command = ["dsq_ckpt.launch", ROOT / "scripts" / "train_deepspeed.py"]
     command += ["--plain-initialize", "--out", tmp_path / "run", *small]
-    python(program, "--num_gpus", "2", "--module", *command)
+    interpreter = forks.interpreter(tmp_path / "python", environment_of(ON_CPU))
+    python(program, "--num_gpus", "2", "--module", *command, **{forks.EXECUTABLE: str(interpreter)})
     tags = [tmp_path / "run" / f"global_step{step}" for step in (2, 4)]
     assert [Manifest.read(tag).depth for tag in tags] == [0, 1]
     assert (tmp_path / "run" / "latest").read_text() == "global_step4"

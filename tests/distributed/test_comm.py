@@ -11,7 +11,7 @@ import dsq_ckpt
 from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.distributed.mpi import MPICommunicator, launched
-from tests.helpers import contract
+from tests.helpers import contract, forks
 from tests.helpers.processes import WORKERS, mpirun, torchrun
 from tests.helpers.source_files import plain_state
 from tests.helpers.states import differences, loaded
@@ -43,7 +43,7 @@ def test_a_rank_that_is_gone():
 
 @pytest.mark.slow
 def test_nothing_is_left_for_the_exit(tmp_path):
-    output = torchrun("ending", 2, tmp_path)
+    output = torchrun("ending", 2, tmp_path, **{forks.TEARDOWN: "1"})
     assert output.count("ok tensors") == output.count("ok groups") == 2, output
 
 

@@ -23,7 +23,8 @@ _OPEN_MPI = {
 }
 
 
-def _environment(more: dict[str, str]) -> dict[str, str]:
+def environment_of(more: dict[str, str]) -> dict[str, str]:
+    """Return the variables of a process that is given some more."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
@@ -32,7 +33,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """A Python process in a process group of its own, or what a launcher makes of it."""
     return subprocess.Popen(
-        [*(launcher or []), sys.executable, *arguments], env=_environment(environment), cwd=directory, text=True,
+        [*(launcher or []), sys.executable, *arguments], env=environment_of(environment), cwd=directory, text=True,
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
 
@@ -62,7 +63,7 @@ def run(
         AssertionError: it took longer than `timeout` seconds.
     """
     if forked and forks.VARIABLE in os.environ:
-        return _run_forked(arguments, timeout, _environment(environment), directory)
+        return _run_forked(arguments, timeout, environment_of(environment), directory)
     process = start(arguments, launcher, directory, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)

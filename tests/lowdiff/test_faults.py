@@ -19,7 +19,7 @@ from torch.optim import Adam
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.lowdiff import segments, snapshots, worker_group
 from dsq_ckpt.storage.container import ContainerWriter
-from tests.helpers import processes
+from tests.helpers import forks, processes
 from tests.lowdiff.loops import Case, Loop, differences
 
 WORKERS = Path(__file__).parent / "workers"
@@ -252,7 +252,8 @@ def test_another_session_is_left_alone(tmp_path):
 def test_however_training_ends(tmp_path):
     """All steps that were done are there, though 1000 were to be written at once and nothing closed the log."""
     ways = {"exits": 3, "raises": 1, "SIGINT": -2, "SIGTERM": -15, "dies": 4}
-    status, output = processes.run([str(WORKERS / "ends.py"), str(tmp_path), *ways], forked=True)
+    arguments = [str(WORKERS / "ends.py"), str(tmp_path), *ways]
+    status, output = processes.run(arguments, forked=True, **{forks.TEARDOWN: "1"})
     assert status == 0, output
     found = dict(line.split() for line in output.splitlines() if line.split()[0] in ways)
     assert {way: int(code) for way, code in found.items()} == ways

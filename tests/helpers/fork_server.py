@@ -1,0 +1,207 @@
+"""The servers of `forks`, and what their forks become."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import platform
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import popen_spawn_posix
+from multiprocessing import util as processes
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.helpers import forks
+
+_MODULES = (
+    "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict", "torch.utils.serialization.config", "encodings.idna", "dsq_ckpt.api",
+    "dsq_ckpt.dcp", "dsq_ckpt.lowdiff", "dsq_ckpt.lowdiff.log_server", "dsq_ckpt.lowdiff.replica_server",
+)
+_exec = processes.spawnv_passfds
+
+
+def serve(path: Path) -> dict[str, Any]:
+    """Fork for everyone who asks; return in the forks, with the request."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path.with_suffix(".new")))
+    listener.listen(64)
+    listener.settimeout(2)
+    path.with_suffix(".new").rename(path)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who wait for the forks tell who asked
+    gc.freeze()
+    owner = Path("/proc", path.parent.name.rpartition("-")[2])
+    while path.exists() and owner.exists():
+        try:
+            connection = listener.accept()[0]
+        except TimeoutError:
+            continue
+        data, files, *_ = socket.recv_fds(connection, 1 << 20, 20)
+        if data and os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _enter(files[: len(forks.NAMESPACES)])
+            if (fork := os.fork()) == 0:
+                with contextlib.suppress(BrokenPipeError):  # who asked may have been killed
+                    connection.send(b"%d" % os.getpid())  # as it is called in its namespace
+                connection.close()
+                return {**json.loads(data), "files": files[len(forks.NAMESPACES) :]}
+            for file in files:
+                os.close(file)
+            status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+            with contextlib.suppress(BrokenPipeError):
+                connection.send(b"%d" % status)
+            os._exit(0)
+        connection.close()
+        for file in files:
+            os.close(file)
+    shutil.rmtree(path.parent, ignore_errors=True)
+    os._exit(0)
+
+
+def _enter(spaces: Sequence[int]) -> None:
+    """Enter the namespaces that are not this process's own; a process namespace is that of its children."""
+    pairs = zip(forks.NAMESPACES, spaces, strict=True)
+    others = [file for name, file in pairs if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino]
+    for file in others:  # `/proc` is another one in between
+        if ctypes.CDLL(None, use_errno=True).setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def become(
+    arguments: list[str], environment: dict[str, str], directory: str, numbers: list[int], files: list[int]
+) -> None:
+    """Be the Python process that was asked for."""
+    os.setsid()
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1 + max(*numbers, *files)) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(high, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = platform._uname_cache = None  # type: ignore[attr-defined]
+    os.chdir(directory)
+    sys.executable = environment.get(forks.EXECUTABLE, sys.executable)
+    popen_spawn_posix.Popen = _Spawned  # type: ignore[misc]
+    processes.spawnv_passfds = _Spawned.start  # type: ignore[assignment]
+    if arguments[0] == "-u":
+        del arguments[0]
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _rank
+        sys.argv = arguments[1:]
+        run.main()
+    elif arguments[0] == "-m":
+        sys.path[0] = ""
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__dict__["__builtins__"] = __builtins__
+        code: str | bytes
+        if arguments[0] == "-c":
+            name, code, sys.path[0] = "<string>", arguments.pop(1), ""
+        else:
+            name, code = arguments[0], Path(arguments[0]).read_bytes()
+            main.__file__, sys.path[0] = name, str(Path(name).resolve().parent)
+        sys.argv = arguments
+        exec(compile(code, name, "exec"), main.__dict__)
+
+
+def run(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a fork, and end as Python does, but for freeing all that the server has imported.
+
+    That takes a quarter of a second, as each page of it is copied; with the variable `forks.TEARDOWN` it is done.
+    """
+    status = 0
+    try:
+        work()
+    except KeyboardInterrupt:  # the interpreter ends by the signal
+        raise
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            status = error.code & 0xFF
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    if forks.TEARDOWN in os.environ:
+        sys.exit(status)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(status)
+
+
+def _rank(args: Sequence[str], env: Mapping[str, str], **options: object) -> forks.Fork:
+    """Start a rank of torchrun."""
+    return forks.start(args[1:], env, os.getcwd(), 1, turn=int(env["RANK"]))
+
+
+class _Spawned(popen_spawn_posix.Popen):
+    """A process of `multiprocessing` that is started by the method `spawn`."""
+
+    _started: dict[int, forks.Fork] = {}  # noqa: RUF012
+
+    @classmethod
+    def start(cls, path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
+        """Start it, where `multiprocessing` calls the interpreter; return its pid."""
+        if "--multiprocessing-fork" not in arguments:  # the resource tracker, which is there in no time
+            return _exec(path, arguments, files)
+        words = list(arguments[arguments.index("-c") :])
+        fork = forks.start(words, os.environ, os.getcwd(), 1, sorted(files), turn=int(os.environ.get("RANK", "0")))
+        cls._started[fork.pid] = fork
+        return fork.pid
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return its status; None while it runs and is not waited for."""
+        if self.returncode is None:
+            fork = self._started[self.pid]
+            self.returncode = fork.poll() if flag == os.WNOHANG else fork.wait()
+        return self.returncode
+
+
+def main(path: Path) -> None:
+    """Import, compile, and serve; be what was asked for in the forks."""
+    for module in (*_MODULES, *os.environ.get(forks.PRELOAD, "").split()):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+    if deepspeed := sys.modules.get("deepspeed"):
+        # Its own collectives are for inference, and compiled in 25 s where it takes the compiler for compatible.
+        deepspeed.ops.__compatible_ops__ = {}
+    from dsq_ckpt.engine import warmup
+
+    for group in warmup.ALL:
+        warmup.compile_group(group)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, threads  # a fork would lack the others
+    request = serve(path)
+    run(lambda: become(**request))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
