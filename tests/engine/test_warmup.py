@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -10,8 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from numba.core.caching import _CacheLocator
 
 from dsq_ckpt.engine import warmup
+from dsq_ckpt.kernels import jit
 from tests.helpers import processes
 
 SAVE = """
@@ -35,12 +36,15 @@ def use(run, config=None):
         dsq_ckpt.load(state(0), f"{run}/2", refinement=refinement)
 """
 USE_ALL = SAVE + """
-from tests.helpers.commands import document
-print("AGAIN", document("warmup")["compiled"])
+def compiled():
+    return {(kernel.py_func.__qualname__, signature) for kernel in jit.KERNELS for signature in kernel.signatures}
+
+for group in warmup.ALL:
+    assert warmup.compile_group(group) == []
+ahead, count = compiled(), jit.compilations()
 for system in ("dsq", "inshrinkerator", "adaptive", "lc"):
     use(f"{sys.argv[1]}/{system}", {"system": system})
-missed = [(kernel.py_func.__qualname__, types) for kernel in jit.KERNELS for types in kernel.stats.cache_misses]
-print("MISSED", missed)
+print("MISSED", compiled() - ahead, jit.compilations() - count)
 """
 
 
@@ -50,29 +54,45 @@ warmup._TASKS = {group: tasks[-4:] for group, tasks in warmup._TASKS.items()}  #
 """
 
 
-def python(text, *arguments, **environment):
-    status, output = processes.run(["-c", text, *map(str, arguments)], **environment)
+def python(text, *arguments, forked=False, **environment):
+    status, output = processes.run(["-c", text, *map(str, arguments)], forked=forked, **environment)
     assert status == 0, output[-6000:]
     return output
 
 
-@pytest.fixture(scope="module")
-def warmed(tmp_path_factory):
-    """A directory for caches, filled by `dsq warmup`, and what that printed."""
-    path = tmp_path_factory.mktemp("caches")
-    status, output = processes.run(["-m", "dsq_ckpt", "warmup", "--json"], NUMBA_CACHE_DIR=str(path))
-    assert status == 0, output
-    return path, json.loads(output)
+@pytest.fixture
+def warmed(tmp_path):
+    """A directory for caches, with all that is kept for this checkout."""
+    caches = tmp_path / "caches"
+    for kernel in jit.KERNELS:
+        below = _CacheLocator.get_suitable_cache_subpath(kernel.py_func.__code__.co_filename)
+        for file in Path(kernel.stats.cache_path).glob("*.nb[ci]"):
+            (caches / below).mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, caches / below)
+    return caches
+
+
+COMMAND = FEW + """
+from tests.helpers.commands import document
+told = document("warmup")
+print("TOLD", told["compiled"], told["seconds"] > 0, told["bytes"] > 0, *told["directories"])
+"""
 
 
 @pytest.mark.slow
-def test_warmup_compiles_all_that_saves_and_loads_need(warmed, tmp_path):
-    caches, told = warmed
-    assert told["compiled"] > 15 and told["seconds"] > 0 and told["bytes"] > 0
-    assert all(directory.startswith(str(caches)) for directory in told["directories"])
-    output = python(USE_ALL, tmp_path, NUMBA_CACHE_DIR=str(caches))
-    assert "AGAIN 0\n" in output, "the second time nothing is compiled"
-    assert "MISSED []" in output
+def test_the_command_leaves_what_it_compiles(tmp_path):
+    """Kernels of every group, in files; those are not compiled again."""
+    first, second = (python(COMMAND, NUMBA_CACHE_DIR=str(tmp_path)).split("TOLD ")[1].split() for _ in range(2))
+    assert int(first[0]) > 15 and second[0] == "0", "the second time nothing is compiled"
+    assert first[1:3] == ["True", "True"] and first[1:] == second[1:]
+    assert first[3:] and all(path.startswith(str(tmp_path)) for path in first[3:])
+    for kernel in ("to_bf16", "from_bf16", "importance"):
+        assert list(tmp_path.rglob(f"*{kernel}-*.nbi")), f"{kernel}: of one group"
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_all_that_saves_and_loads_need(tmp_path):
+    assert "MISSED set() 0\n" in python(USE_ALL, tmp_path, forked=True)
 
 
 ONE_SAVE = FEW + SAVE + """
@@ -86,12 +106,10 @@ dsq_ckpt.save(state(0), sys.argv[1])
 def test_the_first_save_says_that_it_compiles(warmed, tmp_path):
     """Before it does, on stderr; nothing when all is compiled."""
     line = "dsq_ckpt compiles its kernels, once on this machine; this takes about 15 s (`dsq warmup` does it ahead)"
-    caches = tmp_path / "caches"
-    shutil.copytree(warmed[0], caches)
-    [index] = caches.rglob("*._to_bf16-*.nbi")
+    [index] = warmed.rglob("*._to_bf16-*.nbi")
     index.unlink()
-    assert line in python(ONE_SAVE, tmp_path / "a", NUMBA_CACHE_DIR=str(caches)).splitlines()
-    assert "compiles" not in python(ONE_SAVE, tmp_path / "b", NUMBA_CACHE_DIR=str(caches))
+    assert line in python(ONE_SAVE, tmp_path / "a", NUMBA_CACHE_DIR=str(warmed)).splitlines()
+    assert "compiles" not in python(ONE_SAVE, tmp_path / "b", NUMBA_CACHE_DIR=str(warmed))
 
 
 def test_where_logging_is_set_up_the_log_says_so(caplog, capfd, no_launcher):
@@ -179,7 +197,7 @@ def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
     site, own = tmp_path / "site" / "dsq_ckpt", tmp_path / "own"
     shutil.copytree(processes.ROOT / "dsq_ckpt", site, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(processes.ROOT / "configs", site / "configs")
-    for directory in Path(warmed[0]).iterdir():  # as `dsq warmup` there would have left it
+    for directory in warmed.iterdir():  # as `dsq warmup` there would have left it
         name = directory.name.rsplit("_", 1)[0]
         [inside] = (package for package in (site, *site.rglob("*")) if package.name == name and package.is_dir())
         for file in directory.glob("*.nb[ci]"):
