@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from dsq_ckpt.core.subclasses import object_named
 from dsq_ckpt.engine.commit import SaveContents
@@ -100,6 +101,13 @@ def write_results(items: list[WriteItem], result: RankResult) -> list[WriteResul
         data = {"rank": result} if not results else {}
         results.append(WriteResult(item.index, written.base + written.refinement, data))
     return results
+
+
+def finished(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    """Return the future that DCP waits for, of what is written already."""
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(results)
+    return future
 
 
 def contents_of(metadata: Metadata, nesting: dict[str, Any]) -> SaveContents:

@@ -33,6 +33,7 @@ from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 Refinement = Literal["auto"] | bool
 
 
-class DSQStorageReader(StorageReader):
+class DSQStorageReader(Located, StorageReader):
     """A reader of compressed checkpoints, for `dcp.load`.
 
     Each stored chunk is decoded once, as far as this rank reads it, and sliced. The checkpoint becomes the parent of
@@ -100,18 +101,8 @@ class DSQStorageReader(StorageReader):
         self.unreadable: DSQError | None = None
         """Why the last load could not begin; DCP itself passes on the text alone."""
 
-    @property
-    def checkpoint_id(self) -> str | None:
-        return None if self.path is None else str(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether checkpoints can be at a path: all local ones, and URLs of fsspec."""
-        return "::" not in str(checkpoint_id)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = checkpoint_path(checkpoint_id)
+        super().reset(checkpoint_id)
         self._save_id = None
 
     # No **kwargs: DCP would take them for leave to read on without the other ranks when this fails.

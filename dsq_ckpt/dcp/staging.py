@@ -30,6 +30,22 @@ from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 
 
+class ReadyWhenStaged:
+    """An `AsyncStager`, which runs on the training thread of an asynchronous save; training may go on after `stage`."""
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` returns when training may go on."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
 @dataclass(frozen=True)
 class ExactCopy:
     """A chunk that is not quantized, with its settings; not a tensor, so that a planner that changes tensors fails."""

@@ -25,11 +25,20 @@ from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
 from dsq_ckpt.dcp.calls import NO_COLLECTIVES, AsyncCall, rank_in, ranks_of
 from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead, release_spare
-from dsq_ckpt.dcp.items import check_promised, contents_of, objects_of, write_results
+from dsq_ckpt.dcp.items import check_promised, contents_of, finished, objects_of, write_results
+from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.planner_data import planner_json
 from dsq_ckpt.dcp.plans import items_beside, items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.quantized_staging import stage_codes
-from dsq_ckpt.dcp.staging import Offer, StagedCodes, StagedCopy, check_arrival, refuse_mixed, staged_payloads
+from dsq_ckpt.dcp.staging import (
+    Offer,
+    ReadyWhenStaged,
+    StagedCodes,
+    StagedCopy,
+    check_arrival,
+    refuse_mixed,
+    staged_payloads,
+)
 from dsq_ckpt.distributed.comm import (
     Communicator,
     SingleProcess,
@@ -56,7 +65,7 @@ from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
 
-class DSQStorageWriter(StorageWriter):
+class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     """A writer of compressed checkpoints, for `dcp.save`, `dcp.async_save` and everything built on them.
 
     Args:
@@ -137,19 +146,6 @@ class DSQStorageWriter(StorageWriter):
         options = replace(self._options, policy=as_configured) if staged else self._options
         left: dict[str, Any] = {"_group": None, "_cached": None, "_copy": {}, "async_call": None}
         return {**self.__dict__, **left, "_options": options, "_gradients": gradients}
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        return None if self.path is None else str(self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether checkpoints can be at a path: all local ones, and URLs of fsspec."""
-        return "::" not in str(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = checkpoint_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         if isinstance(self._staged, StagedCopy):  # DCP's first call of a save, and the planner's is the next
@@ -245,9 +241,9 @@ class DSQStorageWriter(StorageWriter):
             state = self._quantized(context, plan, planner, workers)
             if not plan.items:  # no manifest would ever name this rank's file
                 storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
-                return _done([])
+                return finished([])
             result = pipeline.write(context, self._rank, state, objects_of(plan.items, planner), workers)
-        return _done(write_results(plan.items, result))
+        return finished(write_results(plan.items, result))
 
     def _quantized(
         self, context: SaveContext, plan: SavePlan, planner: SavePlanner, workers: Workers
@@ -298,20 +294,6 @@ class DSQStorageWriter(StorageWriter):
         save = self._written or self._save
         if save is not None:
             save.discard()
-
-    # AsyncStager: what runs on the training thread of an asynchronous save.
-
-    _synchronize_after_execute = False
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return self._synchronize_after_execute
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: `stage` returns when training may go on."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
     @held_signals()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -415,9 +397,3 @@ class DSQStorageWriter(StorageWriter):
 
     def _layout(self, items: list[WriteItem], others: Iterable[WriteItem] = ()) -> Layout:
         return layout_of_plan(items, self._options, bool(self._gradients), others)
-
-
-def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
-    future: Future[list[WriteResult]] = Future()
-    future.set_result(results)
-    return future

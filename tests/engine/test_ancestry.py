@@ -6,85 +6,26 @@ import os
 import shutil
 import signal
 import threading
-import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dsq_ckpt
 from dsq_ckpt.config.schema import DSQConfig
-from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine import ancestry
 from dsq_ckpt.engine.ancestry import CHECKED_EVERY, _is_due, _settled
 from dsq_ckpt.engine.history import default_history
-from dsq_ckpt.engine.local import LocalShard, LocalState
-from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.saving import save_parts
+from tests.engine.chains import data_file, directly, flip, in_background, readable, saves, weights
 from tests.helpers.states import differences, loaded
 
 
 @pytest.fixture(autouse=True)
 def nothing_under_way():
     ancestry._under_way.clear()
-
-
-def weights(number: int = 0) -> dict:
-    g = torch.Generator().manual_seed(1)
-    return {"weight": torch.randn(80, 90, generator=g) + 0.001 * number}
-
-
-def in_background(state, path, **options):
-    dsq_ckpt.async_save(state, path, **options).result()
-
-
-def directly(state, path, config=None, parent="auto"):
-    tensor = state["weight"]
-    key = ChunkKey("weight", (0, 0), tuple(tensor.shape))
-    part = LocalShard(key, tuple(tensor.shape), tensor.dtype, partial(lambda kept: kept, tensor))
-    contribution = LocalState([part], nesting={"weight": ("weight",)})
-    save_parts(Path(path), lambda: contribution, DSQConfig.create(config), SingleProcess(), parent=parent)
-
-
-def flip(path: Path, at: float = 0.5) -> None:
-    """Flip a bit, at this fraction of the file: of all checkpoints that share it."""
-    with open(path, "r+b") as file:
-        place = int(at * path.stat().st_size)
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
-
-
-def data_file(directory: Path, role: str = "own") -> Path:
-    [name] = [file.name for file in Manifest.read(directory).files if file.role == role and file.name.endswith("dsq")]
-    return directory / name
-
-
-def saves(run: Path, count: int, save=dsq_ckpt.save, first: int = 0, **options) -> list[str]:
-    """Save `count` checkpoints; what was said."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        for number in range(first, first + count):
-            save(weights(number), run / f"{number:02d}", **options)
-    return [str(one.message) for one in caught]
-
-
-def readable(run: Path) -> list[str]:
-    names = []
-    for path in sorted(run.iterdir()):
-        try:
-            loaded(path, weights(), refinement=False)
-            names.append(path.name)
-        except dsq_ckpt.DSQError:
-            pass
-    return names
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, in_background, directly])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -19,7 +18,6 @@ from dsq_ckpt.core import regular
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader, ContainerWriter
-from dsq_ckpt.storage.index import uncovered
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import error, printed
 from tests.helpers.states import differences, loaded, same
@@ -241,34 +239,6 @@ def test_descriptors_are_given_back(saved):
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-@pytest.mark.parametrize("shape, boxes, expected", [
-    ([], [([], [])], None),
-    ([], [], "1 of 1"),
-    ([3, 0], [], None),
-    ([4, 6], [([0, 0], [2, 6]), ([2, 0], [2, 3]), ([2, 3], [2, 3])], None),
-    ([4, 6], [([0, 0], [2, 6]), ([2, 0], [2, 3]), ([2, 2], [2, 3])], "overlap"),
-    ([4, 6], [([0, 0], [2, 6]), ([0, 0], [2, 6])], "overlap"),
-    ([4, 6], [([0, 0], [4, 6]), ([4, 0], [0, 6])], None),
-    ([4, 6], [([0, 0], [4, 6]), ([0, 0], [1, 1])], "1 too many"),
-    ([4], [([2], [2])], "2 of 4"),
-    # a pinwheel: no cut goes through
-    ([3, 3], [([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]), ([1, 1], [1, 1])], None),
-    ([1] * 9, [([0] * 9, [1] * 9)], None),
-])
-def test_what_covers_a_tensor(shape, boxes, expected):
-    problem = uncovered(shape, boxes)
-    assert problem is None if expected is None else expected in problem
-
-
-def test_coverage_of_many_chunks():
-    """Linear in the number of chunks."""
-    side = 200
-    boxes = [([x * 3, y * 5], [3, 5]) for x in range(side) for y in range(side)]
-    assert uncovered([3 * side, 5 * side], boxes) is None
-    boxes[777] = ([0, 0], [3, 5])
-    assert "overlap" in uncovered([3 * side, 5 * side], boxes)
-
-
 def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
     """A load that finds the files of another save is told to load again, not that anything is damaged."""
     original, calls = Checkpoint.tensor, []
@@ -287,68 +257,6 @@ def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
     assert same(loaded(saved, state())["list"][0], torch.ones(3))
 
 
-def test_the_loser_of_a_race_is_told_that_the_checkpoint_exists(tmp_path, monkeypatch):
-    from dsq_ckpt.engine import commit as committing
-
-    original = committing.write_index
-
-    def late(directory, *args):
-        monkeypatch.setattr(committing, "write_index", original)
-        dsq_ckpt.save(state(1), directory, config=CONFIG, history=dsq_ckpt.SaveHistory())
-        return original(directory, *args)
-
-    monkeypatch.setattr(committing, "write_index", late)
-    with pytest.raises(dsq_ckpt.CheckpointExists, match="another save completed"):
-        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
-    assert differences(loaded(tmp_path / "a", state()), loaded(tmp_path / "a", state())) == []
-
-
-def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch):
-    """The checkpoint is there for everybody, but may not survive: what is older keeps its refinement."""
-    from dsq_ckpt.storage import backend
-
-    dsq_ckpt.save(state(), tmp_path / "1", config=CONFIG)
-    flushing = {**CONFIG, "storage": {"fsync": True}}
-
-    def fail(directory):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(backend, "sync_directory", fail)
-    with pytest.warns(UserWarning, match="flushing its directory failed"):
-        dsq_ckpt.save(state(1), tmp_path / "2", config=flushing)
-    monkeypatch.undo()
-    assert Manifest.read(tmp_path / "1").refinement == "kept"
-    assert differences(loaded(tmp_path / "2", state()), loaded(tmp_path / "2", state())) == []
-
-
-def test_new_directories_are_flushed_in_their_parents(tmp_path, monkeypatch):
-    from dsq_ckpt.storage import atomic_io
-
-    flushed = []
-    monkeypatch.setattr(atomic_io, "sync_directory", lambda path: flushed.append(path))
-    atomic_io.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
-    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    atomic_io.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
-    assert flushed[3:] == [tmp_path / "a" / "b"]
-
-
-def test_a_manifest_that_cannot_be_read_back_says_why(tmp_path, monkeypatch):
-    from dsq_ckpt.api import save_load as api
-
-    read = Manifest.read.__func__
-
-    def failing(cls, directory):
-        raise dsq_ckpt.CorruptCheckpoint(f"'{directory}/manifest.json' cannot be read (Input/output error)")
-
-    class Unreadable(Manifest):
-        read = classmethod(failing)
-
-    monkeypatch.setattr(api, "Manifest", Unreadable)
-    with pytest.raises(dsq_ckpt.SaveFailed, match=r"committed, but cannot be read back.*Input/output error"):
-        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
-    assert read(Manifest, tmp_path / "a").refinement == "kept"
-
-
 def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch):
     def fail(directory):
         raise ValueError("something")
@@ -357,22 +265,6 @@ def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch)
     with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as told:
         dsq_ckpt.load(state(), saved)
     assert not isinstance(told.value, dsq_ckpt.SaveFailed)
-
-
-def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
-    from dsq_ckpt.dcp import writer
-
-    original = writer.contents_of
-
-    def larger(*args):
-        contents = original(*args)
-        contents.tensors["w"]["shape"] = [41, 60]
-        return contents
-
-    monkeypatch.setattr(writer, "contents_of", larger)
-    with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* 60 of 2460 elements are missing"):
-        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
-    assert not (tmp_path / "a" / "manifest.json").exists()
 
 
 def test_every_name_has_a_path_or_none_has(tmp_path):

@@ -1,0 +1,31 @@
+"""Where a checkpoint is, as DCP names it to writers and readers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dsq_ckpt.storage.paths import checkpoint_path
+
+
+class Located:
+    """A writer or reader whose checkpoint is at a path, which DCP may name at each call.
+
+    Attributes:
+        path: the directory or URL of the checkpoint; None: it is still to be named.
+    """
+
+    path: Path | None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        return None if self.path is None else str(self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether checkpoints can be at a path: all local ones, and URLs of fsspec."""
+        return "::" not in str(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = checkpoint_path(checkpoint_id)

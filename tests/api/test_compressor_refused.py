@@ -1,0 +1,45 @@
+"""What a `Compressor` refuses: searches, optimizers and states that do not belong to its model."""
+
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.errors import ConfigError
+from tests.helpers.training import Net, train
+
+
+def trained(steps=40, kind=torch.optim.AdamW, **options):
+    model = Net()
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def test_a_search_that_does_not_fit_the_codebook_is_refused():
+    model, optimizer = trained(0)
+    config = {"quantize": {"weights": {"codebook": {"fit": "kmeans"}}}}
+    with pytest.raises(ConfigError, match=r"(?s)search of system 'dsq' does not fit .*step.*leave out `evaluate`"):
+        dsq_ckpt.Compressor(model, optimizer, config, lambda: 1.0)
+    dsq_ckpt.Compressor(model, optimizer, config).close()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model = Net()
+    with pytest.raises(ConfigError, match=r"parameter group 0 .* shape \(128, 64\).*not the model's"):
+        dsq_ckpt.Compressor(model, torch.optim.AdamW(Net().parameters()))
+
+
+def test_state_that_is_not_the_models_is_refused(tmp_path):
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: 1.0)
+    compressor.state = lambda extra=None: {"model": {k: v.clone() for k, v in model.state_dict().items()}}
+    with pytest.raises(ConfigError, match=r"'model\.embed\.weight' is not a tensor of the model that is evaluated"):
+        compressor.save(tmp_path / "a")
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_extra_may_not_hide_the_model(tmp_path):
+    model, optimizer = trained(1)
+    with pytest.raises(ConfigError, match="extra has the key 'model'"):
+        dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a", extra={"model": {}})

@@ -1,0 +1,98 @@
+"""What is not committed, what lost a race to its directory, and what is said where a disk fails around the commit."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import differences, loaded
+
+CONFIG = {"quantize": {"min_elements": 100}, "storage": {"fsync": False, "block_elements": 1 << 10}}
+
+
+def state(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(40, 60, generator=generator), "list": [torch.ones(3)], "n": 5}
+
+
+def test_the_loser_of_a_race_is_told_that_the_checkpoint_exists(tmp_path, monkeypatch):
+    from dsq_ckpt.engine import commit as committing
+
+    original = committing.write_index
+
+    def late(directory, *args):
+        monkeypatch.setattr(committing, "write_index", original)
+        dsq_ckpt.save(state(1), directory, config=CONFIG, history=dsq_ckpt.SaveHistory())
+        return original(directory, *args)
+
+    monkeypatch.setattr(committing, "write_index", late)
+    with pytest.raises(dsq_ckpt.CheckpointExists, match="another save completed"):
+        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
+    assert differences(loaded(tmp_path / "a", state()), loaded(tmp_path / "a", state())) == []
+
+
+def test_a_flush_that_fails_after_the_commit_is_a_warning(tmp_path, monkeypatch):
+    """The checkpoint is there for everybody, but may not survive: what is older keeps its refinement."""
+    from dsq_ckpt.storage import backend
+
+    dsq_ckpt.save(state(), tmp_path / "1", config=CONFIG)
+    flushing = {**CONFIG, "storage": {"fsync": True}}
+
+    def fail(directory):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(backend, "sync_directory", fail)
+    with pytest.warns(UserWarning, match="flushing its directory failed"):
+        dsq_ckpt.save(state(1), tmp_path / "2", config=flushing)
+    monkeypatch.undo()
+    assert Manifest.read(tmp_path / "1").refinement == "kept"
+    assert differences(loaded(tmp_path / "2", state()), loaded(tmp_path / "2", state())) == []
+
+
+def test_new_directories_are_flushed_in_their_parents(tmp_path, monkeypatch):
+    from dsq_ckpt.storage import atomic_io
+
+    flushed = []
+    monkeypatch.setattr(atomic_io, "sync_directory", lambda path: flushed.append(path))
+    atomic_io.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    atomic_io.make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    assert flushed[3:] == [tmp_path / "a" / "b"]
+
+
+def test_a_manifest_that_cannot_be_read_back_says_why(tmp_path, monkeypatch):
+    from dsq_ckpt.api import save_load as api
+
+    read = Manifest.read.__func__
+
+    def failing(cls, directory):
+        raise dsq_ckpt.CorruptCheckpoint(f"'{directory}/manifest.json' cannot be read (Input/output error)")
+
+    class Unreadable(Manifest):
+        read = classmethod(failing)
+
+    monkeypatch.setattr(api, "Manifest", Unreadable)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"committed, but cannot be read back.*Input/output error"):
+        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
+    assert read(Manifest, tmp_path / "a").refinement == "kept"
+
+
+def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
+    from dsq_ckpt.dcp import writer
+
+    original = writer.contents_of
+
+    def larger(*args):
+        contents = original(*args)
+        contents.tensors["w"]["shape"] = [41, 60]
+        return contents
+
+    monkeypatch.setattr(writer, "contents_of", larger)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* 60 of 2460 elements are missing"):
+        dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
+    assert not (tmp_path / "a" / "manifest.json").exists()
