@@ -3,8 +3,7 @@
 
 #include "changes.h"
 
-#define SINGLE 4096  /* blocks of fewer tokens and symbols have one lane; readers are told */
-#define HEAD (2 + 4 * LANES)
+#define SINGLE_CHANGES 4096 /* blocks of fewer tokens and symbols have one lane; readers are told */
 #define MAX_NUMBER 5 /* bytes of the number of tokens of a class */
 
 int64_t dsq_select_plain(const classes *c, const uint8_t *codes, size_t n, uint8_t *const *maps, const uint64_t *ends,
@@ -285,7 +284,7 @@ int64_t dsq_encode_changes(int path, const uint32_t *table, const uint32_t *esca
         memset(rows + total, (int)(contexts + k), n_tokens[k]);
     }
     uint32_t states[LANES];
-    int lanes = total + count >= SINGLE, certain;
+    int lanes = total + count >= SINGLE_CHANGES, certain;
     if (lanes) {
         int64_t tail = dsq_encode_tail(&e, context, symbols, count, states, &certain);
         result = tail < 0 ? tail : dsq_encode_turns(path, &e, context, symbols, count - (size_t)tail, states, &p);

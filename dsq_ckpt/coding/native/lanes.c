@@ -5,10 +5,9 @@
 #error "words and states are stored little-endian"
 #endif
 
-#define SINGLE 32768      /* blocks of fewer codes have one lane */
+#define SINGLE_CODES 32768 /* blocks of fewer codes have one lane */
 #define TAIL_WORDS 30     /* of the last codes, which one lane codes into what the 32 lanes end with */
 #define MAX_TAIL 4096     /* codes, or a 64th of the block, for speed; readers take any number */
-#define HEAD (2 + 4 * LANES)
 
 enum { PLAIN = 0, AVX2 = 1, AVX512 = 2 };
 #ifdef DSQ_X86
@@ -165,7 +164,7 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
     if (error || (parent && largest_of(parent, n) >= n_rows))
         return BAD_TABLES;
     uint32_t states[LANES];
-    if (n < SINGLE) {
+    if (n < SINGLE_CODES) {
         if (size < 4 || size % 2)
             return BAD_SIZE;
         const uint8_t *p = block + 4;
@@ -245,7 +244,7 @@ int64_t dsq_encode(int path, const uint32_t *table, const uint32_t *escapes, con
         return BAD_TABLES;
     if (largest >> shift)
         return UNKNOWN;
-    if (n < SINGLE) {
+    if (n < SINGLE_CODES) {
         uint32_t x = LOW;
         int error = dsq_encode_one(&e, parent, codes, n, &x, &p);
         if (error)

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #define LANES 32
+#define HEAD (2 + 4 * LANES) /* bytes in front of the words of a block with so many: codes of the tail, states */
 #define LOW 65536u      /* states are in [LOW, 2**32) */
 #define ESCAPE 255      /* the symbol that an escape decodes to at first */
 #define EMPTY 0xFFFF    /* in place of a row's number of escaped symbols: the row has no symbols at all */

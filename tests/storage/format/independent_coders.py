@@ -91,6 +91,7 @@ class Rans:  # section 10
         return Row(row_bits, [sum(f for _, f in ranges[:i]) for i in range(len(ranges))], ranges, escaped)
 
     def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
+        require(previous is None or max(previous, default=-1) < self.contexts, "previous codes of the model")
         rows = [self.rows[p] for p in previous] if previous is not None else [self.rows[self.contexts]] * n
         require(all(row.starts for row in rows), "no code in an empty row")
         if not block and self.version == 2:
@@ -195,6 +196,7 @@ class Changes:  # section 10
         if previous is None or n == 0:
             require(n > 0 or not block, "a block of no codes")
             return self.rans.decode(block, n, None) if n else []
+        require(max(previous) < self.contexts, "previous codes of the model")
         at, counts = 0, list[int]()
         for _ in self.limits:
             value, end = 0, at + 5
