@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dsq_ckpt.coding import Coder, CodingError
+from dsq_ckpt.coding import Coder, CodingError, _native
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
@@ -86,6 +86,19 @@ def check_round_trip(coder: Coder, codes, parent) -> bytes:
     for reader in (coder, again):
         np.testing.assert_array_equal(decode(reader, memoryview(data), parent, codes.size), codes)
     return data
+
+
+def on_every_path(kind, counts, codes, parent, check=lambda coder: None):
+    """Return the coder and the block, which all paths write alike, and read; `check` is called on each path, too."""
+    blocks, models = set(), set()
+    for name in _native.available():
+        _native.force(name)
+        coder = kind.fit(counts)
+        blocks.add(check_round_trip(coder, codes, parent))
+        models.add(coder.to_bytes())
+        check(coder)
+    assert len(blocks) == len(models) == 1
+    return coder, blocks.pop()
 
 
 def check_arguments(cls: type[Coder]) -> None:

@@ -22,14 +22,7 @@ PATHS = _native.available()
 
 def on_every_path(counts, codes, parent) -> bytes:
     """Return the block, which all paths write alike and read."""
-    blocks, models = set(), set()
-    for name in PATHS:
-        _native.force(name)
-        coder = RansCoder.fit(counts)
-        blocks.add(common.check_round_trip(coder, codes, parent))
-        models.add(coder.to_bytes())
-    assert len(blocks) == len(models) == 1
-    return blocks.pop()
+    return common.on_every_path(RansCoder, counts, codes, parent)[1]
 
 
 def _skewed(n, rate, power, seed):
