@@ -144,8 +144,9 @@ def run(work: Callable[[], None]) -> NoReturn:
         elif error.code is not None:
             print(error.code, file=sys.stderr)
             status = 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
+        sys.excepthook(sys.last_type, error, error.__traceback__)
         status = 1
     if forks.TEARDOWN in os.environ:
         sys.exit(status)
