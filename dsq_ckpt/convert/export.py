@@ -29,8 +29,9 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.storage.atomic_io import new_directory, new_file, sync_directory
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.paths import expanded, local_path
+from dsq_ckpt.storage.record_fields import dtype_of
 from dsq_ckpt.storage.target_directory import refuse_existing
 
 StrPath = str | os.PathLike[str]

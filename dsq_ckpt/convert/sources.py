@@ -28,9 +28,9 @@ from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.manifest import Manifest, checkpoints, is_complete
 from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.record_fields import dtype_of
 
 Values = dict[ChunkKey, torch.Tensor]
 

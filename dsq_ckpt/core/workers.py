@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from dsq_ckpt.core.arrays import Array
+
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
+class Scratch(threading.local):
+    """Memory that a thread uses again for each block, by what it is for; gone with the thread or with this object."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Array] = {}
+
+    def array(self, use: str, size: int, dtype: npt.DTypeLike) -> Array:
+        """Return an array of undefined content, valid until the same thread asks for the same use again."""
+        wanted = size * np.dtype(dtype).itemsize
+        held = self._held.get(use)
+        if held is None or len(held) < wanted:
+            held = self._held[use] = np.empty(wanted, np.uint8)
+        return held[:wanted].view(dtype)
+
+
 class Workers:
-    """A bounded parallel map; a context manager, so that no thread outlives a save or a load."""
+    """A bounded parallel map; a context manager, so that no thread outlives a save or a load.
+
+    Attributes:
+        scratch: memory of each thread, also of the one that asks.
+    """
 
     def __init__(self, threads: int, block_elements: int) -> None:
         self.threads = threads
         self.block_elements = block_elements
+        self.scratch = Scratch()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dsq") if threads > 1 else None
 
     def __enter__(self) -> Workers:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.record_fields import dtype_of
 
 
 class NestedSavePlanner(DefaultSavePlanner):

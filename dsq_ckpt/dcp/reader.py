@@ -6,12 +6,12 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from io import BytesIO
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -29,9 +29,11 @@ from torch.futures import Future
 
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.arguments import expect
+from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.interrupts import held_signals, let_signals_through
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.planner_data import decoded
@@ -40,8 +42,11 @@ from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, DSQError, LoadFailed, LossyTensor
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.record_fields import dtype_of
+from dsq_ckpt.storage.shard import RecordRef
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +170,7 @@ class DSQStorageReader(Located, StorageReader):
             refined = plan.storage_data if isinstance(plan.storage_data, bool) else self._refined(checkpoint)
             if refined and checkpoint.manifest.refinement == "dropped":
                 raise LoadFailed(f"'{checkpoint.directory}' lost its refinement while it was being loaded; load again")
-            for index, items in wanted.items():
-                let_signals_through()
-                self._read_chunk(checkpoint, index, items, planner, refined, workers, cache)
+            self._read_chunks(checkpoint, wanted, planner, refined, workers, cache)
             self._history.add_loaded(checkpoint.directory, checkpoint.manifest.save_id, cache, checkpoint)
             logger.log(
                 self._level, "loaded %s: %d chunks, %s, depth %d, %.1f s", checkpoint.directory.name, len(wanted),
@@ -178,45 +181,62 @@ class DSQStorageReader(Located, StorageReader):
         future.set_result(None)
         return future
 
-    def _read_chunk(
-        self, checkpoint: Checkpoint, index: MetadataIndex, items: list[ReadItem], planner: LoadPlanner,
+    def _read_chunks(
+        self, checkpoint: Checkpoint, wanted: dict[MetadataIndex, list[ReadItem]], planner: LoadPlanner,
         refined: bool, workers: Workers, cache: ChunkCache,
     ) -> None:
-        assert index.offset is not None
-        ref = checkpoint.find(index.fqn, tuple(index.offset))
-        record = checkpoint.record(ref)
+        """Decode chunks side by side; the planner is asked in one thread, and told of each chunk in its turn."""
+        begun: deque[_Begun] = deque()
+        taken, known = Ranges(), dict[RecordRef, Codes]()
+
+        def loads() -> Iterator[ChunkLoad]:
+            for index, ref in _in_order(checkpoint, wanted):
+                let_signals_through()
+                record, items = checkpoint.record(ref), wanted[index]
+                self._check_lossy(index.fqn, record)
+                key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
+                targets = [planner.resolve_tensor(item).detach() for item in items]
+                # One target that is the whole chunk is decoded in place, unless another one has the same memory, as of
+                # tied tensors: they would be written at the same time. Anything else is sliced from a copy.
+                apart = [target.device.type == "cpu" and taken.add(*memory_of(target)) for target in targets]
+                load = checkpoint.load(
+                    ref, refined, workers, targets[0] if apart == [True] else None, _span(items, key.shape),
+                    keeps_codes=_whole(items, key) and "residual" not in record, known=known,
+                )
+                self._check_dtypes(index.fqn, load.tensor.dtype, targets)
+                begun.append(_Begun(ref, key, items, targets))
+                yield load
+
+        for load in decode_all(loads(), workers):
+            ref, key, items, targets = begun.popleft()
+            if load.codes is not None:
+                cache.codes[key], cache.refs[key] = load.codes, ref
+                known[ref] = load.codes
+            for item, target in zip(items, targets, strict=True):
+                piece = load.tensor
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    piece = piece.narrow(dim, start, length)
+                if target.shape != piece.shape:
+                    raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
+                if load.tensor is not target:
+                    target.copy_(piece)
+                planner.commit_tensor(item, target)
+
+    def _check_lossy(self, fqn: str, record: dict[str, Any]) -> None:
         lossy = record["type"] in ("coded", "merged") or "stored" in record
-        if lossy and any(fnmatchcase(index.fqn, pattern) for pattern in self._exact):
+        if lossy and any(fnmatchcase(fqn, pattern) for pattern in self._exact):
             raise LossyTensor(
-                f"'{index.fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
+                f"'{fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
                 "for; save it by a rule with exact: true, or drop it from exact="
             )
-        codes = part = None
-        if record["type"] == "coded":
-            part = checkpoint.part_of(ref, refined, *_span(items, record["shape"]))
-            codes = checkpoint.codes(ref, workers, part)
-            key = ChunkKey(index.fqn, tuple(record["offsets"]), tuple(record["shape"]))
-            if _whole(items, key) and "residual" not in record:
-                cache.codes[key] = codes
-                cache.refs[key] = ref
-        targets = [planner.resolve_tensor(item).detach() for item in items]
-        # One target that is the whole chunk is decoded in place; anything else is sliced from a copy.
-        into = targets[0] if len(targets) == 1 else None
-        chunk = checkpoint.tensor(ref, refined, workers, codes, into, part)
-        for item, target in zip(items, targets, strict=True):
-            if target.dtype != chunk.dtype and not self._allow_cast:
+
+    def _check_dtypes(self, fqn: str, saved: torch.dtype, targets: Sequence[torch.Tensor]) -> None:
+        for target in targets:
+            if target.dtype != saved and not self._allow_cast:
                 raise LossyTensor(
-                    f"'{index.fqn}' was saved as {chunk.dtype} and is loaded into {target.dtype}; "
+                    f"'{fqn}' was saved as {saved} and is loaded into {target.dtype}; "
                     "load into the saved dtype, or pass allow_cast=True"
                 )
-            piece = chunk
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                piece = piece.narrow(dim, start, length)
-            if target.shape != piece.shape:
-                raise LoadFailed(f"'{index.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
-            if chunk is not target:
-                target.copy_(piece)
-            planner.commit_tensor(item, target)
 
     def _check_guards(self, checkpoint: Checkpoint) -> None:
         names = checkpoint.index["tensors"]
@@ -246,6 +266,32 @@ class DSQStorageReader(Located, StorageReader):
             checkpoint.close()
             raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")
         return checkpoint
+
+
+class _Begun(NamedTuple):
+    """A chunk whose blocks are being decoded."""
+
+    ref: RecordRef
+    key: ChunkKey
+    items: list[ReadItem]
+    targets: list[torch.Tensor]
+
+
+def _in_order(
+    checkpoint: Checkpoint, wanted: Iterable[MetadataIndex]
+) -> list[tuple[MetadataIndex, RecordRef]]:
+    """Return chunks with their records, second moments before the first moments that are measured by them.
+
+    The codes of second moments are then decoded once for both.
+    """
+    found, measures = [], set[str]()
+    for index in wanted:
+        assert index.offset is not None
+        ref = checkpoint.find(index.fqn, tuple(index.offset))
+        found.append((index, ref))
+        if (measure := checkpoint.record(ref).get("root")) is not None:
+            measures.add(str(measure))
+    return sorted(found, key=lambda pair: pair[0].fqn not in measures)
 
 
 def _refuse_different(opened: Sequence[Any]) -> None:

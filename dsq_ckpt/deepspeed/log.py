@@ -26,8 +26,8 @@ from dsq_ckpt.lowdiff.log import GradientLog
 from dsq_ckpt.lowdiff.recovery import Recovered, recover_train_state
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, WorkerClient
-from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.paths import local_path
+from dsq_ckpt.storage.record_fields import dtype_of
 
 
 class EngineLog(GradientLog):

@@ -30,10 +30,11 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.backend import sizes, storage_of
-from dsq_ckpt.storage.checkpoint import FACTORS, Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
+from dsq_ckpt.storage.record_fields import FACTORS, dtype_of
 from dsq_ckpt.storage.runs import existing_run, run_of, warn_of_other
 from dsq_ckpt.storage.shard import RecordRef
 

@@ -21,7 +21,7 @@ from dsq_ckpt.coding import shuffle_compress, shuffle_decompress
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.errors import CorruptCheckpoint
 from dsq_ckpt.kernels.scan import identical
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 _ESCAPE = 255
 _SAMPLE = 4096

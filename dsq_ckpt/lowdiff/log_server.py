@@ -16,7 +16,7 @@ from dsq_ckpt.lowdiff.encoding import encode_dense, encode_sparse
 from dsq_ckpt.lowdiff.locks import Lock
 from dsq_ckpt.lowdiff.segments import Step
 from dsq_ckpt.lowdiff.server import IncompleteGradient, Server
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 
 class LogServer(Server):

@@ -28,7 +28,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.locks import wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor, newest_first, read_metadata
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 _PEER = struct.Struct("3i")
 _PATIENCE, _TRANSFER = 30.0, 300.0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 _LARGEST = 1 << 20
 _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}

@@ -29,7 +29,7 @@ from dsq_ckpt.lowdiff.server import Server, describe
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import OPTIMIZER, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 
 class ReplicaServer(Server):

@@ -22,8 +22,8 @@ from dsq_ckpt.errors import CodingError, CorruptCheckpoint, DSQError, Unsupporte
 from dsq_ckpt.lowdiff.encoding import decode, sparse_places
 from dsq_ckpt.lowdiff.train_state import ParameterEntry, entries_from
 from dsq_ckpt.storage.atomic_io import AtomicFile, sync_directory
-from dsq_ckpt.storage.checkpoint import dtype_of
 from dsq_ckpt.storage.container import Block, ContainerReader, ContainerWriter, FileInfo
+from dsq_ckpt.storage.record_fields import dtype_of
 
 LOG = "log"
 """Name of the directory of segments in a run directory."""

@@ -23,7 +23,7 @@ from dsq_ckpt.lowdiff.channel import Channel, ChannelClosed
 from dsq_ckpt.lowdiff.locks import Lock, wait_for_writers
 from dsq_ckpt.lowdiff.snapshots import SnapshotTensor
 from dsq_ckpt.lowdiff.train_state import entries_from
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 
 class IncompleteGradient(Exception):

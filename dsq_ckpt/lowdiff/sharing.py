@@ -13,7 +13,7 @@ from dsq_ckpt.lowdiff.consensus import cpu_group
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.lowdiff.train_state import TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ArenaLayout, nbytes
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 
 def exchange(train_state: TrainState, own: Collection[str], comm: Communicator) -> None:

@@ -25,9 +25,10 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.storage import gc
 from dsq_ckpt.storage.atomic_io import sync_directory
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints, is_complete
 from dsq_ckpt.storage.pickle_refs import read_flat
+from dsq_ckpt.storage.record_fields import dtype_of
 
 META = ("lowdiff", "meta")
 RESIDUAL = ("lowdiff", "residual")
@@ -180,7 +181,7 @@ class Snapshot:
             raise CorruptCheckpoint(f"'{self.path}' has no '{name}'")
         shape, dtype = self.shape(name)
         out = torch.empty(shape, dtype=dtype)
-        read_flat(self._checkpoint, name, 0, out.view(-1), True, self._workers)
+        read_flat(self._checkpoint, [(name, 0, out.view(-1))], True, self._workers)
         return out
 
     def _read_meta(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.lowdiff.plain import from_plain, to_plain
 from dsq_ckpt.quantization.groups import unwrapped
-from dsq_ckpt.storage.checkpoint import dtype_of
+from dsq_ckpt.storage.record_fields import dtype_of
 
 MODEL, OPTIMIZER = "model", "optim"
 STRUCTURE = frozenset({"params", "param_names"})

@@ -236,10 +236,10 @@ class CheckpointFiles:
             LoadFailed: the checkpoint was overwritten or removed, or there is not enough memory.
             CorruptCheckpoint: the contents are not as documented.
         """
-        path = self.directory / name
         try:
             yield
         except (DSQError, *_MALFORMED) as error:
+            path = self.directory / name
             if not isinstance(error, LoadFailed) and self._current() not in (None, self.manifest.checksum):
                 raise LoadFailed(
                     f"'{self.directory}' was overwritten or removed while it was read; load again"
@@ -254,7 +254,9 @@ class CheckpointFiles:
                 f"'{path}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
             ) from error
         except MemoryError as error:
-            raise LoadFailed(f"'{path}': not enough memory for what it says it holds: {error}") from error
+            raise LoadFailed(
+                f"'{self.directory / name}': not enough memory for what it says it holds: {error}"
+            ) from error
 
     def _current(self) -> str | None:
         """Return the checksum of the present manifest; empty if there is none; None if it cannot be read."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.core.arrays import Codes
+from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
 from dsq_ckpt.storage.container import Block, ContainerReader
 
@@ -68,14 +69,14 @@ class Layer(NamedTuple):
             raise CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}") from error
 
 
-def decode_chain(layers: Sequence[Layer], where: slice, out: Codes) -> None:
-    """Decode the codes `where` of a chain, from its keyframe on, into these places of `out`.
+def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scratch) -> None:
+    """Decode the codes `where` of a chain, from its keyframe on, into `out`.
 
     Raises:
         CorruptCheckpoint: see `Layer.decode`.
     """
     moves = 1 + sum(not layer.in_place for layer in layers[1:])
-    to, other = out[where], np.empty(where.stop - where.start if moves > 1 else 0, np.uint8)
+    to, other = out, scratch.array("chain", len(out) if moves > 1 else 0, np.uint8)
     if moves % 2 == 0:
         to, other = other, to
     parent = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,11 +23,14 @@ from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.flat import is_contiguous, place_of
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, LoadFailed, UnsupportedFormat
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
 from dsq_ckpt.storage.manifest import MANIFEST
+from dsq_ckpt.storage.record_fields import dtype_of
 from dsq_ckpt.storage.shard import RecordRef
 
 _VERSION = 1
@@ -112,8 +116,8 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     flat = out.view(-1)
     storage = StorageConfig()
     with Workers(storage.thread_count(), storage.block_elements) as workers:
-        for fqn, start, length, at in spec["pieces"]:
-            read_flat(checkpoint, fqn, start, flat[at : at + length], refined, workers)
+        pieces = [(fqn, start, flat[at : at + length]) for fqn, start, length, at in spec["pieces"]]
+        read_flat(checkpoint, pieces, refined, workers)
     for at, values in spec["rest"]:
         flat[at : at + values.numel()] = values
     return out
@@ -123,21 +127,62 @@ decode.__module__ = "dsq_ckpt"  # the name that files have for it; it may move, 
 
 
 def read_flat(
-    checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor, refined: bool, workers: Workers
+    checkpoint: Checkpoint, pieces: Sequence[tuple[str, int, torch.Tensor]], refined: bool, workers: Workers
 ) -> None:
-    """Read elements of a flattened tensor, from `start` on, into `out`, flat, of any dtype.
+    """Read elements of flattened tensors, chunks side by side.
 
     Args:
         checkpoint: opened.
-        fqn: name of the tensor.
-        start: first element.
-        out: destination; its length is the number of elements.
+        pieces: for each, the name of its tensor, its first element, and its destination, flat, of any dtype, whose
+            length is the number of elements.
         refined: use the refinement layer where it was kept.
         workers: threads.
 
     Raises:
         CorruptCheckpoint: the checkpoint does not have all of them.
     """
+    parts = deque[_Part]()
+    taken = Ranges()
+
+    def loads() -> Iterator[ChunkLoad]:
+        for fqn, start, out in pieces:
+            for part in _parts(checkpoint, fqn, start, out):
+                whole = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
+                into = whole if taken.add(*memory_of(part.out)) else None
+                keeps, known = _kept_codes(checkpoint, part)
+                load = checkpoint.load(
+                    part.ref, refined and checkpoint.has_refinement, workers, into,
+                    (part.first, part.first + part.out.numel()), keeps, known,
+                )
+                parts.append(part._replace(keeps=keeps, done=load.tensor is into))
+                yield load
+
+    for load in decode_all(loads(), workers):
+        part, kept = parts.popleft(), _kept.get()
+        if part.keeps and load.codes is not None and kept is not None:
+            kept.codes[part.key] = load.codes
+        if not part.done:
+            part.out.copy_(load.tensor.view(-1)[part.first : part.first + part.out.numel()])
+
+
+class _Part(NamedTuple):
+    """Elements of a chunk, from `first` on, and where they go, flat.
+
+    Attributes:
+        keeps: whether the codes of the chunk are to be kept.
+        done: whether they are decoded where they go.
+    """
+
+    ref: RecordRef
+    key: ChunkKey
+    first: int
+    out: torch.Tensor
+    keeps: bool = False
+    done: bool = False
+
+
+def _parts(checkpoint: Checkpoint, fqn: str, start: int, out: torch.Tensor) -> Iterator[_Part]:
+    """Yield the parts of chunks that elements of a flattened tensor are in."""
     tensor = checkpoint.index["tensors"].get(fqn)
     if tensor is None:
         raise CorruptCheckpoint(f"'{checkpoint.directory}' has no '{fqn}', which a file beside it asks for")
@@ -146,18 +191,13 @@ def read_flat(
         if not is_contiguous(tensor["shape"], shape):
             raise CorruptCheckpoint(f"'{checkpoint.directory}': '{fqn}' is not stored in flat parts")
         place, ref = place_of(tensor["shape"], offsets), RecordRef(checkpoint.index["files"][file], record)
-        elements = int(torch.Size(shape).numel())
-        first, last = max(place, start), min(place + elements, start + out.numel())
+        first, last = max(place, start), min(place + torch.Size(shape).numel(), start + out.numel())
         if first >= last:
             continue
         found += last - first
-        target = out[first - start : last - start]
         checkpoint.record(ref, fqn, tuple(offsets))
-        whole = target.view(shape) if target.numel() == elements else None
-        codes = _codes(checkpoint, ref, ChunkKey(fqn, tuple(offsets), tuple(shape)), workers)
-        values = checkpoint.tensor(ref, refined and checkpoint.has_refinement, workers, codes, into=whole)
-        if values is not whole:
-            target.copy_(values.reshape(-1)[first - place : last - place])
+        key = ChunkKey(fqn, tuple(offsets), tuple(shape))
+        yield _Part(ref, key, first - place, out[first - start : last - start])
     if found != out.numel():
         raise CorruptCheckpoint(
             f"'{checkpoint.directory}' has {found} of {out.numel()} elements of '{fqn}' that a file beside it asks for"
@@ -198,16 +238,14 @@ def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterat
         _kept.reset(token)
 
 
-def _codes(checkpoint: Checkpoint, ref: RecordRef, key: ChunkKey, workers: Workers) -> Codes | None:
-    """Return the codes of a coded record if they are to be kept, else None."""
-    kept, record = _kept.get(), checkpoint.record(ref)
-    if kept is None or kept.directory != checkpoint.directory or not kept.wanted(key):
-        return None
+def _kept_codes(checkpoint: Checkpoint, part: _Part) -> tuple[bool, dict[RecordRef, Codes]]:
+    """Return whether the codes of a chunk are to be kept, and its codes where they were kept before."""
+    kept, record = _kept.get(), checkpoint.record(part.ref)
+    if kept is None or kept.directory != checkpoint.directory or not kept.wanted(part.key):
+        return False, {}
     if record["type"] != "coded" or "residual" in record:
-        return None
-    if key not in kept.codes:
-        kept.codes[key] = checkpoint.codes(ref, workers)
-    return kept.codes[key]
+        return False, {}
+    return True, {part.ref: kept.codes[part.key]} if part.key in kept.codes else {}
 
 
 def _check(file: Path, checkpoint: Checkpoint) -> None:

@@ -25,9 +25,10 @@ from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.search.folds import degradation
 from dsq_ckpt.search.manager import ConfigManager
-from dsq_ckpt.storage.checkpoint import Checkpoint, dtype_of
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.record_fields import dtype_of
 from evaluation.recording import Checkpoint as RecordedCheckpoint
 from evaluation.recording import load_recording
 from evaluation.workloads import Workload, create

@@ -241,7 +241,7 @@ def test_descriptors_are_given_back(saved):
 
 def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
     """A load that finds the files of another save is told to load again, not that anything is damaged."""
-    original, calls = Checkpoint.tensor, []
+    original, calls = Checkpoint.load, []
 
     def overwriting(self, ref, *args, **kwargs):
         if not calls:
@@ -251,7 +251,7 @@ def test_a_checkpoint_that_is_overwritten_meanwhile(saved, monkeypatch):
                 self._readers.pop(name).close()
         return original(self, ref, *args, **kwargs)
 
-    monkeypatch.setattr(Checkpoint, "tensor", overwriting)
+    monkeypatch.setattr(Checkpoint, "load", overwriting)
     with pytest.raises(dsq_ckpt.LoadFailed, match="load again"):
         loaded(saved, state())
     assert same(loaded(saved, state())["list"][0], torch.ones(3))

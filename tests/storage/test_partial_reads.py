@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_read_item_for_t
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.chunk_load import decode_all
 from dsq_ckpt.storage.layers import Layer
 from tests.helpers.commands import owned
 from tests.helpers.states import bits, loaded, tensors
@@ -92,10 +93,13 @@ def test_what_is_not_needed_may_be_damaged(run, tmp_path):
     with Checkpoint(path) as checkpoint, Workers(1, BLOCK) as workers:
         ref = checkpoint.find("model.w", (0, 0))
         offset, size, _ = checkpoint.record(ref)["blocks"][0]
-        assert checkpoint.part_of(ref, True, 0, 12_000) is None
-        part = checkpoint.part_of(ref, True, 5000, 7000)
-        assert part == slice(4 * BLOCK, 7 * BLOCK)
-        assert (checkpoint.codes(ref, workers, part)[part] == checkpoint.codes(ref, workers)[part]).all()
+        assert len(checkpoint.load(ref, True, workers, span=(0, 12_000)).blocks) == math.ceil(12_000 / BLOCK)
+        load = checkpoint.load(ref, True, workers, span=(5000, 7000), keeps_codes=True)
+        assert load.blocks == [slice(at * BLOCK, (at + 1) * BLOCK) for at in (4, 5, 6)]
+        [load] = decode_all([load], workers)
+        part = slice(4 * BLOCK, 7 * BLOCK)
+        assert (load.codes[part] == checkpoint.codes(ref, workers)[part]).all()
+        assert bits(load.tensor.view(-1)[part]) == bits(expected["model.w"].view(-1)[part])
     file = owned(path)
     held = file.read_bytes()
     file.write_bytes(held[:offset] + bytes(byte ^ 255 for byte in held[offset : offset + size]) + held[offset + size :])

@@ -1,0 +1,258 @@
+"""A chunk that is being decoded: each block by itself, from the bytes of its chain to values where they are wanted.
+
+A block of codes stays in the cache from the keyframe's bytes to the values. What a block takes beside its codes and
+values is memory that its thread uses again for the next one: fresh memory costs as much time as decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dsq_ckpt.coding import layered
+from dsq_ckpt.core.arrays import F32, U32, Codes
+from dsq_ckpt.core.workers import Scratch, Workers
+from dsq_ckpt.errors import CodingError, CorruptCheckpoint
+from dsq_ckpt.quantization.chunk import Dequantizer
+from dsq_ckpt.quantization.matrix_scales import MatrixScales
+from dsq_ckpt.storage.container import Block, ContainerReader
+from dsq_ckpt.storage.layers import Layer, decode_chain
+
+_TOGETHER = 1 << 15  # elements that torch converts in the thread that asks, without threads of its own
+
+
+class RecordValues(NamedTuple):
+    """How codes of a record become values, block by block, in any thread.
+
+    Attributes:
+        source: file that the blocks are counted in, and of the refinement, if there is one.
+        fqn: name of the tensor, for errors.
+        step: elements of a block.
+        refined: blocks of the refinement; None: the base layer alone.
+        bits: of a refinement symbol.
+        dequantizer: levels and cells.
+        protected_code: the code of protected values.
+        protected: fp32 bits of all of them, in order.
+        scales: of rows and columns, that values are multiplied by.
+    """
+
+    source: ContainerReader
+    fqn: str
+    step: int
+    refined: list[Any] | None
+    bits: int
+    dequantizer: Dequantizer
+    protected_code: int
+    protected: U32
+    scales: MatrixScales | None
+
+    def count(self, codes: Codes) -> int:
+        """Return how many of these codes are of protected values."""
+        return int(np.count_nonzero(codes == self.protected_code)) if len(self.protected) else 0
+
+    def check(self, total: int) -> None:
+        """Refuse a record of which another number of codes is protected than it has values for."""
+        if total != len(self.protected):
+            raise CorruptCheckpoint(
+                f"'{self.fqn}': {total} codes are protected but {len(self.protected)} protected values are stored"
+            )
+
+    def decode(self, where: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch) -> None:
+        """Write the values of a block to `out`.
+
+        Args:
+            where: its place in the chunk.
+            codes: uint8[n].
+            protected: which of the protected values are its own.
+            out: float32[n].
+            scratch: memory of the threads.
+
+        Raises:
+            CorruptCheckpoint: the block is altered, or does not fit.
+        """
+        symbols = None
+        try:
+            if self.refined is not None:
+                symbols = scratch.array("symbols", len(codes), np.uint8)
+                block = Block(*self.refined[where.start // self.step])
+                layered.decode(self.source.read(block), codes, self.bits, symbols)
+            self.dequantizer.block(codes, self.protected[protected], symbols, out)
+        except (CodingError, ValueError) as error:
+            raise CorruptCheckpoint(f"'{self.source.path}', {self.fqn}: {error}") from error
+        if self.scales is not None:
+            self.scales.multiply(out, where.start)
+
+
+class CodedChunk:
+    """The chain of a chunk and its values, for threads that take a block each.
+
+    Attributes:
+        step: elements of a block.
+        codes: where all its codes are, or are to be; None: nowhere.
+    """
+
+    def __init__(
+        self, layers: list[Layer], values: RecordValues, codes: Codes | None, count: int,
+        factor: Callable[[slice, F32, Scratch], None] | None,
+    ) -> None:
+        """Make a chunk.
+
+        Args:
+            layers: the records of its chain, from the keyframe on; none: `codes` are there.
+            values: of the last of them.
+            codes: see above.
+            count: elements of the chunk.
+            factor: multiplies the values of a block by what is known elsewhere.
+        """
+        self.step, self.codes = values.step, codes
+        self._layers, self._values, self._count, self._factor = layers, values, count, factor
+        # of each block, the protected values up to its end: threads wait for those of the block before
+        self._ends: list[Future[int]] = [Future() for _ in blocks_of(count, self.step)] if len(values.protected) else []
+
+    def blocks(self, span: tuple[int, int] | None) -> list[slice]:
+        """Return the blocks to decode for the elements of a span, first and last, exclusive; None: for all."""
+        blocks = list(blocks_of(self._count, self.step))
+        return blocks if span is None or self.in_order else blocks[span[0] // self.step : -(-span[1] // self.step)]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all blocks are needed, each begun after the one before."""
+        return bool(self._ends) or (isinstance(self._factor, Squares) and self._factor.chunk.in_order)
+
+    def decode(self, where: slice, out: F32, scratch: Scratch) -> None:
+        """Write the values of a block to `out`.
+
+        Raises:
+            CorruptCheckpoint: any record of the chain is altered or does not fit.
+        """
+        place, count = where.start // self.step, where.stop - where.start
+        try:
+            codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
+            if self._layers:
+                decode_chain(self._layers, where, codes, scratch)
+            first, end = 0, self._values.count(codes)
+            if self._ends:
+                first = self._ends[place - 1].result() if place else 0
+                end += first
+                self._ends[place].set_result(end)
+        except BaseException as error:
+            if self._ends:
+                self._ends[place].set_exception(error)
+            raise
+        if where.stop == self._count:
+            self._values.check(end)
+        self._values.decode(where, codes, slice(first, end), out, scratch)
+        if self._factor is not None:
+            self._factor(where, out, scratch)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Second moments by whose roots the values of another chunk are multiplied.
+
+    Attributes:
+        chunk: they.
+        times: multiplies values by roots, in place.
+    """
+
+    chunk: CodedChunk
+    times: Callable[[F32, F32], None]
+
+    def __call__(self, where: slice, out: F32, scratch: Scratch) -> None:
+        """Multiply the values of a block."""
+        squares = scratch.array("squares", len(out), np.float32)
+        self.chunk.decode(where, squares, scratch)
+        self.times(out, squares)
+
+
+class ChunkLoad(NamedTuple):
+    """A chunk to be decoded, block by block, by any threads; blocks are begun in their order.
+
+    Attributes:
+        tensor: takes the values, in the dtype and shape in which they were saved; contiguous.
+        blocks: blocks of the flat chunk that are to be decoded.
+        decode: decodes a block, by its place, into its part of the flat tensor.
+        naming: returns a context in which errors name the file.
+        codes: take the codes, if they are wanted.
+    """
+
+    tensor: torch.Tensor
+    blocks: list[slice]
+    decode: Callable[[slice, torch.Tensor], None]
+    naming: Callable[[], AbstractContextManager[None]]
+    codes: Codes | None = None
+
+
+def load_coded(chunk: CodedChunk, scratch: Scratch, where: slice, out: torch.Tensor) -> None:
+    """Decode a block of a chunk into a flat tensor of any floating dtype."""
+    if out.dtype == torch.float32:
+        chunk.decode(where, out.numpy(), scratch)
+        return
+    values = scratch.array("values", out.numel(), np.float32)
+    chunk.decode(where, values, scratch)
+    convert(torch.from_numpy(values), out)
+
+
+def load_nothing(where: slice, out: torch.Tensor) -> None:
+    """Leave a tensor as it is, which is complete."""
+
+
+def times_known(times: Callable[[F32, F32], None], squares: F32, where: slice, out: F32, _: Scratch) -> None:
+    """Multiply the values of a block by roots of second moments that were decoded before."""
+    times(out, squares[where])
+
+
+def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLoad]:
+    """Decode chunks side by side, and yield each in its turn when it is complete.
+
+    Loads are taken as threads need blocks, at most two for each thread ahead. An error of a block is raised in its
+    turn; other threads may be writing until the workers are closed.
+    """
+
+    def tasks() -> Iterator[tuple[ChunkLoad, slice | None, bool]]:
+        for load in loads:
+            for where in load.blocks[:-1]:
+                yield load, where, False
+            yield load, load.blocks[-1] if load.blocks else None, True
+
+    def work(task: tuple[ChunkLoad, slice | None, bool]) -> ChunkLoad | None:
+        load, where, last = task
+        if where is not None:
+            with load.naming():
+                load.decode(where, load.tensor.view(-1)[where])
+        return load if last else None
+
+    yield from (load for load in workers.map(work, tasks()) if load is not None)
+
+
+def blocks_of(count: int, step: int) -> Iterator[slice]:
+    """Yield blocks of `step` elements of a flat array of `count`."""
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def place_for(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor that takes a chunk: `into`, if shape, dtype and layout allow, or a new one.
+
+    Raises:
+        MemoryError: there is not enough memory for a new one.
+    """
+    fits = into is not None and into.dtype == dtype and list(into.shape) == shape and into.device.type == "cpu"
+    if into is None or not fits or not into.is_contiguous() or into.is_conj() or into.is_neg():
+        return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return into
+
+
+def convert(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy flat values to a tensor of another dtype; finite values beyond its largest number become that number."""
+    for own, made in zip(out.split(_TOGETHER), values.split(_TOGETHER), strict=True):
+        if out.dtype.is_floating_point and torch.finfo(out.dtype).max < torch.finfo(made.dtype).max:
+            limit = torch.finfo(out.dtype).max
+            made = made.clamp(-limit, limit)
+        own.copy_(made)

@@ -1,0 +1,62 @@
+"""Fields of records, checked before anything is done by them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from dsq_ckpt.core.arrays import F32
+from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.quantization.moments import from_octave_units, from_roots
+from dsq_ckpt.storage.shard import RecordRef
+
+FACTORS = frozenset({"unit", "root", "scales"})
+"""Keys of a record by which its values are multiplied after they were dequantized."""
+_MOST = 100
+
+
+def times_of(record: dict[str, Any]) -> Callable[[F32, F32], None]:
+    """Return what multiplies first moments by the roots of second moments."""
+    return from_roots if "root" in record else from_octave_units  # which format version 4 had
+
+
+def check_factors(ref: RecordRef, record: dict[str, Any], known: Collection[str]) -> None:
+    """Refuse a record with two factors, or with one that is none of those that are known here."""
+    factors = sorted(FACTORS & record.keys())
+    if len(factors) > 1 or not set(factors) <= set(known):
+        raise CorruptCheckpoint(
+            f"'{ref.file}' record {ref.record} has {factors}, expected one of them, and none in a sum"
+        )
+
+
+def protected_count(record: dict[str, Any]) -> int:
+    """Return how many values of a record stand beside its codes."""
+    count = record.get("protected_count", 0)
+    if type(count) is not int or not 0 <= count <= math.prod(record["shape"]):
+        raise CorruptCheckpoint(f"'{record['fqn']}' of shape {record['shape']} has {count} protected values")
+    return count
+
+
+def exponent_of(record: dict[str, Any]) -> float:
+    """Return log2 of the factor that a record's levels are multiplied by."""
+    parts = record.get("exponent", 0), record.get("shift", 0)
+    for name, part in zip(("exponent", "shift"), parts, strict=True):
+        if type(part) not in (int, float) or not -_MOST <= part <= _MOST:
+            raise CorruptCheckpoint(f"'{record['fqn']}' has the {name} {part!r}")
+    return float(sum(parts))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype of this name.
+
+    Raises:
+        CorruptCheckpoint: there is none.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpoint(f"unknown dtype {json.dumps(name)}: written by a newer torch?")
+    return dtype
