@@ -121,11 +121,23 @@ def _address(array: Array | None) -> int | None:
     return array.ctypes.data
 
 
-def decode(level: int, rows: U32, counts: U16, escaped: U8, entries: U32, parent: U8 | None, out: U8, block: U8) -> int:
+class Tables:
+    """Tables of a decoder, whose addresses are looked up once: to ask for nine takes as long as 10,000 codes."""
+
+    def __init__(self, rows: U32, counts: U16, escaped: U8, entries: U32, *classes: U8) -> None:
+        """Make tables; `classes`, of lists of changes, are kinds and limits."""
+        self._kept = (rows, counts, escaped, entries, *classes)
+        self.arguments: tuple[int | None, ...] = (
+            _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
+        )
+        for each in classes:
+            self.arguments += _address(each), each.size
+
+
+def decode(level: int, tables: Tables, parent: U8 | None, out: U8, block: U8) -> int:
     """Decode a block; see `dsq_decode` in native/lanes.c."""
     result: int = _library().dsq_decode(
-        level, _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
-        _address(parent), _address(out), out.size, _address(block), block.size,
+        level, *tables.arguments, _address(parent), _address(out), out.size, _address(block), block.size
     )
     return result
 
@@ -141,14 +153,10 @@ def encode(
     return result
 
 
-def decode_changes(
-    level: int, rows: U32, counts: U16, escaped: U8, entries: U32, kinds: U8, limits: U8, codes: U8, block: U8
-) -> int:
+def decode_changes(level: int, tables: Tables, codes: U8, block: U8) -> int:
     """Decode a block in place of its previous codes; see `dsq_decode_changes` in native/changes.c."""
     result: int = _library().dsq_decode_changes(
-        level, _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
-        _address(kinds), kinds.size, _address(limits), limits.size, _address(codes), codes.size, _address(block),
-        block.size,
+        level, *tables.arguments, _address(codes), codes.size, _address(block), block.size
     )
     return result
 

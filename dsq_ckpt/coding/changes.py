@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from dsq_ckpt.coding import _change_loops, _native
-from dsq_ckpt.coding._lane_loops import NO_MEMORY, UNKNOWN
+from dsq_ckpt.coding._lane_loops import BAD_TABLES, NO_MEMORY, UNKNOWN
 from dsq_ckpt.coding._lane_model import MAX_BITS, MAX_LEFT, MIN_BITS
 from dsq_ckpt.coding.base import Coder, check_counts, check_vector
 from dsq_ckpt.coding.rans import (
@@ -187,12 +187,13 @@ class ChangesCoder(Coder):
 
     def _decode_into(self, data: U8, codes: U8) -> None:
         level, data = _native.level(), np.ascontiguousarray(data)
-        if int(codes.max()) >= self.contexts:
+        error = BAD_TABLES
+        if level >= 0:  # looks at all codes itself
+            error = _native.decode_changes(level, self._addresses, codes, data)
+        if error == BAD_TABLES and int(codes.max()) >= self.contexts:
             raise CodingError(f"previous code {int(codes.max())}, but the model has {self.contexts} contexts")
         if level < 0:
             error = _change_loops.decode(*self._decoder, self._kinds, self._limits, codes, data)
-        else:
-            error = _native.decode_changes(level, *self._decoder, self._kinds, self._limits, codes, data)
         if error == NO_MEMORY:
             raise MemoryError(f"no memory to decode {codes.size} codes")
         if error:
@@ -222,6 +223,10 @@ class ChangesCoder(Coder):
     @cached_property
     def _decoder(self) -> DecoderTables:
         return decoder_tables(self._rows)
+
+    @cached_property
+    def _addresses(self) -> _native.Tables:
+        return _native.Tables(*self._decoder, self._kinds, self._limits)
 
     @cached_property
     def _encoder(self) -> EncoderTables:

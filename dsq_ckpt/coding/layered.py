@@ -58,7 +58,7 @@ def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
     return -float((shares * np.log2(shares)).sum())
 
 
-def decode(block: bytes, codes: Codes, bits: int, out: Codes) -> None:
+def decode(block: bytes | memoryview, codes: Codes, bits: int, out: Codes) -> None:
     """Recover the symbols of a block.
 
     Args:

@@ -118,7 +118,8 @@ class RansCoder(Coder):
             if level < 0:
                 error = _lane_loops.decode(*tables, parent, out, data)
             else:
-                error = _native.decode(level, *tables, parent, out, data)
+                addresses = self._addresses_alone if parent is None else self._addresses
+                error = _native.decode(level, addresses, parent, out, data)
         if error:
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes for {out.size} codes: "
@@ -165,6 +166,14 @@ class RansCoder(Coder):
     @cached_property
     def _decoder_alone(self) -> DecoderTables:
         return decoder_tables(Model(*(part[self.contexts :] for part in self._model)))
+
+    @cached_property
+    def _addresses(self) -> _native.Tables:
+        return _native.Tables(*self._decoder)
+
+    @cached_property
+    def _addresses_alone(self) -> _native.Tables:
+        return _native.Tables(*self._decoder_alone)
 
     @cached_property
     def _encoder(self) -> EncoderTables:

@@ -57,6 +57,18 @@ class RegularFile:
                 data += more
         return data
 
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Fill `out` with bytes from `offset` on; return how many there are, fewer at the end of the file.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        done = 0
+        with self._held() as descriptor:
+            while done < len(out) and (more := os.preadv(descriptor, [out[done:]], offset + done)):
+                done += more
+        return done
+
     def close(self) -> None:
         """Close the descriptor; nobody may be reading."""
         with _lock:

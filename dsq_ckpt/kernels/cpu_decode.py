@@ -53,7 +53,8 @@ def positions_of(codes: U8, code: int) -> I64:
     if not 0 <= code < 256:
         return np.empty(0, np.int64)
     positions = np.empty(count_code(codes, np.uint8(code)), np.int64)
-    _find(codes, np.uint8(code), positions)
+    if positions.size:
+        _find(codes, np.uint8(code), positions)
     return positions
 
 

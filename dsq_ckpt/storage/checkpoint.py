@@ -13,6 +13,7 @@ import torch
 
 from dsq_ckpt.coding import coder_class
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -111,7 +112,7 @@ class Checkpoint(CheckpointFiles):
     @names_file
     def load(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None,
-        span: tuple[int, int] | None = None, keeps_codes: bool = False, known: Mapping[RecordRef, Codes] | None = None,
+        span: tuple[int, int] | None = None, keep: Arena | None = None, known: Mapping[RecordRef, Codes] | None = None,
     ) -> ChunkLoad:
         """Return a chunk for `decode_all`, which decodes it side by side with others.
 
@@ -124,7 +125,7 @@ class Checkpoint(CheckpointFiles):
             into: where the chunk is wanted; it is decoded there if shape, dtype and layout allow.
             span: the first element that is wanted and the last, exclusive; None: all. Of other blocks nothing is read,
                 unless values stand beside the codes, in the order of these.
-            keeps_codes: keep the codes of a chain, 1 byte per element.
+            keep: memory for the codes of a chain, 1 byte per element, if they are wanted.
             known: codes of whole chunks, by record, where they were decoded before.
         """
         record, naming = self.record(ref), partial(self.naming, ref.file)
@@ -141,7 +142,7 @@ class Checkpoint(CheckpointFiles):
                 return ChunkLoad(out, [slice(0, out.numel())], read, naming)
             read(slice(None), out.view(-1))
             return ChunkLoad(out, [], read, naming)
-        if (chunk := self._coded_chunk(ref, refined, workers, known or {}, keeps_codes)) is not None:
+        if (chunk := self._coded_chunk(ref, refined, workers, known or {}, keep)) is not None:
             out = place_for(shape, dtype, into)
             return ChunkLoad(out, chunk.blocks(span), partial(load_coded, chunk, workers.scratch), naming, chunk.codes)
         codes = self.codes(ref, workers)
@@ -150,8 +151,8 @@ class Checkpoint(CheckpointFiles):
         self._times_roots(record, values, workers)
         out = place_for(shape, dtype, into)
         convert(torch.from_numpy(values), out.view(-1))
-        keeps_codes = keeps_codes and record["type"] == "coded"
-        return ChunkLoad(out, [], load_nothing, naming, codes if keeps_codes else None)
+        keeps = keep is not None and record["type"] == "coded"
+        return ChunkLoad(out, [], load_nothing, naming, codes if keeps else None)
 
     def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor) -> None:
         """Read a chunk that is stored as it is, all of it, into a flat tensor."""
@@ -162,7 +163,7 @@ class Checkpoint(CheckpointFiles):
             convert(torch.frombuffer(bytearray(raw), dtype=stored), out)
 
     def _coded_chunk(
-        self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keeps_codes: bool
+        self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keep: Arena | None
     ) -> CodedChunk | None:
         """Return a chunk that is decoded block by block; None: it cannot be."""
         record = self.record(ref)
@@ -178,12 +179,12 @@ class Checkpoint(CheckpointFiles):
             if self.record(measure)["type"] == "plain":
                 factor = partial(times_known, times, self._plain_values(measure, workers))
             else:
-                other = self._coded_chunk(measure, False, workers, known, False)
+                other = self._coded_chunk(measure, False, workers, known, None)
                 if other is None or other.step != values.step:
                     return None
                 factor = Squares(other, times)
         count = math.prod(record["shape"])
-        codes = np.empty(count, np.uint8) if keeps_codes and layers else known.get(ref)
+        codes = keep.take(count) if keep is not None and layers else known.get(ref)
         return CodedChunk(layers, values, codes, count, factor)
 
     def _measure_of(self, record: dict[str, Any]) -> RecordRef | None:

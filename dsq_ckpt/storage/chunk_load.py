@@ -82,7 +82,7 @@ class RecordValues(NamedTuple):
             if self.refined is not None:
                 symbols = scratch.array("symbols", len(codes), np.uint8)
                 block = Block(*self.refined[where.start // self.step])
-                layered.decode(self.source.read(block), codes, self.bits, symbols)
+                layered.decode(self.source.borrow(block, scratch), codes, self.bits, symbols)
             self.dequantizer.block(codes, self.protected[protected], symbols, out)
         except (CodingError, ValueError) as error:
             raise CorruptCheckpoint(f"'{self.source.path}', {self.fqn}: {error}") from error
@@ -245,7 +245,9 @@ def place_for(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -
     """
     fits = into is not None and into.dtype == dtype and list(into.shape) == shape and into.device.type == "cpu"
     if into is None or not fits or not into.is_contiguous() or into.is_conj() or into.is_neg():
-        return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        count = math.prod(shape)
+        flat = torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8))
+        return (flat.view(dtype) if count else torch.empty(0, dtype=dtype)).view(shape)
     return into
 
 

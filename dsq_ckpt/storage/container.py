@@ -18,12 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 import zstandard
 
-from dsq_ckpt.core.regular import open_regular, unreadable
+from dsq_ckpt.core.regular import RegularFile, open_regular, unreadable
 from dsq_ckpt.core.strict_json import strict_json
 from dsq_ckpt.core.urls import is_remote
+from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CorruptCheckpoint, SaveFailed, UnsupportedFormat
 from dsq_ckpt.storage.atomic_io import naming
 from dsq_ckpt.storage.backend import storage_of
@@ -141,13 +143,30 @@ class ContainerReader:
             CorruptCheckpoint: the bytes do not have the checksum of the block.
         """
         data = self._read_at(block.offset, block.size)
+        self._check(block, data)
+        return data
+
+    def borrow(self, block: Block, scratch: Scratch) -> bytes | memoryview:
+        """Return the bytes of a block as `read` does, but in memory of the thread, up to its next call."""
+        if not isinstance(self._file, RegularFile):
+            return self.read(block)
+        self._check_place(block.offset, block.size)
+        data = scratch.array("bytes", block.size, np.uint8).data
+        try:
+            done = self._file.read_into(block.offset, data)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        self._check_whole(block.offset, done, block.size)
+        self._check(block, data)
+        return data
+
+    def _check(self, block: Block, data: bytes | memoryview) -> None:
         found = xxhash.xxh3_64_hexdigest(data)
         if found != block.checksum:
             raise CorruptCheckpoint(
                 f"'{self.path}': {block.size} bytes at {block.offset} have checksum {found}, expected "
                 f"{block.checksum}; the file was altered, restore it or load another checkpoint"
             )
-        return data
 
     def _read_contents(self) -> tuple[str, dict[str, Any]]:
         if self.size < _HEADER.size + _TRAILER.size:
@@ -176,17 +195,23 @@ class ContainerReader:
         return block.checksum, contents
 
     def _read_at(self, offset: int, size: int) -> bytes:
-        if offset < 0 or size < 0 or offset + size > self.size:
-            raise CorruptCheckpoint(
-                f"'{self.path}': block of {size} bytes at {offset} lies outside the file of {self.size} bytes"
-            )
+        self._check_place(offset, size)
         try:
             data = self._file.read(offset, size)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        if len(data) != size:
-            raise CorruptCheckpoint(f"'{self.path}' ended at {offset + len(data)} while it was being read")
+        self._check_whole(offset, len(data), size)
         return data
+
+    def _check_whole(self, offset: int, done: int, size: int) -> None:
+        if done != size:
+            raise CorruptCheckpoint(f"'{self.path}' ended at {offset + done} while it was being read")
+
+    def _check_place(self, offset: int, size: int) -> None:
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpoint(
+                f"'{self.path}': block of {size} bytes at {offset} lies outside the file of {self.size} bytes"
+            )
 
 
 def write_index(directory: Path, save_id: str, index: dict[str, Any], fsync: bool) -> FileInfo:

@@ -30,7 +30,7 @@ class Layer(NamedTuple):
         """Whether `update` takes less time than `decode`."""
         return self.coder.in_place
 
-    def update(self, where: slice, codes: Codes) -> None:
+    def update(self, where: slice, codes: Codes, scratch: Scratch) -> None:
         """Decode the codes `where`, which begins with a block, in place of those of the parent.
 
         Raises:
@@ -39,9 +39,9 @@ class Layer(NamedTuple):
         for place, part in self._parts(where):
             if (block := self.blocks[place]) is not None:
                 with self._naming(place):
-                    self.coder.update(self.reader.read(block), codes[part])
+                    self.coder.update(self.reader.borrow(block, scratch), codes[part])
 
-    def decode(self, where: slice, parent: Codes | None, out: Codes) -> None:
+    def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> None:
         """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
 
         Raises:
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
             block, previous = self.blocks[place], None if parent is None else parent[part]
             with self._naming(place):
                 if block is not None:
-                    self.coder.decode(self.reader.read(block), previous, out[part])
+                    self.coder.decode(self.reader.borrow(block, scratch), previous, out[part])
                 elif previous is not None:
                     out[part] = previous
                 else:
@@ -82,9 +82,9 @@ def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scr
     parent = None
     for layer in layers:
         if parent is not None and layer.in_place:
-            layer.update(where, parent)
+            layer.update(where, parent, scratch)
         else:
-            layer.decode(where, parent, to)
+            layer.decode(where, parent, to, scratch)
             parent, to, other = to, other, to
 
 

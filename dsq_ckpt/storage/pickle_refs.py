@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.flat import is_contiguous, place_of
 from dsq_ckpt.core.notices import warn
@@ -142,7 +143,7 @@ def read_flat(
         CorruptCheckpoint: the checkpoint does not have all of them.
     """
     parts = deque[_Part]()
-    taken = Ranges()
+    taken, arena = Ranges(), Arena()
 
     def loads() -> Iterator[ChunkLoad]:
         for fqn, start, out in pieces:
@@ -152,7 +153,7 @@ def read_flat(
                 keeps, known = _kept_codes(checkpoint, part)
                 load = checkpoint.load(
                     part.ref, refined and checkpoint.has_refinement, workers, into,
-                    (part.first, part.first + part.out.numel()), keeps, known,
+                    (part.first, part.first + part.out.numel()), arena if keeps else None, known,
                 )
                 parts.append(part._replace(keeps=keeps, done=load.tensor is into))
                 yield load

@@ -66,6 +66,6 @@ def test_a_damaged_list_names_its_block(tmp_path):
         ref = checkpoint.find("weight", (0, 0))
         layer = checkpoint._layer(ref, 9000)
         codes = checkpoint.codes(checkpoint.chain(ref, "parent", ("coded",))[1], workers)
-        damaged = patch.object(type(layer.reader), "read", return_value=b"\xff" * 9)
+        damaged = patch.object(type(layer.reader), "borrow", return_value=b"\xff" * 9)
         with damaged, pytest.raises(CorruptCheckpoint, match=r"block 0: damaged"):
-            layer.update(slice(0, 9000), codes)
+            layer.update(slice(0, 9000), codes, workers.scratch)
