@@ -125,7 +125,8 @@ class Checkpoint(CheckpointFiles):
             into: where the chunk is wanted; it is decoded there if shape, dtype and layout allow.
             span: the first element that is wanted and the last, exclusive; None: all. Of other blocks nothing is read,
                 unless values stand beside the codes, in the order of these.
-            keep: memory for the codes of a chain, 1 byte per element, if they are wanted.
+            keep: memory for the codes of a chain, and of second moments by which it is multiplied, if they are wanted;
+                1 byte per element.
             known: codes of whole chunks, by record, where they were decoded before.
         """
         record, naming = self.record(ref), partial(self.naming, ref.file)
@@ -144,7 +145,8 @@ class Checkpoint(CheckpointFiles):
             return ChunkLoad(out, [], read, naming)
         if (chunk := self._coded_chunk(ref, refined, workers, known or {}, keep)) is not None:
             out = place_for(shape, dtype, into)
-            return ChunkLoad(out, chunk.blocks(span), partial(load_coded, chunk, workers.scratch), naming, chunk.codes)
+            decode = partial(load_coded, chunk, workers.scratch)
+            return ChunkLoad(out, chunk.blocks(span), decode, naming, chunk.codes, chunk.measure)
         codes = self.codes(ref, workers)
         values = np.empty(len(codes), np.float32)
         self._sum(ref, codes, refined, workers, values)
@@ -179,10 +181,10 @@ class Checkpoint(CheckpointFiles):
             if self.record(measure)["type"] == "plain":
                 factor = partial(times_known, times, self._plain_values(measure, workers))
             else:
-                other = self._coded_chunk(measure, False, workers, known, None)
+                other = self._coded_chunk(measure, False, workers, known, keep)
                 if other is None or other.step != values.step:
                     return None
-                factor = Squares(other, times)
+                factor = Squares(measure, other, times)
         count = math.prod(record["shape"])
         codes = keep.take(count) if keep is not None and layers else known.get(ref)
         return CodedChunk(layers, values, codes, count, factor)

@@ -24,6 +24,7 @@ from dsq_ckpt.quantization.chunk import Dequantizer
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.storage.container import Block, ContainerReader
 from dsq_ckpt.storage.layers import Layer, decode_chain
+from dsq_ckpt.storage.shard import RecordRef
 
 _TOGETHER = 1 << 15  # elements that torch converts in the thread that asks, without threads of its own
 
@@ -122,6 +123,12 @@ class CodedChunk:
         return blocks if span is None or self.in_order else blocks[span[0] // self.step : -(-span[1] // self.step)]
 
     @property
+    def measure(self) -> tuple[RecordRef, Codes] | None:
+        """Record and codes of the second moments that it is multiplied by, if these are kept."""
+        own = self._factor
+        return (own.ref, own.chunk.codes) if isinstance(own, Squares) and own.chunk.codes is not None else None
+
+    @property
     def in_order(self) -> bool:
         """Whether all blocks are needed, each begun after the one before."""
         return bool(self._ends) or (isinstance(self._factor, Squares) and self._factor.chunk.in_order)
@@ -158,10 +165,12 @@ class Squares:
     """Second moments by whose roots the values of another chunk are multiplied.
 
     Attributes:
+        ref: their record.
         chunk: they.
         times: multiplies values by roots, in place.
     """
 
+    ref: RecordRef
     chunk: CodedChunk
     times: Callable[[F32, F32], None]
 
@@ -181,6 +190,7 @@ class ChunkLoad(NamedTuple):
         decode: decodes a block, by its place, into its part of the flat tensor.
         naming: returns a context in which errors name the file.
         codes: take the codes, if they are wanted.
+        measure: record and codes of the second moments by whose roots values are multiplied, if these are kept, too.
     """
 
     tensor: torch.Tensor
@@ -188,6 +198,7 @@ class ChunkLoad(NamedTuple):
     decode: Callable[[slice, torch.Tensor], None]
     naming: Callable[[], AbstractContextManager[None]]
     codes: Codes | None = None
+    measure: tuple[RecordRef, Codes] | None = None
 
 
 def load_coded(chunk: CodedChunk, scratch: Scratch, where: slice, out: torch.Tensor) -> None:

@@ -46,6 +46,8 @@ class Kept(NamedTuple):
     directory: Path
     wanted: Callable[[ChunkKey], bool]
     codes: dict[ChunkKey, Codes]
+    known: dict[RecordRef, Codes]
+    """The same, and those of second moments that first moments were multiplied by, by record."""
 
 
 class FlatRange(NamedTuple):
@@ -150,10 +152,12 @@ def read_flat(
             for part in _parts(checkpoint, fqn, start, out):
                 whole = part.out.view(part.key.shape) if part.out.numel() == part.key.elements else None
                 into = whole if taken.add(*memory_of(part.out)) else None
-                keeps, known = _kept_codes(checkpoint, part)
+                kept = _kept.get()
+                keeps = kept is not None and _keeps(kept, checkpoint, part)
+                span = None if keeps else (part.first, part.first + part.out.numel())
                 load = checkpoint.load(
-                    part.ref, refined and checkpoint.has_refinement, workers, into,
-                    (part.first, part.first + part.out.numel()), arena if keeps else None, known,
+                    part.ref, refined and checkpoint.has_refinement, workers, into, span, arena if keeps else None,
+                    kept.known if keeps and kept is not None else None,
                 )
                 parts.append(part._replace(keeps=keeps, done=load.tensor is into))
                 yield load
@@ -161,7 +165,9 @@ def read_flat(
     for load in decode_all(loads(), workers):
         part, kept = parts.popleft(), _kept.get()
         if part.keeps and load.codes is not None and kept is not None:
-            kept.codes[part.key] = load.codes
+            kept.codes[part.key] = kept.known[part.ref] = load.codes
+            if load.measure is not None:
+                kept.known.setdefault(*load.measure)
         if not part.done:
             part.out.copy_(load.tensor.view(-1)[part.first : part.first + part.out.numel()])
 
@@ -231,7 +237,7 @@ def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterat
     Yields:
         The codes so far, 1 byte per element.
     """
-    kept = Kept(directory, wanted, {})
+    kept = Kept(directory, wanted, {}, {})
     token = _kept.set(kept)
     try:
         yield kept.codes
@@ -239,14 +245,11 @@ def keeping_codes(directory: Path, wanted: Callable[[ChunkKey], bool]) -> Iterat
         _kept.reset(token)
 
 
-def _kept_codes(checkpoint: Checkpoint, part: _Part) -> tuple[bool, dict[RecordRef, Codes]]:
-    """Return whether the codes of a chunk are to be kept, and its codes where they were kept before."""
-    kept, record = _kept.get(), checkpoint.record(part.ref)
-    if kept is None or kept.directory != checkpoint.directory or not kept.wanted(part.key):
-        return False, {}
-    if record["type"] != "coded" or "residual" in record:
-        return False, {}
-    return True, {part.ref: kept.codes[part.key]} if part.key in kept.codes else {}
+def _keeps(kept: Kept, checkpoint: Checkpoint, part: _Part) -> bool:
+    """Return whether the codes of a chunk are to be kept."""
+    record = checkpoint.record(part.ref)
+    coded = record["type"] == "coded" and "residual" not in record
+    return coded and kept.directory == checkpoint.directory and kept.wanted(part.key)
 
 
 def _check(file: Path, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,155 @@
+"""Chunks are decoded side by side: the same values by any number of threads, few at a time, no write after an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.storage import chunk_load
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.chunk_load import ChunkLoad, decode_all
+from dsq_ckpt.storage.layers import Layer
+from tests.helpers.commands import owned
+from tests.helpers.states import bits, tensors
+
+BLOCK, STEPS = 1024, 3
+LATTICE = {"storage": {"block_elements": BLOCK, "fsync": False}, "quantize": {"min_elements": 100}}
+PROTECTED = {**LATTICE, "quantize": {"min_elements": 100, "weights": {"codebook": {"fit": "kmeans", "protect": 0.01}}}}
+SHAPES = [(50, 100), (14, 64), (6000,), (1, 1025), (40, 80)]
+
+
+def states(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    for _ in range(STEPS):
+        steps = [0.05 * torch.randn(shape, generator=generator) for shape in SHAPES]
+        weights = [weight + step for weight, step in zip(weights, steps, strict=True)]
+        moments = {f"w{n}": {"exp_avg": s.to(dtype), "exp_avg_sq": s.square().to(dtype)} for n, s in enumerate(steps)}
+        model = {f"w{number}": weight.to(dtype) for number, weight in enumerate(weights)}
+        yield {"model": model, "optimizer": {"state": moments}}
+
+
+@pytest.fixture(params=["float32", "bfloat16", "protected"])
+def run(request, tmp_path):
+    """The path of the end of a chain, and a state that can be loaded from it."""
+    history, dtype = dsq_ckpt.SaveHistory(), torch.bfloat16 if request.param == "bfloat16" else torch.float32
+    for number, state in enumerate(states(dtype)):
+        config = PROTECTED if request.param == "protected" else LATTICE
+        dsq_ckpt.save(state, tmp_path / str(number), config=config, history=history)
+    return tmp_path / str(STEPS - 1), state
+
+
+def load(path, state, threads):
+    reader = dsq_ckpt.DSQStorageReader(path, threads=threads, history=dsq_ckpt.SaveHistory())
+    torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def flat(state):
+    """The tensors of a state by name, and zeros in their place."""
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors(state).items()}
+
+
+def test_any_number_of_threads_decodes_the_same(run):
+    path, state = run
+    expected = {name: bits(tensor) for name, tensor in load(path, flat(state), 1).items()}
+    for threads in (2, 5):
+        assert {name: bits(tensor) for name, tensor in load(path, flat(state), threads).items()} == expected
+    with Checkpoint(path) as checkpoint, Workers(3, BLOCK) as workers:  # each chunk by itself, with nothing known
+        for key, ref in checkpoint.chunks():
+            assert bits(checkpoint.tensor(ref, True, workers)) == expected[key.fqn], key
+
+
+def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
+    """One damaged block among many: it is named, no thread is left, and nothing is written after the error."""
+    path, state = run
+    with Checkpoint(path) as checkpoint:
+        ref = checkpoint.find("model.w0", (0, 0))
+        offset, size, _ = checkpoint.record(ref)["blocks"][2]
+    file = owned(path)
+    held = file.read_bytes()
+    file.write_bytes(held[:offset] + bytes(byte ^ 255 for byte in held[offset : offset + size]) + held[offset + size :])
+    decode, writes = chunk_load.load_coded, []
+
+    def slow(*arguments):
+        time.sleep(0.01)
+        decode(*arguments)
+        writes.append(time.monotonic())
+
+    monkeypatch.setattr("dsq_ckpt.storage.checkpoint.load_coded", slow)
+    targets = flat(state)
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException) as raised:
+        load(path, targets, 4)
+    ended, found = time.monotonic(), {name: bits(tensor) for name, tensor in targets.items()}
+    [error] = raised.value.failures.values()
+    assert isinstance(error[0], dsq_ckpt.CorruptCheckpoint) and file.name in str(error[0])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dsq_")]
+    assert writes and max(writes) <= ended
+    assert found == {name: bits(tensor) for name, tensor in targets.items()}
+
+
+@pytest.mark.timeout(60)
+def test_blocks_that_wait_for_a_damaged_one_fail(tmp_path, monkeypatch):
+    """Where values stand beside the codes, a block waits for those before it; it does not wait for one that failed."""
+    [state, *_] = states(torch.float32)
+    dsq_ckpt.save(state, tmp_path / "a", config=PROTECTED, history=dsq_ckpt.SaveHistory())
+    decode = Layer.decode
+
+    def damaged(self, where, *rest):
+        if where.start == 0:
+            time.sleep(0.05)  # later blocks come to wait
+            raise dsq_ckpt.CorruptCheckpoint("the first block")
+        decode(self, where, *rest)
+
+    monkeypatch.setattr(Layer, "decode", damaged)
+    with Checkpoint(tmp_path / "a") as checkpoint, Workers(4, BLOCK) as workers:
+        ref = checkpoint.find("model.w0", (0, 0))
+        assert checkpoint.record(ref)["protected_count"]
+        with pytest.raises(dsq_ckpt.CorruptCheckpoint, match="the first block"):
+            checkpoint.tensor(ref, True, workers)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_few_chunks_are_begun_ahead(threads):
+    begun, most = [], 0
+
+    def loads():
+        for _ in range(50):
+            begun.append(1)
+            yield ChunkLoad(torch.zeros(4), [slice(0, 4)], lambda where, out: out.fill_(1), nullcontext)
+
+    with Workers(threads, BLOCK) as workers:
+        for done, chunk in enumerate(decode_all(loads(), workers)):
+            assert bool((chunk.tensor == 1).all())
+            most = max(most, len(begun) - done)
+    assert len(begun) == 50 and most <= 2 * threads + 1
+
+
+def test_names_with_the_same_memory_are_written_one_after_the_other(run):
+    path, state = run
+    single = load(path, flat(state), 1)
+    names = "optimizer.state.w0.exp_avg", "optimizer.state.w0.exp_avg_sq"
+    for _ in range(5):
+        targets = flat(state)
+        targets[names[1]] = targets[names[0]]
+        load(path, targets, 4)
+        assert bits(targets[names[0]]) in {bits(single[name]) for name in names}
+
+
+def test_views_with_gaps_and_other_dtypes_are_filled(run):
+    path, state = run
+    expected = load(path, flat(state), 1)
+    wide = {name: torch.zeros(*tensor.shape, 2, dtype=tensor.dtype) for name, tensor in expected.items()}
+    load(path, {name: tensor[..., 0] for name, tensor in wide.items()}, 3)
+    for name, tensor in wide.items():
+        assert bits(tensor[..., 0]) == bits(expected[name]) and not tensor[..., 1].any()
+    reader = dsq_ckpt.DSQStorageReader(path, threads=3, allow_cast=True, history=dsq_ckpt.SaveHistory())
+    double = {name: tensor.double() * 0 for name, tensor in expected.items()}
+    torch.distributed.checkpoint.load(double, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(double[name], expected[name].double()) for name in expected)
