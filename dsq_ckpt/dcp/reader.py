@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dsq_ckpt.config.schema import StorageConfig
-from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
@@ -188,7 +187,7 @@ class DSQStorageReader(Located, StorageReader):
     ) -> None:
         """Decode chunks side by side; the planner is asked in one thread, and told of each chunk in its turn."""
         begun: deque[_Begun] = deque()
-        taken, known, arena = Ranges(), dict[RecordRef, Codes](), Arena()
+        taken, known = Ranges(), dict[RecordRef, Codes]()
 
         def loads() -> Iterator[ChunkLoad]:
             for index, ref in _in_order(checkpoint, wanted):
@@ -202,7 +201,7 @@ class DSQStorageReader(Located, StorageReader):
                 apart = [target.device.type == "cpu" and taken.add(*memory_of(target)) for target in targets]
                 load = checkpoint.load(
                     ref, refined, workers, targets[0] if apart == [True] else None, _span(items, key.shape),
-                    arena if _whole(items, key) and "residual" not in record else None, known,
+                    _whole(items, key) and "residual" not in record, known,
                 )
                 self._check_dtypes(index.fqn, load.tensor.dtype, targets)
                 begun.append(_Begun(ref, key, items, targets))

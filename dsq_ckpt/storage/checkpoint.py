@@ -13,7 +13,6 @@ import torch
 
 from dsq_ckpt.coding import coder_class
 from dsq_ckpt.coding.base import Coder
-from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -112,7 +111,7 @@ class Checkpoint(CheckpointFiles):
     @names_file
     def load(
         self, ref: RecordRef, refined: bool, workers: Workers, into: torch.Tensor | None = None,
-        span: tuple[int, int] | None = None, keep: Arena | None = None, known: Mapping[RecordRef, Codes] | None = None,
+        span: tuple[int, int] | None = None, keep: bool = False, known: Mapping[RecordRef, Codes] | None = None,
     ) -> ChunkLoad:
         """Return a chunk for `decode_all`, which decodes it side by side with others.
 
@@ -125,8 +124,7 @@ class Checkpoint(CheckpointFiles):
             into: where the chunk is wanted; it is decoded there if shape, dtype and layout allow.
             span: the first element that is wanted and the last, exclusive; None: all. Of other blocks nothing is read,
                 unless values stand beside the codes, in the order of these.
-            keep: memory for the codes of a chain, and of second moments by which it is multiplied, if they are wanted;
-                1 byte per element.
+            keep: keep the codes of a chain, and of second moments by which it is multiplied; 1 byte per element.
             known: codes of whole chunks, by record, where they were decoded before.
         """
         record, naming = self.record(ref), partial(self.naming, ref.file)
@@ -153,8 +151,7 @@ class Checkpoint(CheckpointFiles):
         self._times_roots(record, values, workers)
         out = place_for(shape, dtype, into)
         convert(torch.from_numpy(values), out.view(-1))
-        keeps = keep is not None and record["type"] == "coded"
-        return ChunkLoad(out, [], load_nothing, naming, codes if keeps else None)
+        return ChunkLoad(out, [], load_nothing, naming, codes if keep and record["type"] == "coded" else None)
 
     def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor) -> None:
         """Read a chunk that is stored as it is, all of it, into a flat tensor."""
@@ -165,7 +162,7 @@ class Checkpoint(CheckpointFiles):
             convert(torch.frombuffer(bytearray(raw), dtype=stored), out)
 
     def _coded_chunk(
-        self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keep: Arena | None
+        self, ref: RecordRef, refined: bool, workers: Workers, known: Mapping[RecordRef, Codes], keep: bool
     ) -> CodedChunk | None:
         """Return a chunk that is decoded block by block; None: it cannot be."""
         record = self.record(ref)
@@ -186,7 +183,7 @@ class Checkpoint(CheckpointFiles):
                     return None
                 factor = Squares(measure, other, times)
         count = math.prod(record["shape"])
-        codes = keep.take(count) if keep is not None and layers else known.get(ref)
+        codes = np.empty(count, np.uint8) if keep and layers else known.get(ref)
         return CodedChunk(layers, values, codes, count, factor)
 
     def _measure_of(self, record: dict[str, Any]) -> RecordRef | None:

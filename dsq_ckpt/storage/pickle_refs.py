@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.config.schema import StorageConfig
-from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.flat import is_contiguous, place_of
 from dsq_ckpt.core.notices import warn
@@ -145,7 +144,7 @@ def read_flat(
         CorruptCheckpoint: the checkpoint does not have all of them.
     """
     parts = deque[_Part]()
-    taken, arena = Ranges(), Arena()
+    taken = Ranges()
 
     def loads() -> Iterator[ChunkLoad]:
         for fqn, start, out in pieces:
@@ -156,7 +155,7 @@ def read_flat(
                 keeps = kept is not None and _keeps(kept, checkpoint, part)
                 span = None if keeps else (part.first, part.first + part.out.numel())
                 load = checkpoint.load(
-                    part.ref, refined and checkpoint.has_refinement, workers, into, span, arena if keeps else None,
+                    part.ref, refined and checkpoint.has_refinement, workers, into, span, keeps,
                     kept.known if keeps and kept is not None else None,
                 )
                 parts.append(part._replace(keeps=keeps, done=load.tensor is into))

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import _create_read_item_for_tensor
 
 import dsq_ckpt
-from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.chunk_load import decode_all
@@ -95,7 +94,7 @@ def test_what_is_not_needed_may_be_damaged(run, tmp_path):
         ref = checkpoint.find("model.w", (0, 0))
         offset, size, _ = checkpoint.record(ref)["blocks"][0]
         assert len(checkpoint.load(ref, True, workers, span=(0, 12_000)).blocks) == math.ceil(12_000 / BLOCK)
-        load = checkpoint.load(ref, True, workers, span=(5000, 7000), keep=Arena())
+        load = checkpoint.load(ref, True, workers, span=(5000, 7000), keep=True)
         assert load.blocks == [slice(at * BLOCK, (at + 1) * BLOCK) for at in (4, 5, 6)]
         [load] = decode_all([load], workers)
         part = slice(4 * BLOCK, 7 * BLOCK)

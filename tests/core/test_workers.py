@@ -1,24 +1,10 @@
-"""Memory that threads use again, and arrays that share pieces of memory."""
+"""Memory that threads use again."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 
-from dsq_ckpt.core import arena
-from dsq_ckpt.core.arena import Arena
 from dsq_ckpt.core.workers import Scratch
-
-
-@pytest.mark.parametrize("piece", [256, 4096])
-def test_arrays_are_apart(monkeypatch, piece):
-    monkeypatch.setattr(arena, "_PIECE", piece)
-    memory, taken = Arena(), []
-    for number, size in enumerate([0, 1, 63, 64, 65, 130, 5000, 7, 128, 129]):
-        taken.append(memory.take(size))
-        assert taken[-1].shape == (size,) and taken[-1].dtype == np.uint8
-        taken[-1][:] = number
-    assert all((array == number).all() for number, array in enumerate(taken))
 
 
 def test_threads_have_memory_of_their_own():
