@@ -95,7 +95,7 @@ def with_sound_parent(
     before = context.parent or context.previous
     if before is None:
         return context
-    parent = context.parent if context.layout.tensors else None  # else nothing is coded against it
+    parent = context.parent
     known = history.find(before.save_id)
     checks = [check for check in _under_way if before.save_id in check.saves]
 
@@ -107,8 +107,9 @@ def with_sound_parent(
     found = _joined([found for *_, found in answers])
     # What is decoded, because its codes are not in memory, or made the last save fail, is checked whole, and at once.
     # Ranks agree on that, since each checks its share of the same list; one that wrote nothing lossy has no codes to
-    # miss.
-    if parent is not None and (any(doubtful for doubtful, *_ in answers) or not any(held for _, held, _ in answers)):
+    # miss. What is exact is decoded at every save, which checks each block, and is stored anew where that fails.
+    missed = bool(context.layout.tensors) and not any(held for _, held, _ in answers)
+    if parent is not None and (any(doubtful for doubtful, *_ in answers) or missed):
         found |= _joined(gather_from_all_ranks(comm, lambda: _checked(
             parent, lambda: due(parent, everything=True)[comm.rank :: comm.size], workers
         )))

@@ -279,17 +279,7 @@ class Parent:
         return BaseRecord(ref, self.checkpoint.requires(ref.file), residual=True), values
 
     def _find(self, key: ChunkKey) -> RecordRef | None:
-        """Return the record of a chunk, None if there is none; the index is read for what this rank did not write."""
-        ref = self._cache.refs.get(key)
-        if ref is not None:
-            record = self.checkpoint.record(ref)
-            with self.checkpoint.naming(ref.file):
-                if (record["fqn"], tuple(record["offsets"]), tuple(record["shape"])) == key:
-                    return ref
-        try:
-            return self.checkpoint.find(key.fqn, key.offsets)
-        except CheckpointNotFound:
-            return None
+        return self.checkpoint.find_chunk(key, self._cache.refs)
 
 
 def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:

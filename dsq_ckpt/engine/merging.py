@@ -32,6 +32,7 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, Block, ContainerReader, ContainerWriter, write_index
 from dsq_ckpt.storage.links import link_files
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile
+from dsq_ckpt.storage.packs import Packed, PackRef
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.shard import RecordRef
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
@@ -99,7 +100,8 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
                 f"'{source}' adds differences of values to its keyframe, and cannot do without it; merge without "
                 "keyframe"
             )
-        if added < 2 and coded < (1 if keyframe else 2):
+        exact = max((len(chain) - 1 for chain in _exact(checkpoint)), default=0)
+        if added < 2 and max(coded, exact) < (1 if keyframe else 2):
             raise SaveFailed(
                 f"'{source}' has nothing to merge: "
                 + ("it is a keyframe" if keyframe else "no chain of a tensor has two deltas or more")
@@ -115,7 +117,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
             directory.discard()
             raise
     written = manifest.bytes_in("own", "index", "refinement")
-    return Merged(goal, max(added, coded), max(rank.links for rank in ranks), written)
+    return Merged(goal, max(added, coded, exact), max(rank.links for rank in ranks), written)
 
 
 def _sum(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
@@ -126,6 +128,13 @@ def _sum(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
 def _codes(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
     """Return a record and the records that its codes are coded given, newest first."""
     return checkpoint.chain(ref, "parent", ("coded", "merged", "plain"))
+
+
+def _exact(checkpoint: Checkpoint) -> Iterator[list[PackRef]]:
+    """Yield each pack of exact data and the packs that it is coded given, newest first."""
+    for name in checkpoint.index["files"]:
+        for number in range(len(checkpoint.reader(name).contents["packs"])):
+            yield checkpoint.pack_chain(PackRef(name, number))
 
 
 def _commit(
@@ -234,12 +243,28 @@ class _Rank:
         groups = {
             name: {**group, **self._model(name, group, copied)} for name, group in old["groups"].items() if name in used
         }
-        packs = [(copied(place), itemsize, size) for place, itemsize, size in old["packs"]]
+        packs = [self._pack(number, entry, copied) for number, entry in enumerate(old["packs"])]
         scales = {"scales": [copied(old["scales"][0]), old["scales"][1]]} if "scales" in old else {}
         return {
             **scales,
             "requires": sorted(self.requires), "groups": groups, "packs": packs, "records": records + self._more,
         }
+
+    def _pack(self, number: int, entry: Sequence[Any], copied: _Copies) -> tuple[Any, ...]:
+        """Return a pack of exact data: itself, or coded anew, by itself or given the oldest one of its chain."""
+        ref = PackRef(self._name, number)
+        place, itemsize, size = entry[:3]
+        chain = self._checkpoint.pack_chain(ref)
+        if len(chain) == 1:
+            return copied(place), itemsize, size
+        link = None if self._keyframe else self._checkpoint.link(chain[-1:], 1)
+        packed = Packed.smallest(self._checkpoint.read_pack(ref), itemsize, StorageConfig().zstd_level, lambda: link)
+        if packed.link is not None:
+            self.requires |= packed.link.requires
+            self.links, self.depth = max(self.links, 1), max(self.depth, 1)
+        owner = next(record for record in self._reader.contents["records"] if number in record.get("packs", ()))
+        self.grown[kind_of(owner["fqn"]) if "stored" in owner else "exact"] += len(packed.data) - int(place[1])
+        return packed.entry(self._writer, itemsize, size)
 
     def _find_recodings(self, records: Sequence[Tree]) -> dict[str, Recoding]:
         """Return the groups with chains of codes to be merged."""

@@ -117,7 +117,7 @@ class SavePipeline:
     ) -> RankResult:
         """Write the files of this rank; see `write_rank`."""
         self.plan = state.plan
-        result, cache = write_rank(self.path, context, rank, state, objects, workers)
+        result, cache = write_rank(self.path, context, rank, state, objects, workers, self.options.history)
         if not state.staged:
             self.remember(context, cache)
         elif (known := self.options.history.find(context.save_id)) is not None:

@@ -5,24 +5,31 @@ from __future__ import annotations
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.history import ChunkCache, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
 from dsq_ckpt.engine.quantizing import QuantizedState
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FileInfo
+from dsq_ckpt.storage.earlier import PacksOfParent
+from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Sizes
+from dsq_ckpt.storage.packs import EarlierPacks
 from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.shard import ChunkRecord, ShardWriter, Written
+from dsq_ckpt.storage.shard import ChunkRecord, RecordRef, ShardWriter, Written
 
 
 @dataclass
@@ -54,7 +61,7 @@ class RankResult:
 
 def write_rank(
     path: Path, context: SaveContext, rank: int, state: QuantizedState, objects: Iterable[tuple[str, bytes]],
-    workers: Workers,
+    workers: Workers, history: SaveHistory,
 ) -> tuple[RankResult, ChunkCache]:
     """Write the files of one rank.
 
@@ -65,6 +72,7 @@ def write_rank(
         state: its chunks, which are quantized one by one as they are written.
         objects: names and bytes of its objects.
         workers: threads.
+        history: checkpoints that this process committed or loaded.
 
     Returns:
         What was written, and what the next save needs of the chunks.
@@ -74,8 +82,8 @@ def write_rank(
     result, cache = RankResult(rank), ChunkCache()
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
-    with ShardWriter(
-        path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted
+    with _earlier(context, history) as earlier, ShardWriter(
+        path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted, earlier=earlier
     ) as shard:
         keys: list[ChunkKey] = []
 
@@ -134,3 +142,30 @@ def write_rank(
     if not state.staged:
         cache.values |= exact_values(state.unquantized, context.layout)
     return result, cache
+
+
+@contextmanager
+def _earlier(context: SaveContext, history: SaveHistory) -> Iterator[EarlierPacks | None]:
+    """Open the parent, for exact data to be coded given its own; None if there is none, or it cannot be opened."""
+    if context.parent is None:
+        yield None
+        return
+    known = history.find(context.parent.save_id)
+    refs = {} if known is None else known.cache.refs
+    try:
+        files = CheckpointFiles(expanded(context.parent.path), lazy=True)
+    except DSQError as error:
+        warn_safely(f"the parent checkpoint cannot be read; storing exact data anew: {error}")
+        yield None
+        return
+    with files:
+        def find(record: dict[str, Any]) -> RecordRef | None:
+            if "offsets" in record:
+                key = ChunkKey(record["fqn"], tuple(record["offsets"]), tuple(record["shape"]))
+                return files.find_chunk(key, refs)
+            try:
+                return files.find(record["fqn"], None)
+            except CheckpointNotFound:
+                return None
+
+        yield PacksOfParent(files, find) if files.manifest.save_id == context.parent.save_id else None

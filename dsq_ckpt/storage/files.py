@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +21,12 @@ from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import Block, ContainerReader, file_checksum, unpack_json
 from dsq_ckpt.storage.index import check_index
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.pack_reader import PackReader
+from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.shard import RecordRef
 
 _LONGEST = 100_000  # records of a chain
 _DATA_NAME = re.compile(r"(?P<save>[0-9a-f]{16})-(?P<rank>\d{5,9})\.(?P<kind>dsq|refinement)")
-_KEPT = 1 << 25
-"""Bytes of packs of small records that are kept, since the next record is mostly in the same one."""
 _OFTEN = 5  # a checkpoint that is overwritten more often while it is opened is given up
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -47,7 +46,7 @@ def names_file(
     return named
 
 
-class CheckpointFiles:
+class CheckpointFiles(PackReader):
     """A checkpoint directory. Opening reads manifest and index; data is read, and checked, on demand.
 
     Args:
@@ -60,9 +59,9 @@ class CheckpointFiles:
     """
 
     def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
+        super().__init__()
         self.directory = directory
         self._readers: dict[str, ContainerReader] = {}
-        self._packs: OrderedDict[tuple[str, int], bytes] = OrderedDict()  # the last used at the end
         self._chunks: dict[str, dict[tuple[int, ...], tuple[list[int], int, int]]] = {}
         self._lock = threading.Lock()
         for attempt in range(_OFTEN):
@@ -91,7 +90,7 @@ class CheckpointFiles:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
-        self._packs.clear()
+        self._kept.clear()
 
     @property
     def index(self) -> dict[str, Any]:
@@ -131,6 +130,24 @@ class CheckpointFiles:
         ref = self._ref(*place)
         self.record(ref, fqn, offsets)
         return ref
+
+    def find_chunk(self, key: ChunkKey, known: Mapping[ChunkKey, RecordRef]) -> RecordRef | None:
+        """Return the location of a chunk, perhaps of another shape, by its offsets; None if there is none.
+
+        Args:
+            key: the chunk.
+            known: locations that are known; for other chunks the index is read.
+        """
+        ref = known.get(key)
+        if ref is not None:
+            record = self.record(ref)
+            with self.naming(ref.file):
+                if (record["fqn"], tuple(record["offsets"]), tuple(record["shape"])) == key:
+                    return ref
+        try:
+            return self.find(key.fqn, key.offsets)
+        except CheckpointNotFound:
+            return None
 
     def _chunks_of(self, fqn: str) -> dict[tuple[int, ...], tuple[list[int], int, int]]:
         """Return shape, file and record of chunks by offsets; of several chunks at one place, that with elements."""
@@ -328,31 +345,16 @@ class CheckpointFiles:
         if type(size) is not int:
             raise CorruptCheckpoint(f"'{record['fqn']}' has {size!r} bytes")
         if "at" not in record:
-            known = self.reader(file).contents["packs"]
-            if (held := sum(known[place][2] for place in packs)) != size:
+            if (held := sum(self.pack_size(PackRef(file, place)) for place in packs)) != size:
                 raise CorruptCheckpoint(f"'{record['fqn']}': {held} bytes stored, {size} promised")
-            return b"".join(self._pack(file, place, keep=False) for place in packs)
+            return b"".join(self.read_pack(PackRef(file, place)) for place in packs)
         start = record["at"]
         if type(start) is not int or len(packs) != 1 or start < 0 or size < 0:
             raise CorruptCheckpoint(f"'{record['fqn']}': {size} bytes at {start} of {len(packs)} packs")
-        piece = self._pack(file, packs[0], keep=True)[start : start + size]
+        piece = self.read_pack(PackRef(file, packs[0]), keep=True)[start : start + size]
         if len(piece) != size:
             raise CorruptCheckpoint(f"'{record['fqn']}': bytes {start} to {start + size} are not in its pack")
         return piece
-
-    def _pack(self, file: str, place: int, keep: bool) -> bytes:
-        with self._lock:
-            if (known := self._packs.get((file, place))) is not None:
-                self._packs.move_to_end((file, place))
-                return known
-        block, itemsize, size = self.reader(file).contents["packs"][place]
-        data = self._unshuffled(file, Block(*block), itemsize, size)
-        if keep:
-            with self._lock:
-                self._packs[file, place] = data
-                while len(self._packs) > 1 and sum(map(len, self._packs.values())) > _KEPT:
-                    self._packs.popitem(last=False)
-        return data
 
     def _unshuffled(self, file: str, block: Block, itemsize: int, size: int) -> bytes:
         with self.naming(file):

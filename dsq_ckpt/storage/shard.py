@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
+from dsq_ckpt.storage.packs import EarlierPacks, PackWriter
 
-_PACKED = 1 << 16  # smaller exact items share a compressed block
-_PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
 _GLANCE = 4096  # codes that nearly always tell whether a block changed
 
 
@@ -91,22 +89,12 @@ def _same(codes: Codes, parent: Codes) -> bool:
     return bool(np.array_equal(codes[:_GLANCE], parent[:_GLANCE]) and np.array_equal(codes, parent))
 
 
-@dataclass
-class _Pack:
-    """Small exact items that share one block; `at` is the byte offset of the next item."""
-
-    itemsize: int
-    parts: list[bytes] = field(default_factory=list)
-    at: int = 0
-    members: list[tuple[dict[str, Any], Written]] = field(default_factory=list)
-
-
 class ShardWriter:
     """Writer of the records of one rank; as a context manager it leaves no file behind on failure."""
 
     def __init__(
         self, directory: Path, save_id: str, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
-        workers: Workers,
+        workers: Workers, earlier: EarlierPacks | None = None,
     ) -> None:
         self._config = config
         self._fitted = fitted
@@ -119,8 +107,7 @@ class ShardWriter:
         self._refined: dict[int, dict[str, Any]] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._coders: dict[str, Coder] = {}
-        self._packs: list[tuple[Block, int, int]] = []
-        self._open: dict[int, _Pack] = defaultdict(lambda: _Pack(0))
+        self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier)
         self._requires: set[str] = set()
         self._scales: list[tuple[Written, I16]] = []
         self._scale_count = 0
@@ -219,7 +206,8 @@ class ShardWriter:
         record = {"type": "plain", **_identity(key, tensor.dtype)}
         if stored is not None and stored != tensor.dtype:
             record["stored"] = _dtype_name(stored)
-        return self._add_raw(record, raw, kept.element_size(), key.elements * tensor.element_size())
+        itemsize = kept.element_size() // (2 if kept.is_complex() else 1)  # real and imaginary parts are items
+        return self._add_raw(record, raw, itemsize, key.elements * tensor.element_size())
 
     def add_bytes(self, fqn: str, data: bytes) -> Written:
         """Store the bytes of an object that DCP serialized."""
@@ -227,12 +215,11 @@ class ShardWriter:
 
     def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
         """Close both files; return them and the names of the ancestors' files that the base file needs."""
-        for itemsize in list(self._open):
-            self._flush(itemsize)
-        requires = sorted(self._requires)
+        self._packs.finish()
+        requires = sorted(self._requires | self._packs.requires)
         base = self._base.finish({
-            **self._head, **self._finish_scales(), "requires": requires, "groups": self._groups, "packs": self._packs,
-            "block_elements": self._workers.block_elements, "records": self._records,
+            **self._head, **self._finish_scales(), "requires": requires, "groups": self._groups,
+            "packs": self._packs.contents, "block_elements": self._workers.block_elements, "records": self._records,
         })
         refinement = None
         if self._refinement is not None:
@@ -274,36 +261,12 @@ class ShardWriter:
     def _add_raw(self, record: dict[str, Any], raw: memoryview, itemsize: int, logical: int) -> Written:
         written = Written(RecordRef(self.name, len(self._records)), logical, 0)
         self._records.append(record)
-        record["size"] = len(raw)
-        if len(raw) > _PACKED:
-            pieces = [raw[start : start + _PIECE] for start in range(0, len(raw), _PIECE)]
-            level = self._config.storage.zstd_level
-            first = len(self._packs)
-            packed = self._workers.map(lambda piece: shuffle_compress(piece, itemsize, level), pieces)
-            for piece, data in zip(pieces, packed, strict=True):
-                self._packs.append((self._base.add(data), itemsize, len(piece)))
-                written.base += len(data)
-            record["packs"] = list(range(first, len(self._packs)))
-            return written
-        pack = self._open[itemsize]
-        pack.itemsize = itemsize
-        record["at"] = pack.at
-        pack.parts.append(bytes(raw))
-        pack.at += len(raw)
-        pack.members.append((record, written))
-        if pack.at > _PIECE:
-            self._flush(itemsize)
-        return written
 
-    def _flush(self, itemsize: int) -> None:
-        """Compress the open pack of an item size and record its location in its members."""
-        pack = self._open.pop(itemsize)
-        raw = b"".join(pack.parts)
-        data = shuffle_compress(raw, itemsize, self._config.storage.zstd_level)
-        for record, written in pack.members:
-            record["packs"] = [len(self._packs)]
-            written.base = -(-len(data) * record["size"] // max(len(raw), 1))  # its share, rounded up
-        self._packs.append((self._base.add(data), itemsize, len(raw)))
+        def sized(size: int) -> None:
+            written.base = size
+
+        self._packs.add(record, raw, itemsize, sized)
+        return written
 
 
 def _fitted_coder(config: DeltaConfig, counts: np.ndarray) -> Coder:

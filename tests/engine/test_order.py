@@ -78,7 +78,7 @@ def make_garbage(path):
 
 def make_newer(path):
     text = path.read_bytes()
-    path.write_bytes(text.replace(b'"version": 6', b'"version": 9').replace(b'"version":6', b'"version":9'))
+    path.write_bytes(text.replace(b'"version": 7', b'"version": 9').replace(b'"version":7', b'"version":9'))
 
 
 @pytest.mark.parametrize("spoil", [make_loop, make_garbage, make_newer])

@@ -43,7 +43,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 6:
+    if version > 7:
         raise Unsupported(f"version {version}")
 
 
@@ -76,6 +76,33 @@ def unshuffle(data: bytes, item: int, size: int) -> bytes:  # section 8
             planes += unzstd(data[at : at + length], size // item)
             at += length
     return np.frombuffer(planes, np.uint8).reshape(item, size // item).T.tobytes()
+
+
+def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, differences
+    require(item in (1, 2, 4, 8) and len(block) >= 8 * item, "items of which there are differences")
+    w, top = 8 * item, 1 << (8 * item - 1)
+    whole = (1 << w) - 1
+    before = [int.from_bytes(earlier[at : at + item], "little") for at in range(0, len(earlier), item)]
+    exponents = [((a << 1 | a >> (w - 1)) & whole) >> (w - 8) for a in before]
+    sizes, at = struct.unpack(f"<{2 * item}I", block[: 8 * item]), 8 * item
+    require(at + sum(sizes) == len(block), "size of a block of differences")
+    changes = [0] * len(before)
+    for plane in range(item):
+        m, b = sizes[2 * plane : 2 * plane + 2]
+        model, coded, at = block[at : at + m], block[at + m : at + m + b], at + m + b
+        if m:
+            coder = Rans(model)
+            require(coder.version == 2, "version of a model")
+            require(not coder.contexts or max(exponents, default=0) < coder.contexts, "exponents below contexts")
+            values: Sequence[int] = coder.decode(coded, len(before), exponents if coder.contexts else None)
+        else:
+            values = coded if b == len(before) else unzstd(coded, len(before))
+        changes = [z | value << (8 * plane) for z, value in zip(changes, values, strict=True)]
+    made = bytearray()
+    for a, z in zip(before, changes, strict=True):
+        ordered = ((a ^ whole if a & top else a | top) + (z >> 1 if z % 2 == 0 else (z >> 1) ^ whole)) & whole
+        made += (ordered ^ top if ordered & top else ordered ^ whole).to_bytes(item, "little")
+    return bytes(made)
 
 
 class Container:  # section 4
@@ -241,11 +268,23 @@ class Reader:  # a checkpoint directory
         return whole.tobytes()
 
     def _exact(self, file: Container, record: Tree) -> bytes:
-        packs = [file.contents["packs"][number] for number in record["packs"]]
-        data = b"".join(unshuffle(file.block(place), item, size) for place, item, size in packs)
+        data = b"".join(self._pack(file, number) for number in record["packs"])
         if "at" in record:
             data = data[record["at"] : record["at"] + record["size"]]
         require(len(data) == record["size"], "size of a record")
+        return data
+
+    def _pack(self, file: Container, number: int) -> bytes:  # section 8
+        chain = [(file, file.contents["packs"][number])]
+        while len(chain[-1][1]) == 5:
+            name, number = chain[-1][1][3]
+            file = self.container(name)
+            chain.append((file, file.contents["packs"][number]))
+            require(chain[-1][1][1:3] == chain[0][1][1:3] and len(chain) < 1000, "packs of a chain fit")
+        oldest, (place, item, size) = chain.pop()
+        data = unshuffle(oldest.block(place), item, size)
+        for file, (place, *_) in reversed(chain):
+            data = after(data, file.block(place), item)
         return data
 
     def _chunk(self, name: str, place: int, record: Tree, refined: bool) -> bytes:

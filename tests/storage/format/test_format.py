@@ -252,7 +252,7 @@ def test_checksums(run: list[Path]) -> None:
             data = (path / name).read_bytes()
             assert (len(data), xxhash.xxh3_64_hexdigest(data)) == (entry["size"], entry["checksum"])
         data = (path / "manifest.json").read_bytes()
-        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*6,\s*"checksum":\s*"([0-9a-f]{16})"', data)
+        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*7,\s*"checksum":\s*"([0-9a-f]{16})"', data)
         assert head is not None
         start, stop = head.span(1)
         assert xxhash.xxh3_64_hexdigest(data[:start] + b"0" * 16 + data[stop:]).encode() == head[1]
@@ -372,7 +372,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_packs_of_small_tensors_do_not_stay_in_memory(tmp_path, monkeypatch):
     """A few are kept for the records that follow, whatever the number of tensors."""
     monkeypatch.setattr("dsq_ckpt.storage.shard._PIECE", 1 << 12)
-    monkeypatch.setattr("dsq_ckpt.storage.files._KEPT", 1 << 14)
+    monkeypatch.setattr("dsq_ckpt.storage.pack_reader._KEPT", 1 << 14)
     state = {f"{number}.bias": torch.randn(50) for number in range(300)}
     dsq_ckpt.save(state, tmp_path / "a")
     with Checkpoint(tmp_path / "a") as checkpoint:
@@ -380,4 +380,4 @@ def test_packs_of_small_tensors_do_not_stay_in_memory(tmp_path, monkeypatch):
             ref = checkpoint.find(name, (0,))
             with Workers(1, 1 << 20) as workers:
                 assert torch.equal(checkpoint.tensor(ref, False, workers), state[name])
-            assert sum(map(len, checkpoint._packs.values())) <= 1 << 14
+            assert sum(map(len, checkpoint._kept.values())) <= 1 << 14

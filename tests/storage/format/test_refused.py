@@ -21,7 +21,7 @@ def test_newer_version_is_unsupported(tmp_path: Path) -> None:
     dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "run" / "one", no_dist=True)
     dsq_ckpt.forget()
     path = tmp_path / "run" / "one" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 6', '"version": 7'))
+    path.write_text(path.read_text().replace('"version": 7', '"version": 8'))
     with pytest.raises(independent.Unsupported):
         independent.Reader(path.parent)
     with pytest.raises(dsq_ckpt.UnsupportedFormat):

@@ -1,0 +1,176 @@
+"""Numbers coded exactly given earlier numbers: differences of their bit patterns, each byte given the earlier exponent.
+
+Weights that train for some steps move by about the same amount, whatever their size. As bit patterns in the order of
+the values, a number moves by that amount over the distance between neighbours, which its exponent tells; so the bytes
+of a difference are coded by rANS, with a table for each exponent of the earlier numbers. What is no float has no
+exponent, but is coded as well: every step can be undone, whatever the bits mean.
+
+Block, of n items of 1, 2, 4 or 8 bytes: for each byte of an item, from the lowest on, uint32 m and uint32 b; then, for
+each, m bytes of a model of rANS and b bytes that it coded, given the exponents, or given none if it has no contexts.
+Where m is 0, the b bytes are a zstd frame, or, with b = n, the bytes of the differences themselves.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import zstandard
+
+from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.coding.lossless import shuffle_decompress
+from dsq_ckpt.coding.rans import RansCoder
+from dsq_ckpt.core.arrays import I64, U8, Array
+from dsq_ckpt.errors import CodingError
+
+ITEM_SIZES = (1, 2, 4, 8)
+_SIZES = struct.Struct("<II")
+_STEP = 1 << 15  # items worked on together, so that what lies between is in the cache
+_COUNTED = 1 << 18
+_NOISE = 0.98  # of the bits of a byte: what is to be won by less than that is left
+
+
+def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, level: int = 3) -> bytes:
+    """Code items given as many earlier ones.
+
+    Raises:
+        CodingError: the sizes do not fit each other, or there are no items of this size.
+    """
+    now, earlier = _items(data, itemsize), _items(before, itemsize)
+    if now.size != earlier.size:
+        raise CodingError(f"{now.nbytes} bytes cannot be coded given {earlier.nbytes}, expected as many")
+    planes, context = np.empty((itemsize, now.size), np.uint8), np.empty(now.size, np.uint8)
+    for where in _steps(now.size):
+        changes = _changes(now[where], earlier[where])
+        planes[:, where] = changes.view(np.uint8).reshape(-1, itemsize).T
+        context[where] = _exponents(earlier[where])
+    return _packed([_encode_plane(plane, context, level) for plane in planes])
+
+
+def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int) -> bytes:
+    """Recover the items that `encode` was given, from the same earlier ones.
+
+    Raises:
+        CodingError: the block is damaged, or of another number of items.
+    """
+    earlier, block = _items(before, itemsize), memoryview(block).cast("B")
+    context = np.empty(earlier.size, np.uint8)
+    for where in _steps(earlier.size):
+        context[where] = _exponents(earlier[where])
+    planes = [_decode_plane(model, coded, context) for model, coded in _parts(block, itemsize)]
+    now = np.empty_like(earlier)
+    for where in _steps(now.size):
+        changes = np.empty((now[where].size, itemsize), np.uint8)
+        for place, plane in enumerate(planes):
+            changes[:, place] = plane[where]
+        now[where] = _changed(changes.reshape(-1).view(now.dtype), earlier[where])
+    return now.tobytes()
+
+
+def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
+    """Return the model and the coded bytes of a plane, in the smallest of its forms."""
+    forms = [(b"", plane.tobytes())]
+    if len(frame := zstandard.ZstdCompressor(level=level).compress(plane.data)) < plane.size:
+        forms.append((b"", frame))
+    counts = _joint_counts(plane, context)
+    given, alone = RansCoder.fit(counts), RansCoder.fit(counts.sum(0, keepdims=True))
+    coder = min(given, alone, key=lambda coder: _expected_bytes(coder, counts))
+    if _expected_bytes(coder, counts) < _NOISE * plane.size:
+        forms.append((coder.to_bytes(), coder.encode(plane, context if coder.contexts else None)))
+    return min(forms, key=lambda form: len(form[0]) + len(form[1]))
+
+
+def _decode_plane(model: memoryview, coded: memoryview, context: U8) -> U8:
+    if len(model):
+        coder, plane = RansCoder.from_bytes(model), np.empty(context.size, np.uint8)
+        if not isinstance(coder, RansCoder):
+            raise CodingError("a block of differences has a model of rANS of version 1, expected version 2")
+        coder.decode(coded, context if coder.contexts else None, plane)
+        return plane
+    return np.frombuffer(coded if len(coded) == context.size else shuffle_decompress(coded, 1, context.size), np.uint8)
+
+
+def _joint_counts(plane: U8, context: U8) -> I64:
+    """Count bytes by the exponent they come after, as `Coder.fit` takes counts; none is without one."""
+    counts = np.zeros(1 << 16, np.int64)
+    for start in range(0, plane.size, _COUNTED):
+        where = slice(start, start + _COUNTED)
+        counts += np.bincount(context[where].astype(np.uint16) << np.uint16(8) | plane[where], minlength=1 << 16)
+    rows, symbols = int(context.max(initial=0)) + 1, int(plane.max(initial=0)) + 1
+    return np.concatenate((counts.reshape(256, 256)[:rows, :symbols], np.zeros((1, symbols), np.int64)))
+
+
+def _expected_bytes(coder: Coder, counts: I64) -> float:
+    rows = counts if coder.contexts else counts.sum(0, keepdims=True)
+    return len(coder.to_bytes()) + coder.expected_bits(rows) / 8
+
+
+def _packed(planes: list[tuple[bytes, bytes]]) -> bytes:
+    heads = [_SIZES.pack(len(model), len(coded)) for model, coded in planes]
+    return b"".join([*heads, *(part for plane in planes for part in plane)])
+
+
+def _parts(block: memoryview, itemsize: int) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield the model and the coded bytes of each plane.
+
+    Raises:
+        CodingError: the block does not have the size that its head tells.
+    """
+    at = itemsize * _SIZES.size
+    if len(block) < at:
+        raise CodingError(f"a block of differences has {len(block)} bytes, expected at least {at}")
+    sizes = [_SIZES.unpack_from(block, place * _SIZES.size) for place in range(itemsize)]
+    if (whole := at + sum(map(sum, sizes))) != len(block):
+        raise CodingError(f"a block of differences has {len(block)} bytes, its head tells {whole}")
+    for model, coded in sizes:
+        yield block[at : at + model], block[at + model : at + model + coded]
+        at += model + coded
+
+
+def _items(data: bytes | memoryview, itemsize: int) -> Array:
+    if itemsize not in ITEM_SIZES or len(data) % itemsize:
+        raise CodingError(f"{len(data)} bytes are no items of {itemsize} bytes, of which there may be differences")
+    return np.frombuffer(data, f"<u{itemsize}")
+
+
+def _steps(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + _STEP, count)) for start in range(0, count, _STEP))
+
+
+def _changes(now: Array, before: Array) -> Array:
+    """Return differences of places in the order of values, modulo 2**bits, the sign in the lowest bit."""
+    difference = _ordered(now) - _ordered(before)
+    return difference << _one(now) ^ _all_if_set(difference)
+
+
+def _changed(changes: Array, before: Array) -> Array:
+    """Undo `_changes`."""
+    lowest = changes & _one(changes)
+    ordered = (changes >> _one(changes) ^ (~lowest + _one(changes))) + _ordered(before)
+    return _ordered(ordered, back=True)
+
+
+def _ordered(bits: Array, back: bool = False) -> Array:
+    """Map the bits of floats to integers in the order of their values, or back: all bits of negative ones turn over."""
+    top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    negative = _all_if_set(~bits if back else bits)
+    return bits ^ (negative | top)
+
+
+def _exponents(bits: Array) -> U8:
+    """Return the eight bits below the sign: the exponents of float32 and bfloat16, about that of other floats."""
+    rotated = bits << _one(bits) | bits >> bits.dtype.type(8 * bits.itemsize - 1)
+    return (rotated >> bits.dtype.type(8 * bits.itemsize - 8)).astype(np.uint8)
+
+
+def _all_if_set(bits: Array) -> Array:
+    """Return, for each number, as many ones as it has bits if the highest is set, else zeros."""
+    width = 8 * bits.itemsize
+    filled: Array = (bits.view(f"<i{bits.itemsize}") >> np.dtype(f"<i{bits.itemsize}").type(width - 1)).view(bits.dtype)
+    return filled
+
+
+def _one(bits: Array) -> np.integer:
+    one: np.integer = bits.dtype.type(1)
+    return one

@@ -1,0 +1,134 @@
+"""Packs of exact data, read: a pack by itself, or the chain of packs that it is coded given."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from dsq_ckpt.coding import difference, shuffle_decompress
+from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.storage.container import Block, ContainerReader
+from dsq_ckpt.storage.packs import Link, PackRef
+
+_KEPT = 1 << 25
+"""Bytes of packs of small records that are kept, since the next record is mostly in the same one."""
+_LONGEST = 10_000  # packs of a chain
+
+
+class _Entry(NamedTuple):
+    """A pack in the table of contents of its file.
+
+    Attributes:
+        block: its block.
+        itemsize: bytes of an item.
+        size: bytes without compression.
+        earlier: the pack that it is coded given, if any.
+        place: its place in a chain, 0 of a pack by itself.
+    """
+
+    block: Block
+    itemsize: int
+    size: int
+    earlier: PackRef | None
+    place: int
+
+
+class PackReader(ABC):
+    """A reader of the packs of a checkpoint, whose subclass opens its files; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[PackRef, bytes] = OrderedDict()  # the last used at the end
+        self._kept_lock = threading.Lock()
+
+    @abstractmethod
+    def reader(self, name: str) -> ContainerReader:
+        """Return an open data file."""
+
+    @abstractmethod
+    def naming(self, name: str = "") -> AbstractContextManager[None]:
+        """Return a context that translates errors, and names a file in them."""
+
+    def pack_size(self, ref: PackRef) -> int:
+        """Return the bytes of a pack without compression."""
+        return self._entry(ref).size
+
+    def pack_fits(self, ref: PackRef, size: int, itemsize: int) -> bool:
+        """Return whether a pack has so many bytes, in items of this size."""
+        entry = self._entry(ref)
+        return (entry.size, entry.itemsize) == (size, itemsize)
+
+    def pack_place(self, ref: PackRef) -> int:
+        """Return the place of a pack in its chain."""
+        return self._entry(ref).place
+
+    def pack_chain(self, ref: PackRef) -> list[PackRef]:
+        """Return a pack and those that it is decoded from, newest first.
+
+        Raises:
+            CorruptCheckpoint: they never end, or do not fit each other.
+        """
+        newest, links, link = self._entry(ref), [ref], self._entry(ref).earlier
+        while link is not None:
+            if len(links) > _LONGEST:
+                raise CorruptCheckpoint(f"'{ref.file}' pack {ref.pack}: the chain never ends")
+            entry = self._entry(link)
+            if (entry.size, entry.itemsize) != (newest.size, newest.itemsize):
+                raise CorruptCheckpoint(
+                    f"'{link.file}' pack {link.pack} has {entry.size} bytes in items of {entry.itemsize}, expected "
+                    f"{newest.size} in items of {newest.itemsize}, as '{ref.file}' pack {ref.pack}, coded given it"
+                )
+            links.append(link)
+            link = entry.earlier
+        return links
+
+    def link(self, chain: list[PackRef], place: int) -> Link:
+        """Return the newest pack of a chain as what one at `place` is coded given."""
+        return Link(chain[0], place, self.read_pack(chain[0]), frozenset(ref.file for ref in chain))
+
+    def read_pack(self, ref: PackRef, keep: bool = False) -> bytes:
+        """Return the bytes of a pack.
+
+        Args:
+            ref: the pack.
+            keep: hold them for the next call.
+
+        Raises:
+            CorruptCheckpoint: it, or a pack that it is coded given, is missing, altered or does not fit.
+        """
+        with self._kept_lock:
+            if (known := self._kept.get(ref)) is not None:
+                self._kept.move_to_end(ref)
+                return known
+        data: bytes | None = None
+        for link in reversed(self.pack_chain(ref)):
+            entry = self._entry(link)
+            with self.naming(link.file):
+                block = self.reader(link.file).read(entry.block)
+                if data is None:
+                    data = shuffle_decompress(block, entry.itemsize, entry.size)
+                else:
+                    data = difference.decode(block, data, entry.itemsize)
+        assert data is not None
+        if keep:
+            with self._kept_lock:
+                self._kept[ref] = data
+                while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
+                    self._kept.popitem(last=False)
+        return data
+
+    def _entry(self, ref: PackRef) -> _Entry:
+        with self.naming(ref.file):
+            packs = self.reader(ref.file).contents["packs"]
+            if type(ref.pack) is not int or not 0 <= ref.pack < len(packs):
+                raise CorruptCheckpoint(f"it has {len(packs)} packs, pack {ref.pack!r} is asked for")
+            block, itemsize, size, *earlier = packs[ref.pack]
+            entry = _Entry(Block(*block), itemsize, size, None, 0)
+            if earlier:
+                (file, number), place = earlier
+                entry = entry._replace(earlier=PackRef(file, number), place=place)
+            if not all(type(value) is int and value >= 0 for value in (entry.itemsize, entry.size, entry.place)):
+                raise CorruptCheckpoint(f"pack {ref.pack} is of {size!r} bytes in items of {itemsize!r}: {earlier}")
+            return entry

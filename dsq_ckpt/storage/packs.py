@@ -1,0 +1,173 @@
+"""Packs of exact data as they are written: each by itself, or as differences to the same pack of an earlier checkpoint.
+
+Place 0 of a chain is a pack by itself, place p that which the p-th save after it wrote. It is coded given the one of 1,
+4, 16, .. saves before, the largest such number that divides p. So most are coded given the last one, from which they
+differ least, of 32 saves the newest needs 7 older ones at most, and a save reads again what it is coded against, rather
+than keep it in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from dsq_ckpt.coding import difference, shuffle_compress
+from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.storage.container import ContainerWriter
+
+_PACKED = 1 << 16  # smaller items share a pack
+_PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
+_WORTH = 0.95  # of the bytes of a pack by itself: to win less than that is not worth a longer chain
+_FAR = 4
+
+Tree = dict[str, Any]
+
+
+class PackRef(NamedTuple):
+    """A pack of a data file of the same checkpoint directory."""
+
+    file: str
+    pack: int
+
+
+class Link(NamedTuple):
+    """The pack that another one is coded given.
+
+    Attributes:
+        ref: where it is.
+        place: place of the other one in its chain.
+        data: its bytes.
+        requires: the files that it is decoded from.
+    """
+
+    ref: PackRef
+    place: int
+    data: bytes
+    requires: frozenset[str]
+
+
+class EarlierPacks(Protocol):
+    """The packs of a parent checkpoint."""
+
+    def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
+        """Return the packs that hold the same records there, and nothing else; none if they are not there."""
+
+    def link(self, newest: PackRef, size: int, itemsize: int) -> Link | None:
+        """Return what the pack after `newest` is coded given; None if that cannot be read, or is of another size."""
+
+
+class Packed(NamedTuple):
+    """A compressed pack, and what it is coded given, if anything."""
+
+    data: bytes
+    link: Link | None
+
+    @classmethod
+    def smallest(cls, raw: memoryview | bytes, itemsize: int, level: int, link: Callable[[], Link | None]) -> Packed:
+        """Compress a pack by itself and, if that is smaller, given what `link` returns."""
+        alone = shuffle_compress(raw, itemsize, level)
+        if itemsize in difference.ITEM_SIZES and (earlier := link()) is not None:
+            given = difference.encode(raw, earlier.data, itemsize, level)
+            if len(given) < _WORTH * len(alone):
+                return cls(given, earlier)
+        return cls(alone, None)
+
+    def entry(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:
+        """Write the pack; return what the table of contents tells of it."""
+        own = base.add(self.data), itemsize, size
+        return own if self.link is None else (*own, self.link.ref, self.link.place)
+
+
+@dataclass
+class _Open:
+    """Small items that share one pack; `at` is the byte offset of the next item."""
+
+    parts: list[bytes] = field(default_factory=list)
+    at: int = 0
+    members: list[tuple[Tree, Callable[[int], None]]] = field(default_factory=list)
+
+
+class PackWriter:
+    """Writer of the packs of one base file.
+
+    Args:
+        base: the file.
+        workers: threads.
+        level: of zstd.
+        earlier: packs of the parent; None: it has none that may be used.
+
+    Attributes:
+        contents: the packs, for the table of contents.
+        requires: files of ancestors that they need.
+    """
+
+    def __init__(self, base: ContainerWriter, workers: Workers, level: int, earlier: EarlierPacks | None) -> None:
+        self._base, self._workers, self._level, self._earlier = base, workers, level, earlier
+        self._open: dict[int, _Open] = {}
+        self.contents: list[tuple[Any, ...]] = []
+        self.requires: set[str] = set()
+
+    def add(self, record: Tree, raw: memoryview, itemsize: int, sized: Callable[[int], None]) -> None:
+        """Store the bytes of a record.
+
+        Args:
+            record: takes their place, now or by the end.
+            raw: the bytes.
+            itemsize: bytes of an item.
+            sized: called with the bytes that they take in the file.
+        """
+        record["size"] = len(raw)
+        if len(raw) > _PACKED:
+            pieces = [raw[start : start + _PIECE] for start in range(0, len(raw), _PIECE)]
+            first = len(self.contents)
+            sized(sum(self._add([record], pieces, itemsize)))
+            record["packs"] = list(range(first, len(self.contents)))
+            return
+        pack = self._open.setdefault(itemsize, _Open())
+        record["at"] = pack.at
+        pack.parts.append(bytes(raw))
+        pack.at += len(raw)
+        pack.members.append((record, sized))
+        if pack.at > _PIECE:
+            self._flush(itemsize)
+
+    def finish(self) -> None:
+        """Write the packs that small items share."""
+        for itemsize in list(self._open):
+            self._flush(itemsize)
+
+    def _flush(self, itemsize: int) -> None:
+        """Compress the open pack of an item size, and record its location in its members."""
+        pack = self._open.pop(itemsize)
+        raw = memoryview(b"".join(pack.parts))
+        (size,) = self._add([record for record, _ in pack.members], [raw], itemsize)
+        for record, sized in pack.members:
+            record["packs"] = [len(self.contents) - 1]
+            sized(-(-size * record["size"] // max(len(raw), 1)))  # its share, rounded up
+
+    def _add(self, records: Sequence[Tree], pieces: Sequence[memoryview], itemsize: int) -> Iterator[int]:
+        """Write packs that hold these records together; yield the bytes of each."""
+        refs = [] if self._earlier is None else self._earlier.of(records)
+        before = refs if len(refs) == len(pieces) else [None] * len(pieces)
+
+        def compress(task: tuple[memoryview, PackRef | None]) -> Packed:
+            raw, ref = task
+            return Packed.smallest(raw, itemsize, self._level, lambda: self._link(ref, len(raw), itemsize))
+
+        for piece, packed in zip(pieces, self._workers.map(compress, zip(pieces, before, strict=True)), strict=True):
+            self.contents.append(packed.entry(self._base, itemsize, len(piece)))
+            if packed.link is not None:
+                self.requires |= packed.link.requires
+            yield len(packed.data)
+
+    def _link(self, newest: PackRef | None, size: int, itemsize: int) -> Link | None:
+        return None if newest is None or self._earlier is None else self._earlier.link(newest, size, itemsize)
+
+
+def before(place: int) -> int:
+    """Return the place of a chain that the pack at `place`, from 1 on, is coded given."""
+    step = 1
+    while place % (_FAR * step) == 0:
+        step *= _FAR
+    return place - step

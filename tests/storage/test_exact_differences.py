@@ -1,0 +1,246 @@
+"""Tensors that are stored exactly, given those of the parent: bit for bit, whatever they hold and whatever happens."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.container import ContainerReader
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.packs import PackRef, before
+from dsq_ckpt.storage.removal import remove
+from tests.helpers.states import bits, loaded, mixed_state, tensors
+from tests.storage.format import independent_reader as independent
+
+EXACT = {"system": "exact"}
+SIZE = 300
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    dsq_ckpt.forget()
+
+
+def state_at(number: int) -> dict[str, Any]:
+    """Weights that move a little at each step, and every other kind of value."""
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(SIZE, SIZE, generator=generator) * 0.02
+    for _ in range(number):
+        first += 1e-5 * torch.randn(SIZE, SIZE, generator=generator)
+    odd = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), float("-inf"), 1e-45])
+    odd = torch.cat([odd, torch.tensor([0x7FC00001 + number, -0x3FFFFF], dtype=torch.int32).view(torch.float32)])
+    return {
+        "w": first.bfloat16(), "wide": first, "half": first[:200].half(), "double": first[:100].double(),
+        "turned": first[:260].t(), "odd": odd, "mask": first > 0.01 * (number % 2), "count": torch.arange(SIZE * 40) + number,
+        "complex": torch.complex(first[:80], first[80:160]), "wide complex": first[:50].to(torch.complex128),
+        "byte": (first * 1000).to(torch.uint8), "eighth": first[:50].to(torch.float8_e4m3fn), "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(1.5 + number, dtype=torch.float64), "frozen": torch.full((SIZE, SIZE), 0.1).cumsum(0),
+        "bias": first[0].bfloat16(), "flag": torch.tensor(number % 2 == 0), "step": number, "text": "x" * 300,
+    }
+
+
+def save(number: int, run: Path, **arguments: Any) -> Path:
+    path = run / f"step-{number:03d}"
+    dsq_ckpt.save(arguments.pop("state", None) or state_at(number), path, config=EXACT, **arguments)
+    return path
+
+
+def check(path: Path, state: dict[str, Any]) -> None:
+    back = loaded(path, state)
+    for fqn, value in tensors(state).items():
+        assert bits(tensors(back)[fqn]) == bits(value), fqn
+
+
+def written(path: Path) -> int:
+    return Manifest.read(path).bytes_in("own")
+
+
+def chains(path: Path) -> dict[str, int]:
+    """Return how many packs each tensor is decoded from."""
+    with Checkpoint(path) as checkpoint:
+        return {
+            key.fqn: len(checkpoint.pack_chain(PackRef(ref.file, number))) for key, ref in checkpoint.chunks()
+            for number in checkpoint.record(ref)["packs"]
+        }
+
+
+def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    for number in range(6):
+        path = save(number, tmp_path)
+        check(path, state_at(number))
+        reader = independent.Reader(path)  # as docs/format.md has it
+        for fqn, value in tensors(state_at(number)).items():
+            if number in (1, 5) and value.dtype != torch.float8_e4m3fn and value.numel() < 20_000:
+                assert reader.tensor(fqn, True) == bits(value), fqn
+    assert chains(path)["w"] > 1 and chains(path)["bias"] > 1 and chains(path)["complex"] > 1
+    assert written(path) < 0.5 * written(tmp_path / "step-000")
+
+
+def test_mixed_state(tmp_path: Path) -> None:
+    """Lossy tensors beside exact ones: both chains in one file."""
+    for number in range(3):
+        dsq_ckpt.save(mixed_state(number), tmp_path / str(number))
+        back = tensors(loaded(tmp_path / str(number), mixed_state(number)))
+        for fqn, value in tensors(mixed_state(number)).items():
+            if not fqn.startswith("lossy"):
+                assert bits(back[fqn]) == bits(value), fqn
+
+
+def test_places_of_a_chain() -> None:
+    assert [before(place) for place in range(1, 22)] == [
+        0, 1, 2, 0, 4, 5, 6, 4, 8, 9, 10, 8, 12, 13, 14, 0, 16, 17, 18, 16, 20
+    ]
+    for last in range(1, 1000):
+        place, path = last, []
+        while place:
+            place = before(place)
+            path.append(place)
+        earlier, known = last - 1, [last - 1]
+        while earlier:
+            earlier = before(earlier)
+            known.append(earlier)
+        assert set(path) <= set(known)  # whatever it needs, the checkpoint before it has
+        assert len(path) <= 15
+
+
+def test_a_chain_of_its_full_length(tmp_path: Path) -> None:
+    for number in range(34):
+        path = save(number, tmp_path)
+        depth = Manifest.read(path).depth
+        assert depth == number % 33 and chains(path)["w"] <= 8
+        if number:  # the next needs none but the newest
+            shutil.rmtree(tmp_path / f"step-{number - 1:03d}")
+    dsq_ckpt.forget()
+    check(path, state_at(33))
+
+
+def test_old_checkpoints_may_be_deleted(tmp_path: Path) -> None:
+    for number in range(8):
+        save(number, tmp_path)
+    for number in (0, 1, 3, 4, 6):
+        remove(tmp_path / f"step-{number:03d}")
+    for number in (2, 5, 7):
+        check(tmp_path / f"step-{number:03d}", state_at(number))
+    check(save(8, tmp_path), state_at(8))
+
+
+def test_another_process_goes_on(tmp_path: Path) -> None:
+    """What is coded against is read from the files, not kept."""
+    save(0, tmp_path)
+    dsq_ckpt.forget()
+    path = save(1, tmp_path, parent=tmp_path / "step-000")
+    assert chains(path)["w"] == 2
+    check(path, state_at(1))
+
+
+@pytest.mark.parametrize("changed", [
+    lambda w: torch.zeros(SIZE, SIZE + 1, dtype=torch.bfloat16), lambda w: w.half(), lambda w: w.double(),
+    lambda w: w.view(torch.int16), lambda w: w.reshape(SIZE * SIZE),
+])
+def test_another_shape_or_dtype_is_stored_anew(tmp_path: Path, changed: Any) -> None:
+    save(0, tmp_path)
+    state = state_at(1)
+    state["w"] = changed(state["w"])
+    path = save(1, tmp_path, state=state)
+    check(path, state)
+    assert chains(path)["w"] == 1 and chains(path)["wide"] == 2
+
+
+def test_a_small_tensor_that_comes_or_goes(tmp_path: Path) -> None:
+    """Small tensors share a pack, which is coded given one of the same tensors only."""
+    save(0, tmp_path)
+    state = state_at(1)
+    del state["bias"]
+    check(save(1, tmp_path, state=state), state)
+    check(save(2, tmp_path), state_at(2))
+
+
+def test_noise_is_never_larger_than_anew(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for number in range(3):
+        state = {"w": torch.randn(SIZE, SIZE), "b": torch.randint(-(2**62), 2**62, (100,))}
+        path = save(number, tmp_path, state=state)
+        dsq_ckpt.save(state, tmp_path / "alone", config=EXACT, parent=None, overwrite=True)
+        assert written(path) <= written(tmp_path / "alone") + 64
+        assert chains(path)["w"] == 1 and Manifest.read(path).depth == 0
+
+
+def test_no_deltas_where_none_are_wanted(tmp_path: Path) -> None:
+    off = {**EXACT, "delta": {"enabled": False}}
+    for number, arguments in enumerate(({}, {"parent": None}, {"config": off})):
+        dsq_ckpt.save(state_at(number), tmp_path / str(number), **{"config": EXACT, **arguments})
+        assert Manifest.read(tmp_path / str(number)).depth == 0
+        assert set(chains(tmp_path / str(number)).values()) == {1}
+
+
+def block_of(path: Path, fqn: str) -> tuple[Path, int]:
+    """Return a file of a checkpoint, and the place of the middle of a tensor's block."""
+    with Checkpoint(path) as checkpoint:
+        ref = checkpoint.find(fqn, (0, 0))
+        with ContainerReader(path / ref.file) as reader:
+            (offset, size, _), *_ = reader.contents["packs"][checkpoint.record(ref)["packs"][0]]
+            return path / ref.file, offset + size // 2
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.unlink()  # not where it is linked to as well
+    path.write_bytes(data)
+
+
+def test_a_damaged_parent_gives_one_error_and_no_values(tmp_path: Path) -> None:
+    for number in range(3):
+        save(number, tmp_path)
+    newest = tmp_path / "step-002"
+    for parent in (tmp_path / "step-000", tmp_path / "step-001"):
+        file, at = block_of(parent, "w")
+        data = (newest / file.name).read_bytes()
+        flip(newest / file.name, at)
+        like = {**state_at(2), "w": torch.full((SIZE, SIZE), 7.0, dtype=torch.bfloat16)}
+        with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=file.name):
+            dsq_ckpt.load(like, newest)
+        (newest / file.name).write_bytes(data)
+        check(newest, state_at(2))
+
+
+def test_a_damaged_parent_is_not_coded_against(tmp_path: Path) -> None:
+    for number in range(2):
+        save(number, tmp_path)
+    file, at = block_of(tmp_path / "step-001", "w")
+    flip(file, at)
+    with pytest.warns(UserWarning, match=r"cannot be read; storing it anew|writing a keyframe"):
+        path = save(2, tmp_path)
+    check(path, state_at(2))
+    assert chains(path)["w"] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the file that other tensors may still need is damaged
+        check(save(3, tmp_path), state_at(3))
+
+
+def test_a_truncated_parent(tmp_path: Path) -> None:
+    save(0, tmp_path)
+    file, at = block_of(tmp_path / "step-000", "w")
+    file.write_bytes(file.read_bytes()[:at])
+    with pytest.warns(UserWarning, match="keyframe"):
+        check(save(1, tmp_path), state_at(1))
+
+
+def test_data_that_training_overwrites(tmp_path: Path) -> None:
+    """A save in the background stores what there was at the call."""
+    state = {"w": torch.randn(SIZE, SIZE).bfloat16(), "b": torch.randn(SIZE)}
+    for number in range(4):
+        kept = {name: value.clone() for name, value in state.items()}
+        saved = dsq_ckpt.async_save(state, tmp_path / str(number), config=EXACT)
+        for value in state.values():
+            value += 0.001
+        saved.result()
+        check(tmp_path / str(number), kept)
+    assert chains(tmp_path / "3")["w"] > 1
