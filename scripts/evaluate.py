@@ -3,6 +3,7 @@
     python scripts/evaluate.py record gpt --seed 0    # train once without failures, keep exact checkpoints
     python scripts/evaluate.py offline gpt --json offline.json        # every system on that recorded run
     python scripts/evaluate.py peers gpt-short --json peers.json      # ExCP, NNCodec, BitSnap, ZipNN and zstd on it
+    python scripts/evaluate.py exact finetune --json exact.json       # lossless differences: candidates
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
     python scripts/evaluate.py oneshot llama vit --json oneshot.json  # one checkpoint by itself, within a bound
@@ -24,6 +25,7 @@ import torch
 import typer
 from evaluation import ablations as parts
 from evaluation import create, names, timings
+from evaluation import exact as exact_coding
 from evaluation import offline as comparison
 from evaluation import oneshot as one_shot
 from evaluation import online as online_runs
@@ -134,6 +136,23 @@ def peers(
         except (PeerMissingError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
     beside.print_comparison(rows, beside.versus(rows))
+
+
+@app.command()
+def exact(
+    workload: list[str] = WORKLOADS,
+    seed: int = typer.Option(0, help="Of the recorded runs."),
+    directory: Path | None = typer.Option(None, help="The recording, where it is not in the user's cache."),
+    json_path: Path = JSON,
+) -> None:
+    """Code recorded tensors exactly given those of earlier checkpoints: size and processor time of candidates."""
+    torch.set_num_threads(1)
+    names_of, rows = _known(workload, names()), list[results.Row]()
+    for name in names_of:
+        recording = _recordings(name, [seed], [] if directory is None else [directory])[0]
+        rows += exact_coding.measure(recording, console.print)
+        json_files.write(json_path, results.document("exact", {"workload": names_of, "seed": seed}, rows))
+    results.show("exactly, given an earlier checkpoint", exact_coding.COLUMNS, rows, exact_coding.NOTES)
 
 
 @app.command()

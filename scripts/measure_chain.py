@@ -162,7 +162,8 @@ def _size(record: dict[str, Any], packs: list[Any]) -> int:
     """Return the bytes of a record's blocks; of a pack that it shares, its share."""
     places = [place for place in (*record.get("blocks", ()), record.get("protected")) if place is not None]
     shared = [packs[number] for number in record.get("packs", ())]
-    return sum(place[1] for place in places) + round(sum(place[1] * record["size"] / raw for place, _, raw in shared))
+    own = sum(place[1] * record["size"] / raw for place, _, raw, *_ in shared)
+    return sum(place[1] for place in places) + round(own)
 
 
 def train(workload: str, saves: int, directory: Path) -> dict[str, Any]:

@@ -228,13 +228,17 @@ def objects(path: Path, rng: random.Random) -> str:
 
 
 def shuffled(path: Path, rng: random.Random) -> str:
-    """Alter sizes of packs, and lengths within shuffled blocks."""
+    """Alter sizes of packs, lengths within shuffled blocks, and what packs are coded given."""
     file, container = _opened(path, rng, ".dsq")
     if not container.contents["packs"]:
         return contents(path, rng)
     pack = rng.choice(container.contents["packs"])
-    what = rng.choice(["size", "item", "lengths"])
-    if what == "size":
+    what = rng.choice(["size", "item", "lengths", "earlier"])
+    if what == "earlier":
+        names = [*container.contents["requires"], file.name, "../a.dsq", 7]
+        number = rng.choice([0, len(container.contents["packs"]), -1, "0"])
+        pack[3:] = [[rng.choice(names), number], rng.choice([1, -1])]
+    elif what == "size":
         pack[2] = rng.choice([1 << 40, 1 << 62, pack[2] + pack[1], 0, -8])
     elif what == "item":
         pack[1] = rng.choice([0, -1, 3, 1 << 30, pack[1] * 2])
@@ -243,7 +247,7 @@ def shuffled(path: Path, rng: random.Random) -> str:
         length = struct.pack("<Q", rng.choice([1 << 63, 1 << 40, 0, size]))
         data = length + bytes(container.head[start + 8 : start + size])
         pack[0] = container.append(data)
-        pack[1:] = rng.choice([pack[1:], [4, 1 << 40], [8, 1 << 33]])
+        pack[1:3] = rng.choice([pack[1:3], [4, 1 << 40], [8, 1 << 33]])
     forging.replace(path, file.name, container.data())
     return f"{file.name}: {what}"
 

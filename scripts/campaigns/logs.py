@@ -13,10 +13,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-import zstandard
 from torch.optim import lr_scheduler
 
 import dsq_ckpt
@@ -24,6 +22,8 @@ from campaigns import forging, subjects
 from campaigns.accidents import ALTERATIONS, other_file
 from campaigns.forging import Container
 from campaigns.harness import Campaign, Found, told
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.packs import PackRef
 from tests.lowdiff.loops import Case, Loop, digest, recorded
 from tests.lowdiff.nursery import Nursery
 
@@ -93,7 +93,8 @@ def snapshot(run: Path, rng: random.Random) -> str:
     container = Container(file.read_bytes())
     record, packs = container.contents["records"][place], container.contents["packs"]
     start, size = record["at"], record["size"]
-    old = unshuffled(container.head, *packs[record["packs"][0]])
+    with Checkpoint(path) as checkpoint:
+        old = checkpoint.read_pack(PackRef(file.name, record["packs"][0]))
     tree = json.loads(old[start : start + size])
     what = forging.alter(tree, rng)
     data = forging.dumps(tree)
@@ -104,14 +105,6 @@ def snapshot(run: Path, rng: random.Random) -> str:
     forging.replace(path, file.name, container.data())
     forging.replace(path, name, forging.zstd(forging.dumps(index)))
     return what
-
-
-def unshuffled(head: bytes | bytearray, place: list[Any], item: int, size: int) -> bytes:
-    """Return a pack of single bytes, which are not shuffled."""
-    assert item == 1
-    data = zstandard.ZstdDecompressor().decompress(bytes(head[place[0] : place[0] + place[1]]))
-    assert len(data) == size
-    return data
 
 
 def _segment(run: Path, rng: random.Random) -> Path:

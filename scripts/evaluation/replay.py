@@ -299,9 +299,9 @@ def _record_bytes(record: Mapping[str, Any], own: Mapping[str, Any], refined: Ma
         logical = math.prod(record["shape"]) * dtype_of(record["dtype"]).itemsize
     held = [own["packs"][place] for place in record["packs"]]
     if "at" in record:
-        [(block, _, whole)] = held
+        [(block, _, whole, *_)] = held
         return Bytes(logical, -(-block[1] * size // max(whole, 1)))
-    return Bytes(logical, sum(block[1] for block, _, _ in held))
+    return Bytes(logical, sum(block[1] for block, *_ in held))
 
 
 def _contents(path: Path) -> dict[str, Any]:

@@ -20,7 +20,9 @@ def weights(number: int, n: int = 20_000) -> np.ndarray:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=300), st.binary(max_size=300), st.sampled_from(difference.ITEM_SIZES), st.sampled_from([1, 10]))
+@given(
+    st.binary(max_size=300), st.binary(max_size=300), st.sampled_from(difference.ITEM_SIZES), st.sampled_from([1, 10])
+)
 def test_round_trip(now, before, itemsize, repeats):
     """Of any bits whatever, also where zstd or rANS codes them."""
     size = min(len(now), len(before)) // itemsize * itemsize

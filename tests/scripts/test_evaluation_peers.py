@@ -123,8 +123,9 @@ def test_lossless_coders_give_back_every_bit(dtype: torch.dtype, difference: boo
     before, state = _state(0, dtype), _state(1, dtype)
     coder = Lossless("zstd", Zstd(), difference)
     _assert_same(state, coder.decode(coder.encode(state, before, None), before))
-    exact = Exact()
-    _assert_same(state, exact.decode(exact.encode(state, before, None), before))
+    exact = Exact(deltas=difference)
+    for _ in range(2):
+        _assert_same(state, exact.decode(exact.encode(state, before, None), before))
 
 
 def test_packages_in_their_own_environment(worker: Worker) -> None:
@@ -222,14 +223,15 @@ def test_peers_command(recording: Path, tmp_path: Path) -> None:
     target = tmp_path / "peers.json"
     arguments = ["peers", "gpt-tiny", "--directory", str(recording), "--json", str(target)]
     result = CliRunner().invoke(app, [
-        *arguments, "--peers", "excp,bitsnap,zstd,dsq", "--epsilon", "0.05", "--dsq-epsilon", "0.01",
+        *arguments, "--peers", "excp,bitsnap,zstd,exact,dsq", "--epsilon", "0.05", "--dsq-epsilon", "0.01",
     ])
     assert result.exit_code == 0, result.output
     made = json.loads(target.read_text())
     rows = made["rows"]
     assert made["measured"] == "peers" and made["settings"]["epsilon"] == [0.05]
-    assert {row["peer"] for row in rows} == {"excp", "bitsnap", "zstd", "dsq"} < set(JOBS)
-    assert {row["name"] for row in rows if row["peer"] == "dsq"} == {"dsq", "dsq, refined", "dsq, exact"}
+    assert {row["peer"] for row in rows} == {"excp", "bitsnap", "zstd", "exact", "dsq"} < set(JOBS)
+    assert {row["name"] for row in rows if row["peer"] == "dsq"} == {"dsq", "dsq, refined"}
+    assert {row["name"] for row in rows if row["peer"] == "exact"} == {"dsq, exact", "dsq, exact, deltas"}
     for row in rows:
         assert row["compress"] > 0 < row["decompress"] and len(row["checkpoints"]) == 6
         assert row["bytes"] > 0 and row["raw_bytes"] == rows[0]["raw_bytes"] * {

@@ -12,7 +12,6 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.packs import PackRef, before
 from dsq_ckpt.storage.removal import remove
@@ -33,14 +32,15 @@ def state_at(number: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(SIZE, SIZE, generator=generator) * 0.02
     for _ in range(number):
-        first += 1e-5 * torch.randn(SIZE, SIZE, generator=generator)
+        first = first + 1e-5 * torch.randn(SIZE, SIZE, generator=generator)
     odd = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), float("-inf"), 1e-45])
     odd = torch.cat([odd, torch.tensor([0x7FC00001 + number, -0x3FFFFF], dtype=torch.int32).view(torch.float32)])
     return {
         "w": first.bfloat16(), "wide": first, "half": first[:200].half(), "double": first[:100].double(),
-        "turned": first[:260].t(), "odd": odd, "mask": first > 0.01 * (number % 2), "count": torch.arange(SIZE * 40) + number,
+        "turned": first[:260].t(), "odd": odd, "mask": first > 0.01 * (number % 2),
+        "count": torch.arange(SIZE * 40) + number, "empty": torch.empty(0, 3),
         "complex": torch.complex(first[:80], first[80:160]), "wide complex": first[:50].to(torch.complex128),
-        "byte": (first * 1000).to(torch.uint8), "eighth": first[:50].to(torch.float8_e4m3fn), "empty": torch.empty(0, 3),
+        "byte": (first * 1000).to(torch.uint8), "eighth": first[:50].to(torch.float8_e4m3fn),
         "scalar": torch.tensor(1.5 + number, dtype=torch.float64), "frozen": torch.full((SIZE, SIZE), 0.1).cumsum(0),
         "bias": first[0].bfloat16(), "flag": torch.tensor(number % 2 == 0), "step": number, "text": "x" * 300,
     }
@@ -110,15 +110,16 @@ def test_places_of_a_chain() -> None:
         assert len(path) <= 15
 
 
-def test_a_chain_of_its_full_length(tmp_path: Path) -> None:
+def test_longest_chain(tmp_path: Path) -> None:
     for number in range(34):
-        path = save(number, tmp_path)
+        state = {name: state_at(number)[name] for name in ("w", "bias", "step")}
+        path = save(number, tmp_path, state=state)
         depth = Manifest.read(path).depth
         assert depth == number % 33 and chains(path)["w"] <= 8
         if number:  # the next needs none but the newest
             shutil.rmtree(tmp_path / f"step-{number - 1:03d}")
     dsq_ckpt.forget()
-    check(path, state_at(33))
+    check(path, state)
 
 
 def test_old_checkpoints_may_be_deleted(tmp_path: Path) -> None:
@@ -184,9 +185,8 @@ def block_of(path: Path, fqn: str) -> tuple[Path, int]:
     """Return a file of a checkpoint, and the place of the middle of a tensor's block."""
     with Checkpoint(path) as checkpoint:
         ref = checkpoint.find(fqn, (0, 0))
-        with ContainerReader(path / ref.file) as reader:
-            (offset, size, _), *_ = reader.contents["packs"][checkpoint.record(ref)["packs"][0]]
-            return path / ref.file, offset + size // 2
+        (offset, size, _), *_ = checkpoint.reader(ref.file).contents["packs"][checkpoint.record(ref)["packs"][0]]
+        return path / ref.file, offset + size // 2
 
 
 def flip(path: Path, at: int) -> None:

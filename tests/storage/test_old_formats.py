@@ -16,6 +16,7 @@ from tests.fixtures import make_format_v2 as v2
 from tests.fixtures import make_format_v3 as v3
 from tests.fixtures import make_format_v4 as v4
 from tests.fixtures import make_format_v5 as v5
+from tests.fixtures import make_format_v6 as v6
 from tests.helpers.states import bits, flat, loaded, relative_error, tensors
 from tests.storage.format import independent_reader as independent
 
@@ -24,6 +25,7 @@ EXPECTED_2 = json.loads((v2.HERE / "expected.json").read_text())
 EXPECTED_3 = json.loads((v3.HERE / "expected.json").read_text())
 EXPECTED_4 = json.loads((v4.HERE / "expected.json").read_text())
 EXPECTED_5 = json.loads((v5.HERE / "expected.json").read_text())
+EXPECTED_6 = json.loads((v6.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
@@ -92,9 +94,23 @@ def test_version_5(name):
         assert {group["coder"] for group in contents["groups"].values()} == {"rans"}
 
 
+@pytest.mark.parametrize("name", sorted(EXPECTED_6))
+def test_version_6(name):
+    """Lists of changes; exact data by themselves, complex numbers as items of eight bytes."""
+    path, expected = v6.HERE / name, EXPECTED_6[name]
+    check(path, v6.state_at(int(name)), expected, 6)
+    with Checkpoint(path) as checkpoint:
+        contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        assert ("changes" in {group["coder"] for group in contents["groups"].values()}) == (name == "1")
+        assert all(len(pack) == 3 for pack in contents["packs"])
+    back = flat(loaded(path, v6.state_at(int(name))))
+    for fqn, value in flat({"exact": v6.state_at(int(name))["exact"]}).items():
+        assert bits(back[fqn]) == bits(value), fqn
+
+
 @pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2),
                                   *(v3.HERE / name for name in EXPECTED_3), *(v4.HERE / name for name in EXPECTED_4),
-                                  *(v5.HERE / name for name in EXPECTED_5)],
+                                  *(v5.HERE / name for name in EXPECTED_5), *(v6.HERE / name for name in EXPECTED_6)],
                          ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_page_describes_them(path):
     """The reader that was written from docs/format.md gives the same."""
@@ -102,7 +118,7 @@ def test_the_page_describes_them(path):
     if path.parent == v2.HERE:
         like = v2.state_at(path.name.partition("-")[0], v2.KEPT[path.name])
     else:
-        like = (v1 if path.parent == v1.HERE else v3).state_at(int(path.name))
+        like = {v1.HERE: v1, v6.HERE: v6}.get(path.parent, v3).state_at(int(path.name))
     for refinement in ("auto", False):
         for fqn, value in tensors(loaded(path, like, refinement=refinement)).items():
             if fqn in reader.index["tensors"]:
@@ -182,3 +198,15 @@ def test_what_made_the_fixtures_still_works(tmp_path, version):
 @pytest.mark.parametrize("version", [v1, v2, v3, v4, v5])
 def test_size_of_the_fixtures(version):
     assert sum(file.stat().st_size for file in Path(version.HERE).rglob("*") if file.is_file()) < 100 * 1024
+
+
+def test_version_6_is_a_parent_of_exact_data(tmp_path):
+    like = v6.state_at(2)
+    dsq_ckpt.save(like, tmp_path / "2", parent=v6.HERE / "1", config=v6.config())
+    with Checkpoint(tmp_path / "2") as checkpoint:
+        contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        (file, _), place = contents["packs"][0][3:]
+        assert file.startswith(Manifest.read(v6.HERE / "1").save_id) and place == 1
+    back = flat(loaded(tmp_path / "2", like))
+    for fqn, value in flat({"exact": like["exact"]}).items():
+        assert bits(back[fqn]) == bits(value), fqn

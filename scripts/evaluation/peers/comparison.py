@@ -46,6 +46,10 @@ def _coder(name: str, xor: bool, coder: Callable[[Callable[[], Worker]], Zstd | 
     return lambda worker: Lossless(f"{name}, XOR" if xor else name, coder(worker), xor)
 
 
+def _exact(deltas: bool) -> Any:
+    return lambda worker: Exact("dsq, exact, deltas" if deltas else "dsq, exact", deltas)
+
+
 def _excp(knob: Knob) -> Any:
     return lambda worker: ExCP(f"excp, {knob.alpha:g}, {knob.bits} bits", (knob,))
 
@@ -74,9 +78,10 @@ JOBS: dict[str, list[Job]] = {
     "bitsnap": [Job(lambda worker: BitSnap(), BF16)],
     "zstd": [Job(_coder("zstd", xor, _zstd), part) for part in (STATE, BF16) for xor in (False, True)],
     "zipnn": [Job(_coder("zipnn", xor, _zipnn), part) for part in (STATE, BF16) for xor in (False, True)],
-    OURS: [Job(lambda worker: Exact(), part) for part in (STATE, BF16)],
+    "exact": [Job(_exact(deltas), part) for part in (STATE, BF16) for deltas in (False, True)],
+    OURS: [],
 }
-"""By the name that `--peers` takes. Bounds of `dsq` itself are replayed beside its lossless jobs."""
+"""By the name that `--peers` takes; `exact` is `dsq` without loss, `dsq` itself is replayed at its bounds."""
 
 COLUMNS = (
     Column("<state", "part"), Column("<peer", "name"), Column("bound", "epsilon", percent),

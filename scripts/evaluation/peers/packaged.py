@@ -14,6 +14,7 @@ import zstandard
 from torch import Tensor
 
 import dsq_ckpt
+from dsq_ckpt.storage.manifest import Manifest
 from evaluation.peers.environment import Worker
 from evaluation.peers.states import State
 
@@ -147,27 +148,36 @@ def _dtype(state: State) -> str:
 
 @dataclass
 class Exact:
-    """`dsq_ckpt` with the system `exact`, a keyframe each time, files flushed."""
+    """`dsq_ckpt` with the system `exact`, a keyframe each time or given the checkpoint before; files flushed."""
 
     name: str = "dsq, exact"
+    deltas: bool = False
     knobs: tuple[None, ...] = (None,)
     seconds: float = 0.0
     _directory: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    _history: dsq_ckpt.SaveHistory = field(default_factory=dsq_ckpt.SaveHistory)
+    _count: int = 0
 
     def encode(self, state: State, before: State, knob: None) -> bytes:
-        """Return the bytes of all files of a checkpoint."""
-        path = Path(self._directory.name) / "checkpoint"
+        """Return the bytes of all files that a checkpoint adds."""
+        self._count += 1
         started = time.perf_counter()
         dsq_ckpt.save(
-            state.tensors(), path, config={"system": "exact", "storage": {"threads": 1}}, parent=None, overwrite=True
+            state.tensors(), self._path, config={"system": "exact", "storage": {"threads": 1}},
+            parent="auto" if self.deltas else None, history=self._history,
         )
         self.seconds = time.perf_counter() - started
-        return b"".join(file.read_bytes() for file in sorted(path.iterdir()))
+        own = [file.name for file in Manifest.read(self._path).files if file.role != "ancestor"]
+        return b"".join((self._path / name).read_bytes() for name in sorted([*own, "manifest.json"]))
 
     def decode(self, data: bytes, before: State) -> State:
         """Return the state of the checkpoint that `encode` wrote last."""
         made = {name: torch.empty_like(value) for name, value in before.tensors().items()}
         started = time.perf_counter()
-        dsq_ckpt.load(made, Path(self._directory.name) / "checkpoint")
+        dsq_ckpt.load(made, self._path, history=dsq_ckpt.SaveHistory())
         self.seconds = time.perf_counter() - started
         return before.with_tensors(lambda name, _: made[name])
+
+    @property
+    def _path(self) -> Path:
+        return Path(self._directory.name) / f"{self._count:06d}"
