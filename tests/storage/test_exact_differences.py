@@ -15,8 +15,10 @@ from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from dsq_ckpt.storage.packs import PackRef, before
 from dsq_ckpt.storage.removal import remove
+from tests.helpers.commands import owned
 from tests.helpers.states import bits, loaded, mixed_state, tensors
 from tests.storage.format import independent_reader as independent
+from tests.storage.format.rewriting import edit_contents
 
 EXACT = {"system": "exact"}
 SIZE = 300
@@ -244,3 +246,76 @@ def test_data_that_training_overwrites(tmp_path: Path) -> None:
         saved.result()
         check(tmp_path / str(number), kept)
     assert chains(tmp_path / "3")["w"] > 1
+
+
+@pytest.mark.parametrize("keyframe", [False, True])
+def test_merged(tmp_path: Path, keyframe: bool) -> None:
+    for number in range(7):
+        path = save(number, tmp_path)
+    assert chains(path)["w"] == 4  # 6, 5, 4, 0
+    merged = dsq_ckpt.merge(path, tmp_path / "merged", keyframe=keyframe)
+    assert merged.links_before == 3 and merged.links == (0 if keyframe else 1)
+    assert max(chains(merged.path).values()) == (1 if keyframe else 2)
+    check(merged.path, state_at(6))
+    own, old = Manifest.read(merged.path), Manifest.read(path)
+    assert own.kinds["exact"].logical == old.kinds["exact"].logical
+    grown = written(merged.path) - written(path)
+    assert own.kinds["exact"].base - old.kinds["exact"].base == pytest.approx(grown, abs=600)
+    needed = {file.name for file in own.files if file.role == "ancestor"}
+    assert len(needed) == (0 if keyframe else 1)
+    for number in range(7):
+        shutil.rmtree(tmp_path / f"step-{number:03d}")
+    dsq_ckpt.forget()
+    goes_on = save(7, tmp_path, parent=merged.path)
+    assert chains(goes_on)["w"] == (2 if keyframe else 3)
+    check(goes_on, state_at(7))
+
+
+def test_nothing_to_merge(tmp_path: Path) -> None:
+    for number in range(2):
+        path = save(number, tmp_path)
+    with pytest.raises(dsq_ckpt.SaveFailed, match="nothing to merge"):
+        dsq_ckpt.merge(path, tmp_path / "merged")
+
+
+def loop(contents: dict[str, Any], name: str) -> None:
+    contents["packs"][0][3:] = [[name, 0], 1]
+
+
+def no_such_pack(contents: dict[str, Any], name: str) -> None:
+    contents["packs"][0][3:] = [[name, 99], 1]
+
+
+def no_such_file(contents: dict[str, Any], name: str) -> None:
+    contents["packs"][0][3:] = [["0123456789abcdef-00000.dsq", 0], 1]
+
+
+def other_size(contents: dict[str, Any], name: str) -> None:
+    other = next(number for number, pack in enumerate(contents["packs"]) if pack[2] != contents["packs"][0][2])
+    contents["packs"][0][3:] = [[name, other], 1]
+
+
+def strange_place(contents: dict[str, Any], name: str) -> None:
+    contents["packs"][0][4] = -1
+
+
+def one_item_too_few(contents: dict[str, Any], name: str) -> None:
+    del contents["packs"][0][4]
+
+
+@pytest.mark.parametrize(
+    "forged", [loop, no_such_pack, no_such_file, other_size, strange_place, one_item_too_few], ids=lambda f: f.__name__
+)
+def test_packs_that_do_not_fit_are_refused(tmp_path: Path, forged: Any) -> None:
+    for number in range(2):
+        path = save(number, tmp_path)
+    own, ancestor = owned(path, "own"), owned(path, "ancestor")
+    ancestor.rename(tmp_path / "aside")
+    edit_contents(path, lambda contents: forged(contents, own.name))
+    (tmp_path / "aside").rename(ancestor)
+    dsq_ckpt.forget()
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=path.name):
+        loaded(path, state_at(1))
+    if forged is not strange_place:  # which readers do not need
+        with pytest.raises((independent.Refused, IndexError, ValueError)):
+            independent.Reader(path).tensor("w")
