@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
 from dsq_ckpt.engine.quantizing import QuantizedState
-from dsq_ckpt.errors import CheckpointNotFound, DSQError
+from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FileInfo
@@ -29,7 +28,7 @@ from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Sizes
 from dsq_ckpt.storage.packs import EarlierPacks
 from dsq_ckpt.storage.paths import expanded
-from dsq_ckpt.storage.shard import ChunkRecord, RecordRef, ShardWriter, Written
+from dsq_ckpt.storage.shard import ChunkRecord, ShardWriter, Written
 
 
 @dataclass
@@ -159,13 +158,5 @@ def _earlier(context: SaveContext, history: SaveHistory) -> Iterator[EarlierPack
         yield None
         return
     with files:
-        def find(record: dict[str, Any]) -> RecordRef | None:
-            if "offsets" in record:
-                key = ChunkKey(record["fqn"], tuple(record["offsets"]), tuple(record["shape"]))
-                return files.find_chunk(key, refs)
-            try:
-                return files.find(record["fqn"], None)
-            except CheckpointNotFound:
-                return None
-
-        yield PacksOfParent(files, find) if files.manifest.save_id == context.parent.save_id else None
+        same = files.manifest.save_id == context.parent.save_id
+        yield PacksOfParent(files, lambda key: files.find_chunk(key, refs)) if same else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import DSQError
+from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.packs import Link, PackRef, before
 from dsq_ckpt.storage.shard import RecordRef
@@ -24,19 +25,21 @@ class PacksOfParent:
 
     Args:
         files: the checkpoint.
-        find: returns the record of the same chunk or object there, None if there is none.
+        find: returns the record of a chunk there, None if there is none.
     """
 
-    def __init__(self, files: CheckpointFiles, find: Callable[[Tree], RecordRef | None]) -> None:
+    def __init__(self, files: CheckpointFiles, find: Callable[[ChunkKey], RecordRef | None]) -> None:
         self._files, self._find = files, find
         self._lock, self._told = threading.Lock(), False
 
     def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
         """See `EarlierPacks.of`."""
         found: set[tuple[PackRef, ...]] = set()
+        if any("offsets" not in record for record in records):  # objects, which only the index of all ranks leads to
+            return ()
         try:
             for record in records:
-                ref = self._find(record)
+                ref = self._find(ChunkKey(record["fqn"], tuple(record["offsets"]), tuple(record["shape"])))
                 earlier = None if ref is None else self._files.record(ref)
                 if ref is None or earlier is None or any(earlier.get(key) != record.get(key) for key in _SAME):
                     return ()

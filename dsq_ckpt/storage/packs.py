@@ -70,7 +70,7 @@ class Packed(NamedTuple):
         if itemsize in difference.ITEM_SIZES and (earlier := link()) is not None:
             given = difference.encode(raw, earlier.data, itemsize, level)
             if len(given) < _WORTH * len(alone):
-                return cls(given, earlier)
+                return cls(given, earlier._replace(data=b""))  # which is large
         return cls(alone, None)
 
     def entry(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:

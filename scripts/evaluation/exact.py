@@ -29,7 +29,6 @@ NOTES = """\
 ratio: bytes of the tensors over those coded, all pairs of checkpoints together; processor time of one thread, medians
 over the pairs, where candidates take turns; 'as saved' is what a save chooses for each pack: by itself, or given the
 earlier one"""
-_PIECE = 1 << 23  # bytes, as packs have
 
 
 def measure(directory: Path, report: Callable[[str], None]) -> Iterator[Row]:
@@ -101,12 +100,8 @@ def _joined(tensors: dict[str, torch.Tensor], dtype: type) -> Array:
     return bits
 
 
-def _pieces(bits: Array) -> Iterator[Array]:
-    return (bits[start : start + _PIECE // bits.itemsize] for start in range(0, len(bits), _PIECE // bits.itemsize))
-
-
 def _alone(now: Array, earlier: Array) -> bytes:
-    return b"".join(shuffle_compress(piece.tobytes(), now.itemsize) for piece in _pieces(now))
+    return shuffle_compress(now.tobytes(), now.itemsize)
 
 
 def _alone_back(data: bytes, earlier: Array) -> bytes:

@@ -371,7 +371,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_packs_of_small_tensors_do_not_stay_in_memory(tmp_path, monkeypatch):
     """A few are kept for the records that follow, whatever the number of tensors."""
-    monkeypatch.setattr("dsq_ckpt.storage.shard._PIECE", 1 << 12)
+    monkeypatch.setattr("dsq_ckpt.storage.packs._PIECE", 1 << 12)
     monkeypatch.setattr("dsq_ckpt.storage.pack_reader._KEPT", 1 << 14)
     state = {f"{number}.bias": torch.randn(50) for number in range(300)}
     dsq_ckpt.save(state, tmp_path / "a")
