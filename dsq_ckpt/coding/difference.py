@@ -2,7 +2,7 @@
 
 Weights that train for some steps move by about the same amount, whatever their size. As bit patterns in the order of
 the values, a number moves by that amount over the distance between neighbours, which its exponent tells; so the bytes
-of a difference are coded by rANS, with a table for each exponent of the earlier numbers. What is no float has no
+of a difference are coded by rANS, with a table for each exponent that the earlier numbers have. What is no float has no
 exponent, but is coded as well: every step can be undone, whatever the bits mean.
 
 Block, of n items of 1, 2, 4 or 8 bytes: for each byte of an item, from the lowest on, uint32 m and uint32 b; then, for
@@ -18,7 +18,6 @@ from collections.abc import Iterator
 import numpy as np
 import zstandard
 
-from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.rans import RansCoder
 from dsq_ckpt.core.arrays import I64, U8, Array
@@ -28,6 +27,7 @@ ITEM_SIZES = (1, 2, 4, 8)
 _SIZES = struct.Struct("<II")
 _STEP = 1 << 15  # items worked on together, so that what lies between is in the cache
 _COUNTED = 1 << 18
+_EACH = 1.5  # bytes of a model for each of its frequencies, about
 _NOISE = 0.98  # of the bits of a byte: what is to be won by less than that is left
 
 
@@ -40,11 +40,11 @@ def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, 
     now, earlier = _items(data, itemsize), _items(before, itemsize)
     if now.size != earlier.size:
         raise CodingError(f"{now.nbytes} bytes cannot be coded given {earlier.nbytes}, expected as many")
-    planes, context = np.empty((itemsize, now.size), np.uint8), np.empty(now.size, np.uint8)
+    planes = np.empty((itemsize, now.size), np.uint8)
     for where in _steps(now.size):
         changes = _changes(now[where], earlier[where])
         planes[:, where] = changes.view(np.uint8).reshape(-1, itemsize).T
-        context[where] = _exponents(earlier[where])
+    context = _contexts(earlier)
     return _packed([_encode_plane(plane, context, level) for plane in planes])
 
 
@@ -55,9 +55,7 @@ def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int)
         CodingError: the block is damaged, or of another number of items.
     """
     earlier, block = _items(before, itemsize), memoryview(block).cast("B")
-    context = np.empty(earlier.size, np.uint8)
-    for where in _steps(earlier.size):
-        context[where] = _exponents(earlier[where])
+    context = _contexts(earlier)
     planes = [_decode_plane(model, coded, context) for model, coded in _parts(block, itemsize)]
     now = np.empty_like(earlier)
     for where in _steps(now.size):
@@ -74,9 +72,9 @@ def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
     if len(frame := zstandard.ZstdCompressor(level=level).compress(plane.data)) < plane.size:
         forms.append((b"", frame))
     counts = _joint_counts(plane, context)
-    given, alone = RansCoder.fit(counts), RansCoder.fit(counts.sum(0, keepdims=True))
-    coder = min(given, alone, key=lambda coder: _expected_bytes(coder, counts))
-    if _expected_bytes(coder, counts) < _NOISE * plane.size:
+    rows = min(counts, counts.sum(0, keepdims=True), key=_expected_bytes)
+    if _expected_bytes(rows) < _NOISE * plane.size:
+        coder = RansCoder.fit(rows)
         forms.append((coder.to_bytes(), coder.encode(plane, context if coder.contexts else None)))
     return min(forms, key=lambda form: len(form[0]) + len(form[1]))
 
@@ -101,9 +99,11 @@ def _joint_counts(plane: U8, context: U8) -> I64:
     return np.concatenate((counts.reshape(256, 256)[:rows, :symbols], np.zeros((1, symbols), np.int64)))
 
 
-def _expected_bytes(coder: Coder, counts: I64) -> float:
-    rows = counts if coder.contexts else counts.sum(0, keepdims=True)
-    return len(coder.to_bytes()) + coder.expected_bits(rows) / 8
+def _expected_bytes(rows: I64) -> float:
+    """Return about what a model of these counts and the bytes coded by it will take."""
+    totals, used = rows.sum(1), rows[rows > 0]
+    bits = (totals[totals > 0] * np.log2(totals[totals > 0])).sum() - (used * np.log2(used)).sum()
+    return float(bits) / 8 + _EACH * used.size
 
 
 def _packed(planes: list[tuple[bytes, bytes]]) -> bytes:
@@ -156,6 +156,15 @@ def _ordered(bits: Array, back: bool = False) -> Array:
     top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     negative = _all_if_set(~bits if back else bits)
     return bits ^ (negative | top)
+
+
+def _contexts(bits: Array) -> U8:
+    """Return the place of each exponent among those that occur."""
+    exponents = np.empty(bits.size, np.uint8)
+    for where in _steps(bits.size):
+        exponents[where] = _exponents(bits[where])
+    places = np.cumsum(np.bincount(exponents, minlength=256) > 0) - 1
+    return np.take(places.astype(np.uint8), exponents)
 
 
 def _exponents(bits: Array) -> U8:

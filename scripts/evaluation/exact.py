@@ -126,7 +126,7 @@ def _planes(changes: Array) -> list[U8]:
 
 def _coded(change: Callable[[Array, Array], Array], given: bool, now: Array, earlier: Array) -> bytes:
     """Code the bytes of changes by rANS, given the exponents of the earlier numbers or given none."""
-    context, parts = difference._exponents(earlier) if given else np.zeros(len(now), np.uint8), []
+    context, parts = difference._contexts(earlier) if given else np.zeros(len(now), np.uint8), []
     for plane in _planes(change(now, earlier)):
         counts = difference._joint_counts(plane, context)
         coder = RansCoder.fit(counts if given else counts.sum(0, keepdims=True))

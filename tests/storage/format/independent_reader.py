@@ -84,6 +84,7 @@ def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, diffe
     whole = (1 << w) - 1
     before = [int.from_bytes(earlier[at : at + item], "little") for at in range(0, len(earlier), item)]
     exponents = [((a << 1 | a >> (w - 1)) & whole) >> (w - 8) for a in before]
+    contexts = [sorted(set(exponents)).index(exponent) for exponent in exponents]
     sizes, at = struct.unpack(f"<{2 * item}I", block[: 8 * item]), 8 * item
     require(at + sum(sizes) == len(block), "size of a block of differences")
     changes = [0] * len(before)
@@ -93,8 +94,8 @@ def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, diffe
         if m:
             coder = Rans(model)
             require(coder.version == 2, "version of a model")
-            require(not coder.contexts or max(exponents, default=0) < coder.contexts, "exponents below contexts")
-            values: Sequence[int] = coder.decode(coded, len(before), exponents if coder.contexts else None)
+            require(not coder.contexts or max(contexts, default=0) < coder.contexts, "a table for each exponent")
+            values: Sequence[int] = coder.decode(coded, len(before), contexts if coder.contexts else None)
         else:
             values = coded if b == len(before) else unzstd(coded, len(before))
         changes = [z | value << (8 * plane) for z, value in zip(changes, values, strict=True)]
