@@ -34,7 +34,7 @@ growth-llama            measure_chain.py --workload llama --saves 20 --every 20
 offline-llama-seed0     evaluate.py offline llama --dsq-epsilon 0.02
 peers-llama-seed0       evaluate.py peers llama --peers excp,bitsnap,zstd,exact,dsq --epsilon 0.05
                           --dsq-epsilon 0.02
-exact                   evaluate.py exact llama
+exact-differences       evaluate.py exact llama
 online-llama-seed0      evaluate.py online llama --systems noise,dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 resume                  evaluate.py resume llama lstm --config default --share 0.3 --share 0.6
 resume-deepspeed        evaluate.py resume-deepspeed
@@ -94,7 +94,7 @@ offline-papers-resnet-seed1  evaluate.py offline resnet --seed 1 --systems dsq,i
 peers-gpt-short-seed0   evaluate.py peers gpt-short --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
 peers-llama-seed0       evaluate.py peers llama --epsilon 0.05 --epsilon 0.01 --dsq-epsilon 0.02 --dsq-epsilon 0.005
 -                       evaluate.py record llama-bf16
-exact                   evaluate.py exact finetune llama-bf16 gpt-short
+exact-differences       evaluate.py exact finetune llama-bf16 gpt-short
 peers-finetune-seed0    evaluate.py peers finetune --peers bitsnap,zstd,zipnn,exact
 online-gpt-seed0        evaluate.py online gpt --systems dsq,inshrinkerator,uniform
 online-resnet-seed0     evaluate.py online resnet --systems dsq,inshrinkerator,uniform,adaptive,kmeans,lc

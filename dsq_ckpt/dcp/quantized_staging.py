@@ -88,7 +88,7 @@ def stage_codes(
             cache.values |= exact_values(found.unquantized, context.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
-        staged = StagedCodes(context, found.plan, frozenset(map(name_of, [*mine, *objects])))
+        staged = StagedCodes(context, found.plan, frozenset(map(name_of, [*mine, *objects])), found.alone)
         state = staged_state_dict(state_dict, mine, payloads)
         return state, staged, cache
 

@@ -82,11 +82,13 @@ class StagedCodes:
         context: context of the save.
         plan: how the state is stored.
         staged: chunks and names of objects of this rank.
+        alone: whether it may need no file of a parent; see `QuantizedState`.
     """
 
     context: SaveContext
     plan: QuantizationPlan
     staged: frozenset[ChunkKey | str]
+    alone: bool
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def staged_state_dict(
     return rebuilt(state_dict, lambda flat: {fqn: codes(fqn, value) for fqn, value in flat.items()})
 
 
-def staged_payloads(items: list[SaveItem], plan: QuantizationPlan) -> QuantizedState:
+def staged_payloads(items: list[SaveItem], staged: StagedCodes) -> QuantizedState:
     """Return the items as they were staged.
 
     Raises:
@@ -221,7 +223,8 @@ def staged_payloads(items: list[SaveItem], plan: QuantizationPlan) -> QuantizedS
                 f"'{item.key.fqn}' is not what this writer staged for an asynchronous save, but "
                 f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
             )
-    return QuantizedState(iter(chunks), exact, plan, {item.key: item for item in items}, tied, staged=True)
+    own = {item.key: item for item in items}
+    return QuantizedState(iter(chunks), exact, staged.plan, own, tied, staged=True, alone=staged.alone)
 
 
 def _tensor(payload: ExactCopy) -> torch.Tensor:

@@ -254,7 +254,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         if isinstance(staged, StagedCodes):
             if staged.context.save_id != context.save_id:
                 raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
-            return staged_payloads(items, staged.plan)
+            return staged_payloads(items, staged)
         group = self._group if staged is None or staged.group is None else staged.group
         tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
         comm = SingleProcess() if self.no_dist else communicator(group, context.ranks)

@@ -44,6 +44,7 @@ class QuantizedState:
         items: all items that are stored themselves, by chunk.
         tied: chunks that are stored as another one, and which that is.
         staged: whether the next save was given what it needs of the chunks when they were staged.
+        alone: whether it may need no file of a parent: there is none, or it was found damaged.
     """
 
     chunks: Iterator[QuantizedChunk]
@@ -52,6 +53,7 @@ class QuantizedState:
     items: Mapping[ChunkKey, SaveItem]
     tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
     staged: bool = False
+    alone: bool = False
 
 
 def quantize(
@@ -105,7 +107,8 @@ def quantize(
     if context.exact:
         exact = [replace(item, config=None) for item in exact]  # not as bf16 either
     return QuantizedState(
-        _lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items}, local.tied
+        _lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items}, local.tied,
+        alone=context.parent is None,
     )
 
 

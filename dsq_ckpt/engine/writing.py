@@ -5,28 +5,24 @@ from __future__ import annotations
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from dsq_ckpt.core.interrupts import let_signals_through
-from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.history import ChunkCache, SaveHistory
+from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
 from dsq_ckpt.engine.quantizing import QuantizedState
-from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FileInfo
 from dsq_ckpt.storage.earlier import PacksOfParent
-from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Sizes
-from dsq_ckpt.storage.packs import EarlierPacks
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.shard import ChunkRecord, ShardWriter, Written
 
@@ -81,7 +77,8 @@ def write_rank(
     result, cache = RankResult(rank), ChunkCache()
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
-    with _earlier(context, history) as earlier, ShardWriter(
+    packs = _packs_of(None if state.alone else context.parent, history)
+    with packs or nullcontext() as earlier, ShardWriter(
         path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted, earlier=earlier
     ) as shard:
         keys: list[ChunkKey] = []
@@ -143,20 +140,9 @@ def write_rank(
     return result, cache
 
 
-@contextmanager
-def _earlier(context: SaveContext, history: SaveHistory) -> Iterator[EarlierPacks | None]:
-    """Open the parent, for exact data to be coded given its own; None if there is none, or it cannot be opened."""
-    if context.parent is None:
-        yield None
-        return
-    known = history.find(context.parent.save_id)
-    refs = {} if known is None else known.cache.refs
-    try:
-        files = CheckpointFiles(expanded(context.parent.path), lazy=True)
-    except DSQError as error:
-        warn_safely(f"the parent checkpoint cannot be read; storing exact data anew: {error}")
-        yield None
-        return
-    with files:
-        same = files.manifest.save_id == context.parent.save_id
-        yield PacksOfParent(files, lambda key: files.find_chunk(key, refs)) if same else None
+def _packs_of(parent: ParentRef | None, history: SaveHistory) -> PacksOfParent | None:
+    """Return the packs that exact data may be coded given."""
+    if parent is None:
+        return None
+    known = history.find(parent.save_id)
+    return PacksOfParent(expanded(parent.path), parent.save_id, {} if known is None else known.cache.refs)

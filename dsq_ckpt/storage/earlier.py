@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.core.notices import warn_safely
-from dsq_ckpt.errors import DSQError
+from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.packs import Link, PackRef, before
@@ -21,16 +22,26 @@ _SAME = ("type", "fqn", "offsets", "shape", "dtype", "stored", "size", "at")
 class PacksOfParent:
     """The packs of an opened checkpoint; see `EarlierPacks`.
 
-    What cannot be read is stored anew: the next checkpoint needs it no longer.
+    A context manager. It is opened where there is something to look for. What cannot be read is stored anew: the next
+    checkpoint needs it no longer.
 
     Args:
-        files: the checkpoint.
-        find: returns the record of a chunk there, None if there is none.
+        directory: the checkpoint.
+        save_id: id of the save that is to have written it.
+        known: records of chunks that this rank wrote; for others its index is read.
     """
 
-    def __init__(self, files: CheckpointFiles, find: Callable[[ChunkKey], RecordRef | None]) -> None:
-        self._files, self._find = files, find
+    def __init__(self, directory: Path, save_id: str, known: Mapping[ChunkKey, RecordRef]) -> None:
+        self._directory, self._save_id, self._known = directory, save_id, known
         self._lock, self._told = threading.Lock(), False
+        self._files: CheckpointFiles | None = None
+
+    def __enter__(self) -> PacksOfParent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._files is not None:
+            self._files.close()
 
     def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
         """See `EarlierPacks.of`."""
@@ -38,12 +49,14 @@ class PacksOfParent:
         if any("offsets" not in record for record in records):  # objects, which only the index of all ranks leads to
             return ()
         try:
+            files = self._opened()
             for record in records:
-                ref = self._find(ChunkKey(record["fqn"], tuple(record["offsets"]), tuple(record["shape"])))
-                earlier = None if ref is None else self._files.record(ref)
-                if ref is None or earlier is None or any(earlier.get(key) != record.get(key) for key in _SAME):
+                key = ChunkKey(record["fqn"], tuple(record["offsets"]), tuple(record["shape"]))
+                ref = files.find_chunk(key, self._known)
+                earlier = None if ref is None else files.record(ref)
+                if ref is None or earlier is None or any(earlier.get(name) != record.get(name) for name in _SAME):
                     return ()
-                with self._files.naming(ref.file):
+                with files.naming(ref.file):
                     found.add(tuple(PackRef(ref.file, number) for number in earlier["packs"]))
         except DSQError as error:
             self._tell(error)
@@ -52,8 +65,8 @@ class PacksOfParent:
 
     def link(self, newest: PackRef, size: int, itemsize: int) -> Link | None:
         """See `EarlierPacks.link`."""
-        files = self._files
         try:
+            files = self._opened()
             place = files.pack_place(newest) + 1
             chain = files.pack_chain(newest)
             while files.pack_place(chain[0]) > before(place):
@@ -64,6 +77,14 @@ class PacksOfParent:
         except DSQError as error:
             self._tell(error)
             return None
+
+    def _opened(self) -> CheckpointFiles:
+        if self._files is None:
+            files = CheckpointFiles(self._directory, lazy=True)
+            if files.manifest.save_id != self._save_id:
+                raise CheckpointNotFound(f"'{self._directory}' was replaced by save {files.manifest.save_id}")
+            self._files = files
+        return self._files
 
     def _tell(self, error: DSQError) -> None:
         """Warn once."""

@@ -16,7 +16,7 @@ from dsq_ckpt.coding import difference, shuffle_compress
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.container import ContainerWriter
 
-_PACKED = 1 << 16  # smaller items share a pack
+_PACKED = 1 << 16  # smaller items share a pack, and smaller packs are not worth the time that models take
 _PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
 _WORTH = 0.95  # of the bytes of a pack by itself: to win less than that is not worth a longer chain
 _FAR = 4
@@ -148,7 +148,8 @@ class PackWriter:
 
     def _add(self, records: Sequence[Tree], pieces: Sequence[memoryview], itemsize: int) -> Iterator[int]:
         """Write packs that hold these records together; yield the bytes of each."""
-        refs = [] if self._earlier is None else self._earlier.of(records)
+        wanted = self._earlier is not None and sum(map(len, pieces)) > _PACKED
+        refs = self._earlier.of(records) if wanted and self._earlier is not None else ()
         before = refs if len(refs) == len(pieces) else [None] * len(pieces)
 
         def compress(task: tuple[memoryview, PackRef | None]) -> Packed:

@@ -84,7 +84,8 @@ def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, diffe
     whole = (1 << w) - 1
     before = [int.from_bytes(earlier[at : at + item], "little") for at in range(0, len(earlier), item)]
     exponents = [((a << 1 | a >> (w - 1)) & whole) >> (w - 8) for a in before]
-    contexts = [sorted(set(exponents)).index(exponent) for exponent in exponents]
+    places = {exponent: place for place, exponent in enumerate(sorted(set(exponents)))}
+    contexts = [places[exponent] for exponent in exponents]
     sizes, at = struct.unpack(f"<{2 * item}I", block[: 8 * item]), 8 * item
     require(at + sum(sizes) == len(block), "size of a block of differences")
     changes = [0] * len(before)
