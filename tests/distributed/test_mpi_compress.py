@@ -105,7 +105,10 @@ def test_four_ranks_store_what_one_process_stores(compressed, form):
         differing = differences(several, one)
         assert all(kind_of(name).startswith("exp_avg") for name in differing) and (differing == [] or "torch" in form)
         for name in differing:  # second moments are over scales of the rows and columns of each part
-            assert relative_error(flat(state)[name], several[name]) < 1.1 * relative_error(flat(state)[name], one[name])
+            usual = relative_error(flat(state)[name], one[name])
+            # The largest may own the energy; half a level of two per octave is a factor of 2**0.25, its root 2**0.125.
+            least = 2 ** (0.25 if "exp_avg_sq" in name else 0.125) - 1
+            assert relative_error(flat(state)[name], several[name]) < max(1.1 * usual, least)
     ours, theirs = Manifest.read(made), Manifest.read(alone)
     assert ours.groups.keys() == theirs.groups.keys()
     assert all(ours.groups[name] == theirs.groups[name] for name in ours.groups if not name.startswith("exp_avg"))
