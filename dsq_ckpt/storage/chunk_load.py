@@ -140,24 +140,26 @@ class CodedChunk:
             CorruptCheckpoint: any record of the chain is altered or does not fit.
         """
         place, count = where.start // self.step, where.stop - where.start
-        try:
-            codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
-            if self._layers:
-                decode_chain(self._layers, where, codes, scratch)
-            first, end = 0, self._values.count(codes)
-            if self._ends:
-                first = self._ends[place - 1].result() if place else 0
-                end += first
-                self._ends[place].set_result(end)
-        except BaseException as error:
-            if self._ends:
-                self._ends[place].set_exception(error)
-            raise
+        codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
+        if self._layers:
+            decode_chain(self._layers, where, codes, scratch)
+        first, end = 0, self._values.count(codes)
+        if self._ends:
+            first = self._ends[place - 1].result() if place else 0
+            end += first
+            self._ends[place].set_result(end)
         if where.stop == self._count:
             self._values.check(end)
         self._values.decode(where, codes, slice(first, end), out, scratch)
         if self._factor is not None:
             self._factor(where, out, scratch)
+
+    def fail(self, where: slice, error: BaseException) -> None:
+        """End the wait of threads for a block that could not be decoded, wherever that failed."""
+        if self._ends and not self._ends[where.start // self.step].done():
+            self._ends[where.start // self.step].set_exception(error)
+        if isinstance(self._factor, Squares):
+            self._factor.chunk.fail(where, error)
 
 
 @dataclass(frozen=True)
@@ -203,11 +205,15 @@ class ChunkLoad(NamedTuple):
 
 def load_coded(chunk: CodedChunk, scratch: Scratch, where: slice, out: torch.Tensor) -> None:
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
-    if out.dtype == torch.float32:
-        chunk.decode(where, out.numpy(), scratch)
-        return
-    values = scratch.array("values", out.numel(), np.float32)
-    chunk.decode(where, values, scratch)
+    try:
+        if out.dtype == torch.float32:
+            chunk.decode(where, out.numpy(), scratch)
+            return
+        values = scratch.array("values", out.numel(), np.float32)
+        chunk.decode(where, values, scratch)
+    except BaseException as error:
+        chunk.fail(where, error)
+        raise
     convert(torch.from_numpy(values), out)
 
 

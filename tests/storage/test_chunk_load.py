@@ -115,6 +115,28 @@ def test_blocks_that_wait_for_a_damaged_one_fail(tmp_path, monkeypatch):
             checkpoint.tensor(ref, True, workers)
 
 
+@pytest.mark.timeout(60)
+def test_blocks_that_wait_for_second_moments_of_a_damaged_one_fail(tmp_path):
+    """A block of first moments that fails leaves those of its second moments undecoded, which later blocks wait for."""
+    history, squares = dsq_ckpt.SaveHistory(), torch.rand(64, 256) * 1e-6 + 1e-7
+    for number in range(2):
+        moments = {"exp_avg": torch.randn(64, 256) * 1e-3, "exp_avg_sq": squares}
+        state = {"model": {"w": torch.randn(64, 256)}, "optimizer": {"state": {"w": moments}}}
+        dsq_ckpt.save(state, tmp_path / str(number), config=LATTICE, history=history)
+        squares.view(-1)[::997] *= 1e12  # past the window of the parent: they stand beside the codes
+    with Checkpoint(tmp_path / "1") as checkpoint:
+        assert checkpoint.record(checkpoint.find("optimizer.state.w.exp_avg_sq", (0, 0)))["protected_count"]
+        first = checkpoint.record(checkpoint.find("optimizer.state.w.exp_avg", (0, 0)))
+        assert first["root"] == "optimizer.state.w.exp_avg_sq" and not first.get("protected_count")
+        offset = first["blocks"][3][0]
+    file = owned(tmp_path / "1")
+    held = bytearray(file.read_bytes())
+    held[offset] ^= 255
+    file.write_bytes(held)
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="CorruptCheckpoint"):
+        load(tmp_path / "1", flat(state), 4)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_few_chunks_are_begun_ahead(threads):
     begun, most = [], 0
