@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,13 +64,34 @@ class Workers:
             return
         waiting: deque[Future[_Out]] = deque()
         for item in items:
+            task = _Task(work, item)
             try:
-                waiting.append(self._pool.submit(work, item))
-            except RuntimeError:  # the interpreter is exiting, with a save still in its background thread: do it here
-                while waiting:
-                    yield waiting.popleft().result()
-                yield work(item)
+                self._pool.submit(task.run)
+            except RuntimeError:  # the interpreter is exiting, with a save still in its background thread: do it here;
+                task.run()  # or there can be no more threads: those that there are may take it too
+            waiting.append(task.done)
             if len(waiting) > 2 * self.threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+class _Task(Generic[_In, _Out]):
+    """Work that is done once, by the thread that comes first.
+
+    Attributes:
+        done: its result.
+    """
+
+    def __init__(self, work: Callable[[_In], _Out], item: _In) -> None:
+        self.done: Future[_Out] = Future()
+        self._work, self._item, self._taken = work, item, threading.Lock()
+
+    def run(self) -> None:
+        """Do it, unless it is being done or was."""
+        if not self._taken.acquire(blocking=False):
+            return
+        try:
+            self.done.set_result(self._work(self._item))
+        except BaseException as error:
+            self.done.set_exception(error)

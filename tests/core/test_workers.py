@@ -1,10 +1,12 @@
-"""Memory that threads use again."""
+"""Memory that threads use again, and work that is done once."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
-from dsq_ckpt.core.workers import Scratch
+from dsq_ckpt.core.workers import Scratch, Workers
 
 
 def test_threads_have_memory_of_their_own():
@@ -16,3 +18,26 @@ def test_threads_have_memory_of_their_own():
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: scratch.array("a", 10**6, np.uint8)).result()
     assert not np.shares_memory(other, scratch.array("a", 10**6, np.uint8))
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_items_are_done_once_where_there_can_be_no_more_threads(monkeypatch, allowed):
+    """A pool that may not start a thread for an item has queued it already for those that it has."""
+    start, started, done = threading.Thread.start, [], []
+
+    def limited(thread):
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def work(item):
+        together.wait(0.01)
+        done.append(item)
+        return item
+
+    together = threading.Event()  # never set: long enough for another thread to take the same item
+    with Workers(4, 1024) as workers:
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        assert list(workers.map(work, range(20))) == list(range(20))
+    assert sorted(done) == list(range(20)) and len(started) == allowed
