@@ -126,12 +126,16 @@ class Tables:
 
     def __init__(self, rows: U32, counts: U16, escaped: U8, entries: U32, *classes: U8) -> None:
         """Make tables; `classes`, of lists of changes, are kinds and limits."""
-        self._kept = (rows, counts, escaped, entries, *classes)
+        self._kept: tuple[Array, ...] = (rows, counts, escaped, entries, *classes)
         self.arguments: tuple[int | None, ...] = (
             _address(rows), _address(counts), _address(escaped), rows.size, _address(entries), entries.size,
         )
         for each in classes:
             self.arguments += _address(each), each.size
+
+    def __reduce__(self) -> tuple[type[Tables], tuple[Array, ...]]:
+        """Make a copy, in this process or another one, look up addresses of its own."""
+        return Tables, self._kept
 
 
 def decode(level: int, tables: Tables, parent: U8 | None, out: U8, block: U8) -> int:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -293,3 +295,17 @@ def test_blocks_of_model_version_1_are_read():
         for bad in (block[:-1], block + b"\0\0") if block else ():
             with pytest.raises(CodingError):
                 common.decode(coder, bad, parent, codes.size)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda coder: pickle.loads(pickle.dumps(coder))])
+def test_a_copy_of_a_coder_that_has_decoded_has_tables_of_its_own(copied):
+    """Addresses of the original's tables mean nothing when that is gone, or in another process."""
+    codes, parent = common.migrating(40_000, 16, 0.8, 1)
+    coder = RansCoder.fit(np.ones((17, 16), np.int64))
+    data, out = coder.encode(codes, parent), np.empty_like(codes)
+    coder.decode(data, parent, out)
+    other = copied(coder)
+    for table in coder._decoder:
+        table.fill(0)
+    other.decode(data, parent, out)
+    np.testing.assert_array_equal(out, codes)
