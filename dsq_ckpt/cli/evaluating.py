@@ -28,11 +28,11 @@ def judge(given: str) -> tuple[nn.Module, Callable[[], float]]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module is the user's, and may raise anything
+    except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything
         raise ConfigError(f"--evaluate {given}: cannot be imported: {described(error)}") from error
     try:
         made = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"--evaluate {given}: the function raised {described(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ConfigError(

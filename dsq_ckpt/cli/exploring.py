@@ -38,21 +38,25 @@ def run(
     except ValueError:
         raise ConfigError(f"--bounds is '{bounds}'; expected numbers with commas between them: 0.1,0.01") from None
     if plot is not None:
-        _expect_matplotlib(plot)
+        _expect_plot(plot, overwrite)
     model, metric = judge(evaluate)
     with output.meter("compressing", hidden=as_json):
         found = explore(
             source, target, evaluate=metric, bounds=chosen, config=configuration(config, system),
             model=model, overwrite=overwrite,
         )
-    if plot is not None:
-        _draw(found, plot)
     if as_json:
         output.print_json({"source": str(source), "checkpoints": [
             {**one._asdict(), "path": str(one.path), "ratio_kept": output.quotient(one.bytes_logical, one.bytes_kept)}
             for one in found
         ]})
-        return
+    else:
+        _print(found)
+    if plot is not None:
+        _draw(found, plot)
+
+
+def _print(found: Sequence[Tradeoff]) -> None:
     table = output.table("bound", "degradation", "size", "ratio", "evaluations", "took", "<", "<checkpoint")
     for one in found:
         table.add_row(
@@ -74,13 +78,18 @@ def _told(one: Tradeoff) -> str:
     return "unknown" if one.degradation is None else output.percent(one.degradation)
 
 
-def _expect_matplotlib(plot: Path) -> None:
+def _expect_plot(plot: Path, overwrite: bool) -> None:
+    """Refuse what could not be drawn, before the searches, which may take long."""
     try:
         import matplotlib.figure  # noqa: F401  # used when the searches are done
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'dsq_ckpt[plot]'") from error
     if plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot is '{plot}'; expected a file that ends in .png, .svg or .pdf")
+    if plot.is_dir() or (plot.exists() and not overwrite):
+        raise ConfigError(f"--plot is '{plot}', which is there already; name another file, or --overwrite it")
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot is '{plot}', but there is no directory '{plot.parent}'")
 
 
 def _draw(found: Sequence[Tradeoff], plot: Path) -> None:

@@ -26,6 +26,9 @@ def judge():
 def fails():
     raise ValueError("no data")
 
+def ends():
+    raise SystemExit(3)
+
 def wrong():
     return nn.Linear(2, 2)
 """
@@ -54,6 +57,7 @@ def test_several_bounds(source, tmp_path):
     rows = re.findall(r"^ *(10|1) % +\S+ % +\S+ KiB +\S+x +\d+ +\S+ s .*(within-0\.1|within-0\.01) *$", text, re.M)
     assert rows == [("10", "within-0.1"), ("1", "within-0.01")]
     assert (tmp_path / "front.svg").read_text().startswith("<?xml")
+    assert "there already" in error("compress", source, tmp_path / "b", *options, "--plot", tmp_path / "front.svg")
     found = document("compress", source, tmp_path / "a", *options, "--overwrite")["checkpoints"]
     assert [one["max_degradation"] for one in found] == [0.1, 0.01]
     for one in found:
@@ -67,6 +71,9 @@ def test_several_bounds(source, tmp_path):
     (["--explore", "--evaluate", "my_judges:nothing"], "my_judges:nothing: cannot be imported"),
     (["--explore", "--evaluate", "no_such_module:judge"], "No module named 'no_such_module'"),
     (["--explore", "--evaluate", "my_judges:fails"], "the function raised ValueError: no data"),
+    (["--explore", "--evaluate", "my_judges:ends"], "the function raised SystemExit: 3"),
+    (["--explore", "--evaluate", "my_judges:judge", "--plot", "there.png"], "which is there already"),
+    (["--explore", "--evaluate", "my_judges:judge", "--plot", "none/front.png"], "there is no directory 'none'"),
     (["--explore", "--evaluate", "my_judges:wrong"], "returned Linear; expected the model and a function"),
     (["--explore", "--evaluate", "my_judges:judge", "--bounds", "0.1,x"], "expected numbers with commas"),
     (["--explore", "--evaluate", "my_judges:judge", "--bounds", "11"], "above 0 and below 10"),
@@ -78,5 +85,6 @@ def test_several_bounds(source, tmp_path):
     (["--max-degradation", "0.1"], "needs evaluate"),
 ])
 def test_errors(source, tmp_path, options, says):
+    (tmp_path / "there.png").mkdir()
     assert says in error("compress", source, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists() and not (tmp_path / "front.svg").exists()
