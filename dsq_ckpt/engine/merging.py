@@ -133,8 +133,12 @@ def _codes(checkpoint: Checkpoint, ref: RecordRef) -> list[RecordRef]:
 def _exact(checkpoint: Checkpoint) -> Iterator[list[PackRef]]:
     """Yield each pack of exact data and the packs that it is coded given, newest first."""
     for name in checkpoint.index["files"]:
-        for number in range(len(checkpoint.reader(name).contents["packs"])):
-            yield checkpoint.pack_chain(PackRef(name, number))
+        with checkpoint.naming(name):
+            chains = [
+                checkpoint.pack_chain(PackRef(name, number))
+                for number in range(len(checkpoint.reader(name).contents["packs"]))
+            ]
+        yield from chains
 
 
 def _commit(
@@ -243,15 +247,19 @@ class _Rank:
         groups = {
             name: {**group, **self._model(name, group, copied)} for name, group in old["groups"].items() if name in used
         }
-        packs = [self._pack(number, entry, copied) for number, entry in enumerate(old["packs"])]
+        owners = {number: record for record in old["records"] for number in record.get("packs", ())}
+        packs = [self._pack(number, entry, owners.get(number), copied) for number, entry in enumerate(old["packs"])]
         scales = {"scales": [copied(old["scales"][0]), old["scales"][1]]} if "scales" in old else {}
         return {
             **scales,
             "requires": sorted(self.requires), "groups": groups, "packs": packs, "records": records + self._more,
         }
 
-    def _pack(self, number: int, entry: Sequence[Any], copied: _Copies) -> tuple[Any, ...]:
-        """Return a pack of exact data: itself, or coded anew, by itself or given the oldest one of its chain."""
+    def _pack(self, number: int, entry: Sequence[Any], owner: Tree | None, copied: _Copies) -> tuple[Any, ...]:
+        """Return a pack of exact data: itself, or coded anew, by itself or given the oldest one of its chain.
+
+        `owner` is a record that lies in it.
+        """
         ref = PackRef(self._name, number)
         place, itemsize, size = entry[:3]
         chain = self._checkpoint.pack_chain(ref)
@@ -262,7 +270,8 @@ class _Rank:
         if packed.link is not None:
             self.requires |= packed.link.requires
             self.links, self.depth = max(self.links, 1), max(self.depth, 1)
-        owner = next(record for record in self._reader.contents["records"] if number in record.get("packs", ()))
+        if owner is None:
+            raise CorruptCheckpoint(f"pack {number} belongs to no record")
         self.grown[kind_of(owner["fqn"]) if "stored" in owner else "exact"] += len(packed.data) - int(place[1])
         return packed.entry(self._writer, itemsize, size)
 

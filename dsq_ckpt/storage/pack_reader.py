@@ -128,6 +128,8 @@ class PackReader(ABC):
             entry = _Entry(Block(*block), itemsize, size, None, 0)
             if earlier:
                 (file, number), place = earlier
+                if not isinstance(file, str):
+                    raise CorruptCheckpoint(f"pack {ref.pack} is coded given a pack of {file!r}, expected a file name")
                 entry = entry._replace(earlier=PackRef(file, number), place=place)
             if not all(type(value) is int and value >= 0 for value in (entry.itemsize, entry.size, entry.place)):
                 raise CorruptCheckpoint(f"pack {ref.pack} is of {size!r} bytes in items of {itemsize!r}: {earlier}")

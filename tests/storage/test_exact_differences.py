@@ -303,6 +303,38 @@ def one_item_too_few(contents: dict[str, Any], name: str) -> None:
     del contents["packs"][0][4]
 
 
+def no_file_name(contents: dict[str, Any], name: str) -> None:
+    contents["packs"][0][3:] = [[["a"], 0], 1]
+
+
+def no_packs(contents: dict[str, Any], name: str) -> None:
+    contents["packs"] = None
+
+
+def no_owner(contents: dict[str, Any], name: str) -> None:
+    for record in contents["records"]:
+        record["packs"] = []
+
+
+@pytest.mark.parametrize("forged", [no_file_name, no_packs, no_owner], ids=lambda f: f.__name__)
+def test_merges_and_saves_of_packs_that_do_not_fit(tmp_path: Path, forged: Any) -> None:
+    """A merge refuses them with an error that names the checkpoint, and a save codes nothing given them."""
+    for number in range(2):
+        path = save(number, tmp_path)
+    own, ancestor = owned(path, "own"), owned(path, "ancestor")
+    ancestor.rename(tmp_path / "aside")
+    edit_contents(path, lambda contents: forged(contents, own.name))
+    (tmp_path / "aside").rename(ancestor)
+    dsq_ckpt.forget()
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=path.name):
+        dsq_ckpt.merge(path, tmp_path / "merged", keyframe=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what cannot be read is stored anew
+        goes_on = save(2, tmp_path, parent=path)
+    check(goes_on, state_at(2))
+    assert chains(goes_on)["w"] == 1
+
+
 @pytest.mark.parametrize(
     "forged", [loop, no_such_pack, no_such_file, other_size, strange_place, one_item_too_few], ids=lambda f: f.__name__
 )
