@@ -121,6 +121,8 @@ class Transfer:
         """Copy a file, or refer to what was copied of it; its entry in the manifest of the copy."""
         here = file.model_copy(update={"held_by": None})
         known = self._written.get((file.name, file.checksum)) if file.role in ("own", "ancestor") else None
+        if known is not None and known.parent != target and file.role == "own" and is_remote(target):
+            known = None  # two checkpoints are of the same save, one a copy of the other: each has its own files
         if known is None or known.parent == target:
             if known is None:
                 self._made.append(target / file.name)

@@ -92,6 +92,17 @@ def test_a_synchronized_run_becomes_one_with_links(place, tmp_path, store):
         assert {file.held_by for file in Manifest.read(tmp_path / "linked" / path.name).files} == {None}
 
 
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
+def test_a_run_with_two_checkpoints_of_one_save(place, kinds):
+    """One is a copy of the other, within the run."""
+    source, target = place(kinds[0], "run"), place(kinds[1], "copied")
+    paths = chain(str(source), 2)
+    copy(paths[1], source / "step-2b")
+    copy(source, target)
+    for name in ("step-1", "step-2", "step-2b"):
+        assert torch.equal(loaded(target / name)["w"], loaded(source / name)["w"])
+
+
 @pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk")])
 def test_a_damaged_file_is_not_copied(place, kinds):
     source, target = place(kinds[0], "run"), place(kinds[1], "copied")
