@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
@@ -77,7 +78,7 @@ def write_rank(
     result, cache = RankResult(rank), ChunkCache()
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
-    packs = _packs_of(None if state.alone else context.parent, history)
+    packs = None if state.alone else _packs_of(context.parent, path, history)
     with packs or nullcontext() as earlier, ShardWriter(
         path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted, earlier=earlier
     ) as shard:
@@ -140,9 +141,9 @@ def write_rank(
     return result, cache
 
 
-def _packs_of(parent: ParentRef | None, history: SaveHistory) -> PacksOfParent | None:
+def _packs_of(parent: ParentRef | None, path: Path, history: SaveHistory) -> PacksOfParent | None:
     """Return the packs that exact data may be coded given."""
-    if parent is None:
+    if parent is None or (is_remote(expanded(parent.path)) and not is_remote(path)):  # whose files cannot be linked
         return None
     known = history.find(parent.save_id)
     return PacksOfParent(expanded(parent.path), parent.save_id, {} if known is None else known.cache.refs)

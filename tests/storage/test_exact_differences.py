@@ -248,6 +248,15 @@ def test_data_that_training_overwrites(tmp_path: Path) -> None:
     assert chains(tmp_path / "3")["w"] > 1
 
 
+def test_a_parent_on_an_object_store(tmp_path: Path) -> None:
+    """A checkpoint on a disk is coded given none of its files, which it could not link."""
+    url = f"memory://{tmp_path.name}/run/step-000"
+    dsq_ckpt.save(state_at(0), url, config=EXACT)
+    path = save(1, tmp_path, parent=url)
+    check(path, state_at(1))
+    assert set(chains(path).values()) == {1}
+
+
 @pytest.mark.parametrize("keyframe", [False, True])
 def test_merged(tmp_path: Path, keyframe: bool) -> None:
     for number in range(7):
