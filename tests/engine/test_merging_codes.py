@@ -114,7 +114,11 @@ def test_a_part_is_loaded(run, tmp_path, keyframe):
 def test_a_chain_goes_on(run, tmp_path, keyframe):
     """A save against a merged checkpoint holds the same values as one against its source, and is merged again."""
     _, source, expected = run
-    state, config = expected[0], RUNS[run[0]][1]
+    state = expected[0]
+    usual = RUNS[run[0]][1]
+    # Whether second moments have one level per octave goes by the deltas since the keyframe, which merges change.
+    one = {"exp_avg_sq": {"codebook": {"fit": "octaves", "per_octave": 1}}}
+    config = {**usual, "quantize": {**usual.get("quantize", {}), **one}}
     path, plain = dsq_ckpt.merge(source, tmp_path / "merged", keyframe=keyframe).path, source
     for number in range(2):
         state = moved(state, number)

@@ -304,8 +304,9 @@ def test_a_killed_save_is_invisible(whole: Any, tmp_path: Path) -> None:
 def test_object_stores(bucket: str, whole: Any) -> None:
     """`dirpath` is a URL; retention and an exact resume are as on a disk."""
     directory: Any = f"{bucket}/run"
-    fit(DSQCheckpointIO(EXACT), 2, directory, save_last=True)
-    one, _ = fit(DSQCheckpointIO(EXACT), 4, directory, f"{directory}/last.ckpt", save_last=True)
+    alone = {"system": "exact", "delta": {"enabled": False}}  # else older ones stay for what newer ones need of them
+    fit(DSQCheckpointIO(alone), 2, directory, save_last=True)
+    one, _ = fit(DSQCheckpointIO(alone), 4, directory, f"{directory}/last.ckpt", save_last=True)
     assert same(state_of(one), whole[0])
     system = one.checkpoint_callback._fs
     system.invalidate_cache()
