@@ -135,7 +135,7 @@ class CodebookConfig(BaseModel, ABC):
 
     @property
     def coarser(self) -> CodebookConfig | None:
-        """What deltas are fitted with where these levels cost too much more (`FINER_COSTS`); None: always these."""
+        """The configuration for deltas in which these levels cost too much more (`FINER_COSTS`); None: always this one."""
         return None
 
     @property

@@ -24,7 +24,7 @@ def weights(number: int, n: int = 20_000) -> np.ndarray:
     st.binary(max_size=300), st.binary(max_size=300), st.sampled_from(difference.ITEM_SIZES), st.sampled_from([1, 10])
 )
 def test_round_trip(now, before, itemsize, repeats):
-    """Of any bits whatever, also where zstd or rANS codes them."""
+    """Round trips of any bits, also where zstd or rANS codes them."""
     size = min(len(now), len(before)) // itemsize * itemsize
     now, before = now[:size] * repeats, before[:size] * repeats
     block = difference.encode(memoryview(now), memoryview(before), itemsize)
@@ -120,7 +120,7 @@ def test_a_model_of_the_former_coder_is_refused():
 
 
 def test_the_bytes_are_a_promise():
-    """Of decoders; what an encoder writes may change with zstd."""
+    """Golden values of decoders; what an encoder writes may change with zstd."""
     golden = {name: bytes.fromhex(data) for name, data in GOLDEN["difference"].items()}
     assert difference.decode(golden["block"], golden["before"], 2) == golden["now"]
     assert golden["block"][:4] != bytes(4)  # a model

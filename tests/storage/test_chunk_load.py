@@ -96,7 +96,7 @@ def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
 
 @pytest.mark.timeout(60)
 def test_blocks_that_wait_for_a_damaged_one_fail(tmp_path, monkeypatch):
-    """Where values stand beside the codes, a block waits for those before it; it does not wait for one that failed."""
+    """A block waits for those before it where values stand beside the codes, and not for one that failed."""
     [state, *_] = states(torch.float32)
     dsq_ckpt.save(state, tmp_path / "a", config=PROTECTED, history=dsq_ckpt.SaveHistory())
     decode = Layer.decode

@@ -135,7 +135,7 @@ def test_old_checkpoints_may_be_deleted(tmp_path: Path) -> None:
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
-    """What is coded against is read from the files, not kept."""
+    """Packs that others are coded given are read from the files, not kept."""
     save(0, tmp_path)
     dsq_ckpt.forget()
     path = save(1, tmp_path, parent=tmp_path / "step-000")
