@@ -135,7 +135,7 @@ class CodebookConfig(BaseModel, ABC):
 
     @property
     def coarser(self) -> CodebookConfig | None:
-        """The configuration for deltas in which these levels cost too much more (`FINER_COSTS`); None: always this one."""
+        """The configuration for deltas where these levels cost too much more (`FINER_COSTS`); None: always this one."""
         return None
 
     @property
