@@ -25,9 +25,10 @@ class Tradeoff(NamedTuple):
 
     Attributes:
         max_degradation: the bound, relative to the metric of the source.
-        degradation: how much worse the metric is, relative to that of the source; negative: better; 0: weights are
-            exact; None: no configuration keeps the bound, and `search.fallback` is `conservative`.
+        degradation: how much worse the metric is, relative to that of the source; negative: better; None: no
+            configuration keeps the bound, and `search.fallback` is `conservative`.
         check_degradation: the same by `check`; None without it too.
+        exact: weights are stored exactly, since no configuration keeps the bound.
         bytes_logical: size of the source's tensors in bytes.
         bytes_kept: size of the checkpoint in bytes.
         evaluations: calls of `evaluate`.
@@ -39,6 +40,7 @@ class Tradeoff(NamedTuple):
     max_degradation: float
     degradation: float | None
     check_degradation: float | None
+    exact: bool
     bytes_logical: int
     bytes_kept: int
     evaluations: int
@@ -111,9 +113,10 @@ def explore(
             model=model, overwrite=overwrite,
         )
         quality = about["quality"]
-        lost = 0.0 if "weights" not in about["by_kind"] else quality.get("degradation")
+        exact = "weights" not in about["by_kind"]
+        lost, checked = quality.get("degradation"), quality.get("check_degradation")
         found = _marked([*found, Tradeoff(
-            bound, lost, lost if lost == 0 and check else quality.get("check_degradation"), about["bytes_logical"],
+            bound, 0.0 if exact else lost, 0.0 if exact and check else checked, exact, about["bytes_logical"],
             about["bytes_kept"], quality["evaluations"], time.monotonic() - began, True, path,
         )])
         if progress is not None:

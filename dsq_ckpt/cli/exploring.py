@@ -70,7 +70,7 @@ def _print(found: Sequence[Tradeoff]) -> None:
     screen.print(
         f"Uncompressed: {output.size(found[0].bytes_logical)}. Beaten: another one is smaller and degrades less."
     )
-    if found[-1].degradation == 0:
+    if found[-1].exact:
         screen.print(f"No configuration keeps {output.percent(found[-1].max_degradation)}: weights are exact there.")
 
 

@@ -61,8 +61,24 @@ def test_it_ends_with_the_first_bound_that_nothing_keeps(tmp_path):
     with pytest.warns(UserWarning, match="stored exactly"):
         found = dsq_ckpt.explore(model, tmp_path, evaluate=brittle, bounds=[0.1, 0.05, 0.01], probes=0)
     assert [(one.max_degradation, one.degradation) for one in found] == [(0.1, pytest.approx(0.07)), (0.05, 0.0)]
+    assert [one.exact for one in found] == [False, True]
     assert differences(loaded(found[1].path, state), state) == []
     assert not (tmp_path / "within-0.01").exists()
+
+
+def test_a_metric_that_stays_the_same_does_not_mean_exact(tmp_path):
+    """As an accuracy does: the harm by `check` is told all the same, and the weights are not exact."""
+    model = net()
+    whole = loss(model)
+
+    def steady() -> float:
+        return 1.0 if abs(loss(model) - whole) < 0.05 * whole else 2.0
+
+    found = dsq_ckpt.explore(
+        model, tmp_path, evaluate=steady, check=lambda: loss(model, slice(128, 256)), bounds=[0.05], probes=0
+    )
+    assert [(one.degradation, one.exact) for one in found] == [(0.0, False)]
+    assert 0 < found[0].check_degradation <= 0.05
 
 
 def test_nothing_is_searched_if_a_bound_is_wrong_or_a_checkpoint_is_there(tmp_path):
@@ -86,7 +102,7 @@ def test_nothing_is_searched_if_a_bound_is_wrong_or_a_checkpoint_is_there(tmp_pa
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-2, 2)), min_size=1, max_size=6))
 def test_the_front_is_what_nothing_else_beats(figures):
     def at(size: int, harm: int) -> Tradeoff:
-        return Tradeoff(0.1, float(harm), None, 100, size, 1, 1.0, False, path=None)
+        return Tradeoff(0.1, float(harm), None, False, 100, size, 1, 1.0, False, path=None)
 
     marked = _marked([at(size, harm) for size, harm in figures])
     front = {(one.bytes_kept, one.degradation) for one in marked if one.on_front}
