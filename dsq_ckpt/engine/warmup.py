@@ -32,7 +32,8 @@ from dsq_ckpt.kernels import jit
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization.codebook.table import Occupied, rate_distortion_table
 from dsq_ckpt.quantization.matrix_scales import SHARED, MatrixScales
-from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots, ratios
+from dsq_ckpt.quantization.moments import UpdateFrame, from_octave_units, from_roots
+from dsq_ckpt.quantization.step_lengths import step_lengths
 from dsq_ckpt.storage.atomic_io import AtomicFile
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _refine(log: bool) -> None:
 def _measure() -> None:
     squares = torch.from_numpy(_X * _X)
     MatrixScales.fit(squares.expand(SHARED, -1)).divide(squares, 0)
-    ratios(_X, _CODES, np.ones(4))
+    step_lengths(_X, _CODES, np.ones(4), MatrixScales(1, np.empty(0, np.int16), np.empty(0, np.int16)), 0)
     UpdateFrame("", squares).coded(torch.from_numpy(_X), slice(None))
 
 

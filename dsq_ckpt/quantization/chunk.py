@@ -18,7 +18,8 @@ from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook
 from dsq_ckpt.quantization.codebook.fit import Fitted
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
-from dsq_ckpt.quantization.moments import Frame, ratios
+from dsq_ckpt.quantization.moments import Frame
+from dsq_ckpt.quantization.step_lengths import StepLengths, step_lengths
 
 _BLOCK = 1 << 18  # elements looked at together
 _LARGEST = float(np.finfo(np.float32).max)
@@ -82,12 +83,12 @@ class BlockData(NamedTuple):
     Attributes:
         protected: fp32 bits of the protected values, in order.
         refinement: packed refinement bits.
-        ratios: sum and number of the values over their levels (`moments.ratios`); none where no mean is kept.
+        steps: of second moments over scales, how long they make the next steps.
     """
 
     protected: Bits
     refinement: bytes
-    ratios: tuple[float, int] = (0.0, 0)
+    steps: StepLengths | None = None
 
 
 class CodeSource(Protocol):
@@ -173,8 +174,8 @@ class QuantizingChunk:
             kept = kernels.from_bf16(protected_bf16(protected)).view(np.uint32)
             self._dequantizer.block(codes, kept, None, out)
             add(self._base_values[where], out, out)
-        keeps_mean = self._frame is not None and self._frame.keeps_mean
-        return BlockData(protected, packed, ratios(values, codes, book.levels) if keeps_mean else (0.0, 0))
+        steps = None if self.scales is None else step_lengths(values, codes, book.levels, self.scales, where.start)
+        return BlockData(protected, packed, steps)
 
     def staged(self, workers: Workers) -> CodeSource:
         """Quantize all blocks."""

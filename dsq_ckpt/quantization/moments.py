@@ -5,8 +5,7 @@ error in units of sqrt(v) of the *same element*: a cell of fixed width is too co
 next. So v is divided by scales of its rows and columns and coded by octaves, and m is divided by sqrt(v) before it is
 quantized.
 
-What is lost of v must not have a sign: Adam's next steps of the whole chunk would be too long or too short. So the mean
-of v over its level is kept for each chunk, and levels are multiplied by it.
+What is lost of v must not have a sign: Adam's next steps would be too long or too short as a rule (`step_lengths`).
 
 A reader multiplies by the root of v as it was decoded. So m / sqrt(v) comes back as it was quantized, and the error of
 v does not add to that of the next update. A rank that writes m needs nothing of v but its values.
@@ -20,11 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dsq_ckpt.core.arrays import F32, F64, Codes
+from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 
-_TOGETHER = 1 << 24  # elements that are looked at together on a device
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
 
@@ -52,10 +50,6 @@ class Frame(Protocol):
     def scales(self) -> MatrixScales | None:
         """Scales that values were divided by; None if there are none."""
 
-    @property
-    def keeps_mean(self) -> bool:
-        """Whether the mean of values over their levels is kept."""
-
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return values in these coordinates, float32.
 
@@ -75,7 +69,6 @@ class ScaledFrame:
     scales: MatrixScales
     start: int = 0
     second_moment: None = None
-    keeps_mean: bool = True
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return the ratios; zero for zero and subnormal numbers."""
@@ -98,7 +91,6 @@ class UpdateFrame:
     second_moment: str
     squares: torch.Tensor
     scales: None = None
-    keeps_mean: bool = False
 
     def coded(self, flat: torch.Tensor, where: slice) -> torch.Tensor:
         """Return m / sqrt(v), float32; NaN where v is negative, infinite or NaN: then m is stored exactly, as v is."""
@@ -115,37 +107,6 @@ class UpdateFrame:
         return replace(self, squares=self.squares[where])
 
 
-def ratios(values: F32, codes: Codes, levels: F64) -> tuple[float, int]:
-    """Return the sum of values over the levels of their codes, and their number.
-
-    Values whose code has no positive level do not count.
-
-    Args:
-        values: float32[n].
-        codes: uint8[n].
-        levels: float64[k], k at most 256.
-    """
-    total, count = _ratios(values, codes, _inverse(levels))
-    return float(total), int(count)
-
-
-def ratios_on_device(values: torch.Tensor, codes: torch.Tensor, levels: F64) -> torch.Tensor:
-    """Return what `ratios` does, float64[2] on the device of the values."""
-    inverse = torch.from_numpy(_inverse(levels)).to(values.device)
-    out = torch.zeros(2, dtype=torch.float64, device=values.device)
-    for value, code in zip(values.split(_TOGETHER), codes.split(_TOGETHER), strict=True):
-        factors = inverse[code.int()]
-        out += torch.stack([torch.where(factors > 0, value * factors, 0.0).sum(), (factors > 0).sum()])
-    return out
-
-
-def _inverse(levels: F64) -> F64:
-    """Return one over the level of each code, float64[256]; zero for codes of no positive level."""
-    out = np.zeros(256)
-    np.divide(1.0, levels, out=out[: len(levels)], where=levels > 0)
-    return out
-
-
 def from_roots(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by the roots of their second moments, in place; both float32, flat.
 
@@ -157,17 +118,6 @@ def from_roots(values: F32, squares: F32) -> None:
 def from_octave_units(values: F32, squares: F32) -> None:
     """Multiply decoded first moments by `OCTAVE_UNITS` of their second moments, in place; as `from_roots`."""
     _multiply_by_octaves(values, squares.view(np.uint32), OCTAVE_UNITS)
-
-
-@jit
-def _ratios(values: Any, codes: Any, inverse: Any) -> Any:
-    total, count = 0.0, 0
-    for i in range(len(values)):
-        factor = inverse[codes[i]]
-        if factor > 0:
-            total += values[i] * factor
-            count += 1
-    return total, count
 
 
 @jit(error_model="numpy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
 from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.step_lengths import StepLengths, corrected
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import EarlierPacks, PackWriter
 
@@ -142,22 +142,22 @@ class ShardWriter:
         base: list[Block | None] = []
         refined: list[Block] = []
         protected: list[Bits] = []
-        total, count = 0.0, 0
+        steps: list[StepLengths] = []
         for task, data, beside in self._workers.map(_Task.run, tasks()):
             let_signals_through()
             protected.append(beside.protected)
-            total, count = total + beside.ratios[0], count + beside.ratios[1]
+            steps += [] if beside.steps is None else [beside.steps]
             if len(task.chunk.source.codes):
                 base.append(None if data is None else self._base.add(data))
                 if task.chunk.source.refinement_bits:
                     refined.append(self._refinement_file().add(beside.refinement))
             if task.last:
-                mean = total / count if count and total > 0 else 1.0
-                yield self._add_record(task.chunk, base, refined, np.concatenate(protected), mean)
-                base, refined, protected, total, count = [], [], [], 0.0, 0
+                yield self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
+                base, refined, protected, steps = [], [], [], []
 
     def _add_record(
-        self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits, mean: float
+        self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits,
+        steps: list[StepLengths],
     ) -> Written:
         source, dtype, parent = chunk.source, chunk.dtype, chunk.parent
         record: dict[str, Any] = {
@@ -165,7 +165,8 @@ class ShardWriter:
         }
         if source.exponent:
             record["exponent"] = source.exponent
-        if shift := round(math.log2(mean), 4):  # a factor to 16 bits is all that levels are multiplied by
+        scales, shift = (None, 0.0) if source.scales is None else corrected(source.scales, steps)
+        if shift := round(shift, 4):  # a factor to 16 bits is all that levels are multiplied by
             record["shift"] = shift
         if source.second_moment is not None:
             record["root"] = source.second_moment
@@ -181,8 +182,8 @@ class ShardWriter:
             size += record["protected"].size
         ref = RecordRef(self.name, len(self._records))
         written = Written(ref, len(source.codes) * dtype.itemsize, size)
-        if source.scales is not None and source.scales.any:
-            by_row, by_column = source.scales.by_row, source.scales.by_column
+        if scales is not None and scales.any:
+            by_row, by_column = scales.by_row, scales.by_column
             record["scales"] = [self._scale_count, len(by_row), len(by_column)]
             self._scale_count += len(by_row) + len(by_column)
             self._scales.append((written, np.concatenate([by_row, by_column])))

@@ -169,7 +169,7 @@ def test_second_moments_of_a_layer_take_few_bits(tmp_path, per_octave, price, er
         got = {"state": {"w": {name: torch.zeros(300, 400) for name in ("exp_avg", "exp_avg_sq")}}}
         dsq_ckpt.load(got, tmp_path / "run" / str(number))
         ratio = v / got["state"]["w"]["exp_avg_sq"]
-        assert abs(ratio.mean() - 1) < 0.01 and ratio.log2().square().mean().sqrt() < error
+        assert abs(ratio.sqrt().mean() - 1) < 1e-3 and ratio.log2().square().mean().sqrt() < error
         update = got["state"]["w"]["exp_avg"] / got["state"]["w"]["exp_avg_sq"].sqrt()
         assert (update - 1).square().mean().sqrt() < 0.25
     assert max(sizes) < bits

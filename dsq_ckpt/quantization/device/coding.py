@@ -20,7 +20,7 @@ from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantize
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
-from dsq_ckpt.quantization.moments import ratios_on_device
+from dsq_ckpt.quantization.step_lengths import StepLengths, step_lengths_on_device, unpacked
 
 _PIECE = 1 << 25  # codes packed together, to bound the memory of packed ones
 _CHANGED = 5 * 8  # bits that an element takes which travels by itself: its position and its code
@@ -35,7 +35,7 @@ class _Arrived(NamedTuple):
     packed: Codes
     protected: Bits
     refinement: bytes
-    ratios: tuple[float, int]
+    steps: StepLengths | None
 
 
 class DeviceTables:
@@ -135,8 +135,8 @@ class DeviceChunk:
         try:
             codes, symbols, tally = tables.quantize(backend, x, known, self.exponent, self.refinement_bits)
             packed = None if symbols is None else backend.pack(symbols, self.refinement_bits)
-            keeps_mean = chunk.frame is not None and chunk.frame.keeps_mean
-            found_ratios = ratios_on_device(x, codes, fitted.codebook.levels) if keeps_mean else None
+            scales, levels = self.scales, fitted.codebook.levels
+            lengths = None if scales is None else step_lengths_on_device(x, codes, levels, scales)
             # Both are allocated before their numbers are known, so that the host does not wait for the device here.
             protected = backend.gather_protected(x, codes, self._protected, tally, capacity=kept)
             # Here and not in the background, so that the previous codes can go at once.
@@ -163,8 +163,8 @@ class DeviceChunk:
                 found = transfer.fetch(changed[0][:count]).view(kind), transfer.fetch(changed[1][:count])
             refinement = b"" if packed is None else transfer.fetch(packed).tobytes()
             backend.check()
-            total, held = (0.0, 0.0) if found_ratios is None else found_ratios.tolist()
-            return _Arrived(found, all_codes, values, refinement, (total, int(held)))
+            steps = None if lengths is None or scales is None else unpacked(lengths.cpu().numpy(), scales)
+            return _Arrived(found, all_codes, values, refinement, steps)
 
         self._lock = threading.Lock()
         self._positions: I64 | None = None
@@ -203,7 +203,7 @@ class DeviceChunk:
         first, last = np.searchsorted(positions, [where.start, where.stop])
         bits = self.refinement_bits
         packed = arrived.refinement[where.start * bits // 8 : (where.stop * bits + 7) // 8]
-        return BlockData(arrived.protected[first:last], packed, (0.0, 0) if where.start else arrived.ratios)
+        return BlockData(arrived.protected[first:last], packed, None if where.start else arrived.steps)
 
     def staged(self, workers: Workers) -> CodeSource:
         """Return self: it no longer depends on the tensor."""
