@@ -65,8 +65,8 @@ class MatrixScales:
     def fit(cls, values: torch.Tensor, workers: Workers | None = None) -> MatrixScales:
         """Return the mean logarithms of rows, and the means of what is left of columns; zeros do not count.
 
-        The mean ratio of a column, and so of the chunk, is 1, and the optimizer's steps are of the right size: by mean
-        logarithms second moments came back 1 to 6 % too small, and a restart lost two steps.
+        The mean ratio of a column, and so of the chunk, is 1. By mean logarithms second moments came back 1 to 6 % too
+        small, and a restart lost two steps. Once values are quantized, `step_lengths.corrected` moves what is stored.
         All are 1 where elements are 120 octaves away from them: their ratios could leave the range of fp32.
 
         Args:
