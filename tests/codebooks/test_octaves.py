@@ -40,7 +40,9 @@ def test_values_over_more_octaves_than_codes_get_a_coarser_grid() -> None:
     st.sampled_from([1, 2, 4]), st.sampled_from([0.0, 0.2, 2.0]),
 )
 def test_levels_ascend_and_keep_the_mean(counts, per_octave, price) -> None:
-    """By nearest levels each is the mean of its values; by price a level moves by half a step at most."""
+    """By nearest levels each is the mean of its values; by price, or from the ends of the grid, it moves by half a step
+    at most.
+    """
     joint = np.zeros((1, FULL.size), np.int64)
     for place, count in counts:
         joint[0, place] = count
@@ -50,7 +52,8 @@ def test_levels_ascend_and_keep_the_mean(counts, per_octave, price) -> None:
     values = FULL.values()
     for code, level in enumerate(levels, 1):
         own = (fitted.table[0] == code) & (joint[0] > 0)
-        if own.any() and price == 0:
+        inner = (values[own] >= 2.0**-125) & (values[own] <= 2.0**126)
+        if own.any() and price == 0 and inner.all():
             assert level == pytest.approx(np.average(values[own], weights=joint[0][own]), rel=1e-6)
 
 

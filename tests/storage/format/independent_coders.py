@@ -92,11 +92,15 @@ class Rans:  # section 10
 
     def decode(self, block: bytes, n: int, previous: Sequence[int] | None) -> list[int]:
         require(previous is None or max(previous, default=-1) < self.contexts, "previous codes of the model")
-        rows = [self.rows[p] for p in previous] if previous is not None else [self.rows[self.contexts]] * n
-        require(all(row.starts for row in rows), "no code in an empty row")
+        if previous is None:
+            previous = [self.contexts] * n
+        used = {p: self.rows[p] for p in set(previous)}
+        require(all(row.starts for row in used.values()), "no code in an empty row")
         if not block and self.version == 2:
-            require(all(len(row.starts) == 1 for row in rows), "certain codes")
-            return [row.ranges[0][0] for row in rows]
+            require(all(len(row.starts) == 1 for row in used.values()), "certain codes")
+            symbols = {p: row.ranges[0][0] for p, row in used.items()}
+            return [symbols[p] for p in previous]
+        rows = [self.rows[p] for p in previous]
         if self.version == 2 and n >= 32768:
             return self._lanes(block, rows)
         lanes = 1 if n < 4096 or self.version == 2 else 4 if n < 65536 else 8

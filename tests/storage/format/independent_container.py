@@ -77,31 +77,26 @@ def unshuffle(data: bytes, item: int, size: int) -> bytes:  # section 8
 
 def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, differences
     require(item in (1, 2, 4, 8) and len(block) >= 8 * item, "items of which there are differences")
-    w, top = 8 * item, 1 << (8 * item - 1)
-    whole = (1 << w) - 1
-    before = [int.from_bytes(earlier[at : at + item], "little") for at in range(0, len(earlier), item)]
-    exponents = [((a << 1 | a >> (w - 1)) & whole) >> (w - 8) for a in before]
-    places = {exponent: place for place, exponent in enumerate(sorted(set(exponents)))}
-    contexts = [places[exponent] for exponent in exponents]
+    before, w = np.frombuffer(earlier, f"<u{item}"), 8 * item  # sums and shifts are modulo 2^w
+    top, one = before.dtype.type(1 << (w - 1)), before.dtype.type(1)
+    exponents, contexts = np.unique((before << one | before >> (w - one)) >> (w - 8), return_inverse=True)
     sizes, at = struct.unpack(f"<{2 * item}I", block[: 8 * item]), 8 * item
     require(at + sum(sizes) == len(block), "size of a block of differences")
-    changes = [0] * len(before)
+    changes = np.empty((len(before), item), np.uint8)
     for plane in range(item):
         m, b = sizes[2 * plane : 2 * plane + 2]
         model, coded, at = block[at : at + m], block[at + m : at + m + b], at + m + b
         if m:
             coder = Rans(model)
             require(coder.version == 2, "version of a model")
-            require(not coder.contexts or max(contexts, default=0) < coder.contexts, "a table for each exponent")
-            values: Sequence[int] = coder.decode(coded, len(before), contexts if coder.contexts else None)
+            require(not coder.contexts or len(exponents) <= coder.contexts, "a table for each exponent")
+            values: Any = coder.decode(coded, len(before), contexts.tolist() if coder.contexts else None)
         else:
             values = coded if b == len(before) else unzstd(coded, len(before))
-        changes = [z | value << (8 * plane) for z, value in zip(changes, values, strict=True)]
-    made = bytearray()
-    for a, z in zip(before, changes, strict=True):
-        ordered = ((a ^ whole if a & top else a | top) + (z >> 1 if z % 2 == 0 else (z >> 1) ^ whole)) & whole
-        made += (ordered ^ top if ordered & top else ordered ^ whole).to_bytes(item, "little")
-    return bytes(made)
+        changes[:, plane] = values if isinstance(values, list) else np.frombuffer(values, np.uint8)
+    z = changes.reshape(-1).view(before.dtype)
+    ordered = np.where(before & top, ~before, before | top) + np.where(z & one, ~(z >> one), z >> one)
+    return np.where(ordered & top, ordered ^ top, ~ordered).tobytes()
 
 
 class Container:  # section 4

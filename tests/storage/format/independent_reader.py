@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Iterator
@@ -120,6 +121,7 @@ class Reader:  # a checkpoint directory
         ends = [tuple(path) for path in (paths or {}).values()]
         require(len(set(ends)) == len(ends), "a path of its own for each name")
         self._containers: dict[str, Container] = {}
+        self._pack = functools.cache(self._unpacked)
 
     def container(self, name: str) -> Container:
         if name not in self._containers:
@@ -171,7 +173,7 @@ class Reader:  # a checkpoint directory
         require(len(data) == record["size"], "size of a record")
         return data
 
-    def _pack(self, file: Container, number: int) -> bytes:  # section 8
+    def _unpacked(self, file: Container, number: int) -> bytes:  # section 8
         chain = [(file, file.contents["packs"][number])]
         while len(chain[-1][1]) == 5:
             name, number = chain[-1][1][3]
