@@ -7,10 +7,11 @@
 #define MAX_NUMBER 5 /* bytes of the number of tokens of a class */
 
 int64_t dsq_select_plain(const classes *c, const uint8_t *codes, size_t n, uint8_t *const *maps, const uint64_t *ends,
-                         uint32_t *at)
+                         uint32_t *at, uint8_t *listed, uint8_t *largest)
 {
     size_t found = 0;
     uint64_t seen[MAX_CLASSES + 2] = {0};
+    *largest = largest_of(codes, n);
     for (size_t i = 0; i < n; i++) {
         unsigned k = c->of[codes[i]];
         uint64_t rank = seen[k]++;
@@ -20,11 +21,13 @@ int64_t dsq_select_plain(const classes *c, const uint8_t *codes, size_t n, uint8
     for (unsigned k = 0; k < c->n_classes; k++)
         if (ends[k] > seen[k])
             return LEFT;
+    for (size_t i = 0; i < found; i++)
+        listed[i] = codes[at[i]];
     return (int64_t)found;
 }
 
 int64_t dsq_compare_plain(const classes *c, const uint8_t *parent, const uint8_t *codes, size_t n,
-                          uint8_t *const *maps, uint64_t *ends, uint32_t *at)
+                          uint8_t *const *maps, uint64_t *ends, uint32_t *at, uint8_t *before)
 {
     size_t found = 0;
     uint64_t seen[MAX_CLASSES + 2] = {0};
@@ -37,14 +40,12 @@ int64_t dsq_compare_plain(const classes *c, const uint8_t *parent, const uint8_t
             listed = differs;
         }
         unknown |= differs & !listed;
-        at[found] = (uint32_t)i;
+        at[found] = (uint32_t)i, before[found] = parent[i];
         found += listed;
     }
     memcpy(ends, seen, MAX_CLASSES * sizeof *seen);
     return unknown ? UNKNOWN : (int64_t)found;
 }
-
-uint8_t dsq_largest_plain(const uint8_t *codes, size_t n) { return largest_of(codes, n); }
 
 size_t dsq_count_plain(const classes *c, unsigned k, const uint8_t *codes, size_t n)
 {
@@ -58,19 +59,20 @@ size_t dsq_count_plain(const classes *c, unsigned k, const uint8_t *codes, size_
 static select_changes *const selects[] = {dsq_select_plain, dsq_select_avx2, dsq_select_avx512};
 static compare_codes *const compares[] = {dsq_compare_plain, dsq_compare_avx2, dsq_compare_avx512};
 static count_codes *const counters[] = {dsq_count_plain, dsq_count_avx2, dsq_count_avx512};
-static largest_code *const largests[] = {dsq_largest_plain, dsq_largest_avx2, dsq_largest_avx512};
 
-/* The passes of a path. AMD's processors before Zen 3 take hundreds of cycles for PDEP and PEXT. */
+/* The passes of a path. AMD's processors before Zen 3 take hundreds of cycles for PDEP and PEXT, and Intel's first ones
+   with AVX-512 lack VBMI2. */
 static int passes(int path)
 {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("bmi2") && !__builtin_cpu_is("amdfam17h") ? path : 0;
+    if (!__builtin_cpu_supports("bmi2") || __builtin_cpu_is("amdfam17h"))
+        return 0;
+    return path < 2 || __builtin_cpu_supports("avx512vbmi2") ? path : 1;
 }
 #else
 static select_changes *const selects[] = {dsq_select_plain};
 static compare_codes *const compares[] = {dsq_compare_plain};
 static count_codes *const counters[] = {dsq_count_plain};
-static largest_code *const largests[] = {dsq_largest_plain};
 
 static int passes(int path) { (void)path; return 0; }
 #endif
@@ -101,18 +103,23 @@ static int read_classes(classes *c, const uint8_t *kinds, size_t contexts, unsig
 /* Set the bits of a map that tokens tell; return how many elements they reach over, or -1: more than n. */
 static int64_t fill_map(const uint8_t *tokens, size_t count, unsigned limit, size_t n, uint8_t *map)
 {
-    uint64_t at = 0;
+    uint64_t at = 0, reach = 0, word = 0, place = 0;
     if (count && tokens[count - 1] >= limit)
         return -1;  /* the last one is to be a change */
-    for (size_t i = 0; i < count; i++) {
-        unsigned changes = tokens[i] < limit;
+    for (size_t i = 0; i < count; i++)
+        reach += tokens[i] < limit ? tokens[i] + 1u : limit;
+    if (reach > n)
+        return -1;
+    for (size_t i = 0; i < count; i++) {  /* words stay in a register: a sum in memory would wait for the last one */
+        uint64_t changes = tokens[i] < limit;
         at += changes ? tokens[i] : limit;
-        if (at >= n)
-            return -1;
-        map[at >> 3] |= (uint8_t)(changes << (at & 7));
+        word &= 0 - (((at >> 6 ^ place) - 1) >> 63);  /* in arithmetic: a branch would be predicted badly */
+        place = at >> 6;
+        word |= changes << (at & 63);
+        memcpy(map + 8 * place, &word, 8);
         at += changes;
     }
-    return (int64_t)at;
+    return (int64_t)reach;
 }
 
 /* The tokens of a map of n bits; return how many. */
@@ -178,6 +185,39 @@ static int read_states(const uint8_t **p, const uint8_t *end, int lanes, uint32_
     return 0;
 }
 
+/* Decode the tokens of all classes, one after the other: each class has a row of its own, after `contexts` others. */
+static int decode_tokens(int path, const decoder *d, size_t contexts, unsigned n_classes, const size_t *n_tokens,
+                         uint8_t *tokens, int lanes, uint32_t *states, const uint8_t **p, const uint8_t *end)
+{
+    size_t at = 0, stop = 0, total = 0;
+    int error = 0;
+    for (unsigned k = 0; k < n_classes; k++)
+        total += n_tokens[k];
+    for (unsigned k = 0; !error && k < n_classes; k++) {
+        size_t r = contexts + k;
+        const decoder alone = {d->rows + r, d->entries, d->counts + r, d->escaped + 256 * r, 1};
+        stop += n_tokens[k];
+        if (!lanes) {
+            error = dsq_decode_one(&alone, NULL, tokens + at, stop - at, states, p, end);
+            at = stop;
+        } else if (at < stop) {
+            uint8_t row[LANES];  /* of a group that begins in this class and ends in another one */
+            size_t whole = (stop - at) / LANES * LANES, rest, next = stop;
+            error = dsq_decode_turns(path, &alone, NULL, tokens + at, whole, states, p, end);
+            at += whole;
+            rest = total - at < LANES ? total - at : LANES;
+            for (size_t i = 0, of = k; i < rest; i++) {
+                while (at + i == next)
+                    next += n_tokens[++of];
+                row[i] = (uint8_t)(contexts + of);
+            }
+            if (!error && at < stop)
+                error = dsq_decode_turns(path, d, row, tokens + at, rest, states, p, end), at += rest;
+        }
+    }
+    return error;
+}
+
 /* Decode a block in place of its n previous codes, which are left as they are after an error.
  *
  * rows to n_entries: a decoder's tables, of `contexts` rows for symbols, then one for the tokens of each class.
@@ -195,8 +235,6 @@ int dsq_decode_changes(int path, const uint32_t *rows, const uint16_t *counts, c
         !read_classes(&c, kinds, contexts, n_classes, limits, n_rows))
         return BAD_TABLES;
     int way = passes(path), lanes = 0, error;
-    if (largests[way](codes, n) >= contexts)
-        return BAD_TABLES;
     size_t n_tokens[MAX_CLASSES], total = 0, tail;
     uint32_t states[LANES];
     if (!(p = read_head(p, end, n_classes, n, &lanes, n_tokens)))
@@ -208,36 +246,33 @@ int dsq_decode_changes(int path, const uint32_t *rows, const uint16_t *counts, c
     if (total > n)
         return BAD_SIZE;
     size_t most = total + (c.listed ? counters[way](&c, n_classes, codes, n) : 0) + SLACK, map = map_size(n);
-    uint8_t *maps[MAX_CLASSES], *memory = malloc(6 * most + 2 * total), *bits = calloc(n_classes, map);
+    uint8_t *maps[MAX_CLASSES], *memory = malloc(6 * most + total), *bits = calloc(n_classes, map);
     if (!memory || !bits) {
         free(memory), free(bits);
         return NO_MEMORY;
     }
     uint32_t *at = (uint32_t *)memory;
-    uint8_t *context = memory + 4 * most, *symbols = context + most, *tokens = symbols + most, *row = tokens + total;
-    for (size_t k = 0, first = 0; k < n_classes; first += n_tokens[k++]) {
-        memset(row + first, (int)(contexts + k), n_tokens[k]);
-        maps[k] = bits + k * map;
-    }
-    error = lanes ? dsq_decode_turns(path, &d, row, tokens, total, states, &p, end)
-                  : dsq_decode_one(&d, row, tokens, total, states, &p, end);
+    uint8_t *context = memory + 4 * most, *symbols = context + most, *tokens = symbols + most, largest;
+    error = decode_tokens(path, &d, contexts, n_classes, n_tokens, tokens, lanes, states, &p, end);
     uint64_t ends[MAX_CLASSES];
     for (size_t k = 0, first = 0; !error && k < n_classes; first += n_tokens[k++]) {
+        maps[k] = bits + k * map;
         int64_t reach = fill_map(tokens + first, n_tokens[k], limits[k], n, maps[k]);
         ends[k] = (uint64_t)reach;
         error = reach < 0 ? LEFT : 0;
     }
-    int64_t found = error ? error : selects[way](&c, codes, n, maps, ends, at);
+    int64_t found = error ? error : selects[way](&c, codes, n, maps, ends, at, context, &largest);
+    if (!error && largest >= contexts)
+        found = BAD_TABLES;
     if (found >= 0) {
+        const decoder own = {rows, entries, counts, escaped, contexts};  /* fewer rows may fit into registers */
         size_t count = (size_t)found, start = count - tail;
-        for (size_t i = 0; i < count; i++)
-            context[i] = codes[at[i]];
         if (tail > count)
             error = BAD_SIZE;
-        else if (!lanes && !(error = dsq_decode_one(&d, context, symbols, count, states, &p, end)))
+        else if (!lanes && !(error = dsq_decode_one(&own, context, symbols, count, states, &p, end)))
             error = p != end || *states != LOW ? LEFT : 0;
-        else if (lanes && !(error = dsq_decode_turns(path, &d, context, symbols, start, states, &p, end)))
-            error = p != end ? LEFT : dsq_decode_tail(&d, context + start, symbols + start, tail, states);
+        else if (lanes && !(error = dsq_decode_turns(path, &own, context, symbols, start, states, &p, end)))
+            error = p != end ? LEFT : dsq_decode_tail(&own, context + start, symbols + start, tail, states);
         for (size_t i = 0; !error && i < count; i++)
             codes[at[i]] = symbols[i];
     }
@@ -264,21 +299,21 @@ int64_t dsq_encode_changes(int path, const uint32_t *table, const uint32_t *esca
     if (largest_of(codes, n) >> shift)
         return UNKNOWN;
     size_t map = map_size(n);
-    uint8_t *maps[MAX_CLASSES], *memory = malloc(4 * n + 1), *bits = calloc(n_classes, map);
+    uint8_t *maps[MAX_CLASSES], *memory = malloc(4 * n + SLACK), *bits = calloc(n_classes, map);
     uint32_t *at = malloc(4 * (n + SLACK));
     int64_t result = NO_MEMORY;
     if (!memory || !bits || !at)
         goto done;
     for (unsigned k = 0; k < n_classes; k++)
         maps[k] = bits + k * map;
-    uint8_t *tokens = memory, *rows = tokens + n, *context = rows + n, *symbols = context + n;
+    uint8_t *tokens = memory, *rows = tokens + n, *symbols = rows + n, *context = symbols + n;
     uint64_t ends[MAX_CLASSES];
     size_t n_tokens[MAX_CLASSES], total = 0, count;
-    if ((result = compares[passes(path)](&c, parent, codes, n, maps, ends, at)) < 0)
+    if ((result = compares[passes(path)](&c, parent, codes, n, maps, ends, at, context)) < 0)
         goto done;
     count = (size_t)result;
     for (size_t i = 0; i < count; i++)
-        context[i] = parent[at[i]], symbols[i] = codes[at[i]];
+        symbols[i] = codes[at[i]];
     for (unsigned k = 0; k < n_classes; total += n_tokens[k++]) {
         n_tokens[k] = read_map(maps[k], ends[k], limits[k], tokens + total);
         memset(rows + total, (int)(contexts + k), n_tokens[k]);

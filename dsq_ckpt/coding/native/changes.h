@@ -9,7 +9,7 @@
 #include "lanes.h"
 
 #define MAX_CLASSES 4
-#define SLACK 8  /* places after the last one that `select` and `compare` may write to */
+#define SLACK 64  /* entries after the last one that `select` and `compare` may write to */
 
 /* A set of codes: bit c >> 4 & 7 of entry c & 15 of `low`, or, from code 128 on, of `high`. */
 typedef struct { uint8_t low[16], high[16]; } code_set;
@@ -24,27 +24,24 @@ typedef struct {
 /* Bytes of a map of n bits: whole words, and two more that may be read. */
 static inline size_t map_size(size_t n) { return (n / 64 + 3) * 8; }
 
-/* Write which elements are listed to `at`, in order; return how many, or LEFT if a map has more than `ends` bits. */
+/* Write which elements are listed to `at`, and their codes to `listed`, in order; return how many, or LEFT if a map has
+   more than `ends` bits. `largest`: the largest of all codes. */
 typedef int64_t select_changes(const classes *c, const uint8_t *codes, size_t n, uint8_t *const *maps,
-                               const uint64_t *ends, uint32_t *at);
-/* Fill maps, which are zero, and return the elements of each class in `ends`; else the same; UNKNOWN: of codes that
-   never change, one does. */
+                               const uint64_t *ends, uint32_t *at, uint8_t *listed, uint8_t *largest);
+/* Fill maps, which are zero, and return the elements of each class in `ends`; write which are listed, and their previous
+   codes to `before`; UNKNOWN: of codes that never change, one does. */
 typedef int64_t compare_codes(const classes *c, const uint8_t *parent, const uint8_t *codes, size_t n,
-                              uint8_t *const *maps, uint64_t *ends, uint32_t *at);
-/* The largest of n codes. */
-typedef uint8_t largest_code(const uint8_t *codes, size_t n);
+                              uint8_t *const *maps, uint64_t *ends, uint32_t *at, uint8_t *before);
 /* How many codes are of a class. */
 typedef size_t count_codes(const classes *c, unsigned k, const uint8_t *codes, size_t n);
 
 select_changes dsq_select_plain;
 compare_codes dsq_compare_plain;
 count_codes dsq_count_plain;
-largest_code dsq_largest_plain;
 #ifdef DSQ_X86
 select_changes dsq_select_avx2, dsq_select_avx512;
 compare_codes dsq_compare_avx2, dsq_compare_avx512;
 count_codes dsq_count_avx2, dsq_count_avx512;
-largest_code dsq_largest_avx2, dsq_largest_avx512;
 #endif
 
 #endif

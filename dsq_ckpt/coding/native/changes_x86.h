@@ -1,5 +1,7 @@
 /* Passes over 64 codes at a time, included where TARGET, INLINE, NAME(name) and these are defined:
- * members(set, p): which of 64 codes are in a set, the first one in the lowest bit; different(p, q): which differ.
+ * members(set, p): which of 64 codes are in a set, the first one in the lowest bit; different(p, q): which differ;
+ * choose(m, w, p, at, codes): write the places of the bits of m, plus w, and the codes there of 64; return how many. More
+ * may be written than there are, up to SLACK.
  */
 INLINE uint64_t low_bits(size_t n) { return n < 64 ? (1ull << n) - 1 : ~0ull; }
 
@@ -13,23 +15,14 @@ INLINE const uint8_t *whole(const uint8_t *p, size_t n, uint8_t *rest)
     return rest;
 }
 
-/* The places of the bits of m, plus w, eight at a time whatever their number: branches would be predicted badly. */
-INLINE size_t places(uint64_t m, size_t w, uint32_t *at)
-{
-    size_t count = (size_t)__builtin_popcountll(m);
-    for (size_t done = 0; done < count; done += 8)
-        for (int j = 0; j < 8; j++, m &= m - 1)
-            at[done + j] = (uint32_t)(w + _tzcnt_u64(m));
-    return count;
-}
-
 /* `select_changes` with the number of classes known to the compiler. */
 INLINE int64_t select_of(const classes *c, unsigned n_classes, const uint8_t *codes, size_t n, uint8_t *const *maps,
-                         const uint64_t *ends, uint32_t *at)
+                         const uint64_t *ends, uint32_t *at, uint8_t *listed, uint8_t *largest)
 {
     size_t found = 0;
     uint64_t seen[MAX_CLASSES] = {0};
     uint8_t rest[64];
+    *largest = largest_of(codes, n);
     for (size_t w = 0; w < n; w += 64) {
         const uint8_t *p = whole(codes + w, n - w, rest);
         uint64_t all = low_bits(n - w), changed = 0, words[2];
@@ -41,7 +34,7 @@ INLINE int64_t select_of(const classes *c, unsigned n_classes, const uint8_t *co
         }
         if (c->listed)
             changed |= all & members(c->sets + n_classes, p);
-        found += places(changed, w, at + found);
+        found += choose(changed, w, p, at + found, listed + found);
     }
     for (unsigned k = 0; k < n_classes; k++)
         if (ends[k] > seen[k])
@@ -50,18 +43,18 @@ INLINE int64_t select_of(const classes *c, unsigned n_classes, const uint8_t *co
 }
 
 TARGET int64_t NAME(dsq_select)(const classes *c, const uint8_t *codes, size_t n, uint8_t *const *maps,
-                                const uint64_t *ends, uint32_t *at)
+                                const uint64_t *ends, uint32_t *at, uint8_t *listed, uint8_t *largest)
 {
     switch (c->n_classes) {
-    case 1: return select_of(c, 1, codes, n, maps, ends, at);
-    case 2: return select_of(c, 2, codes, n, maps, ends, at);
-    case 3: return select_of(c, 3, codes, n, maps, ends, at);
-    default: return select_of(c, MAX_CLASSES, codes, n, maps, ends, at);
+    case 1: return select_of(c, 1, codes, n, maps, ends, at, listed, largest);
+    case 2: return select_of(c, 2, codes, n, maps, ends, at, listed, largest);
+    case 3: return select_of(c, 3, codes, n, maps, ends, at, listed, largest);
+    default: return select_of(c, MAX_CLASSES, codes, n, maps, ends, at, listed, largest);
     }
 }
 
 TARGET int64_t NAME(dsq_compare)(const classes *c, const uint8_t *parent, const uint8_t *codes, size_t n,
-                                 uint8_t *const *maps, uint64_t *ends, uint32_t *at)
+                                 uint8_t *const *maps, uint64_t *ends, uint32_t *at, uint8_t *before)
 {
     size_t found = 0;
     uint64_t seen[MAX_CLASSES] = {0}, unknown = 0;
@@ -81,13 +74,11 @@ TARGET int64_t NAME(dsq_compare)(const classes *c, const uint8_t *parent, const 
         if (c->listed)
             listed |= all & members(c->sets + c->n_classes, p);
         unknown |= differ & ~listed;
-        found += places(listed, w, at + found);
+        found += choose(listed, w, p, at + found, before + found);
     }
     memcpy(ends, seen, sizeof seen);
     return unknown ? UNKNOWN : (int64_t)found;
 }
-
-TARGET uint8_t NAME(dsq_largest)(const uint8_t *codes, size_t n) { return largest_of(codes, n); }
 
 TARGET size_t NAME(dsq_count)(const classes *c, unsigned k, const uint8_t *codes, size_t n)
 {
