@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dsq_ckpt.core.arrays import I32, I64, U8, U16, U32, Array
+from dsq_ckpt.core.arrays import F32, I32, I64, U8, U16, U32, Array
 from dsq_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
-_INTERFACE = 3
+_INTERFACE = 4
 """Of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dsq_encode_changes": (
         ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _S, _P, ctypes.c_uint, _P, _P, _S, _P, _S]
     ),
+    "dsq_values": (ctypes.c_int64, [_I, _P, _S, ctypes.c_uint, _P, _S, _P, _S, _I, _I, _P, _I]),
     "dsq_fit": (None, [_P, _S, _S, _P, _P, _P, _P, _P]),
     "dsq_write_rows": (_S, [_P, _P, _P, _P, _S, _S, _P]),
     "dsq_read_rows": (_I, [_P, _S, _P, _P, _P, _P, _S, _S]),
@@ -173,6 +174,18 @@ def encode_changes(
     result: int = _library().dsq_encode_changes(
         level, _address(table), _address(escapes), _address(counts), escapes.size, shift, _address(kinds), kinds.size,
         _address(limits), limits.size, _address(parent), _address(codes), codes.size, _address(buffer), buffer.size,
+    )
+    return result
+
+
+def values(
+    level: int, table: F32, rows: int, bits: int, codes: U8, symbols: U8 | None, packed: bool, wanted: int, out: F32,
+    last: bool,
+) -> int:
+    """Look up the values of codes; see `dsq_values` in native/values.c."""
+    result: int = _library().dsq_values(
+        level, _address(table), rows, bits, _address(codes), codes.size, _address(symbols),
+        0 if symbols is None else symbols.size, packed, wanted, _address(out), last,
     )
     return result
 

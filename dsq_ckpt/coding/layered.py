@@ -20,6 +20,7 @@ from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.coding.rans import RansCoder
 from dsq_ckpt.core.arrays import Codes
+from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
 
 _RANS = 1
@@ -58,19 +59,19 @@ def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
     return -float((shares * np.log2(shares)).sum())
 
 
-def decode(block: bytes | memoryview, codes: Codes, bits: int, out: Codes) -> None:
-    """Recover the symbols of a block.
+def symbols_of(block: bytes | memoryview, codes: Codes, bits: int, scratch: Scratch) -> tuple[Codes, bool]:
+    """Return the symbols of a block, and whether they are packed: one byte each else, in memory of the thread.
 
     Args:
         block: As `encode` made it, or as format version 2 has it.
         codes: uint8[n], the codes that are refined.
         bits: Of a symbol.
-        out: uint8[n], takes the symbols.
+        scratch: Memory of the threads.
 
     Raises:
         CodingError: The block is not of these codes, or damaged.
     """
-    whole = -(-len(out) * bits // 8)
+    whole = -(-len(codes) * bits // 8)
     if len(block) != whole and block[:1] == bytes([_RANS]):
         if len(block) < _HEADER.size:
             raise CodingError(f"a block of refinement has {len(block)} bytes, expected at least {_HEADER.size}")
@@ -83,7 +84,17 @@ def decode(block: bytes | memoryview, codes: Codes, bits: int, out: Codes) -> No
                 f"a block of refinement has a model of {coder.contexts} codes and {coder.symbols} symbols, expected "
                 f"{int(codes.max(initial=0)) + 1} or more and {1 << bits}"
             )
-        coder.decode(block[_HEADER.size + size :], codes, out)
-        return
+        symbols = scratch.array("symbols", len(codes), np.uint8)
+        coder.decode(block[_HEADER.size + size :], codes, symbols)
+        return symbols, False
     packed = block if len(block) == whole else shuffle_decompress(block, 1, whole)
-    kernels.unpack(np.frombuffer(packed, np.uint8), bits, out)
+    return np.frombuffer(packed, np.uint8), True
+
+
+def decode(block: bytes | memoryview, codes: Codes, bits: int, out: Codes) -> None:
+    """Recover the symbols of a block into `out`, uint8[n]; see `symbols_of`."""
+    symbols, packed = symbols_of(block, codes, bits, Scratch())
+    if packed:
+        kernels.unpack(symbols, bits, out)
+    else:
+        np.copyto(out, symbols)

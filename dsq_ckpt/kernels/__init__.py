@@ -16,6 +16,7 @@ from dsq_ckpt.kernels.cpu import (
     sketch,
     to_bf16,
 )
+from dsq_ckpt.kernels.cpu_decode import positions_of, refined_table, table_of
 from dsq_ckpt.kernels.cpu_pack import pack, unpack
 from dsq_ckpt.kernels.importance import PROTECT, PRUNE, classes, importance, thresholds
 
@@ -31,9 +32,12 @@ __all__ = [
     "joint_sketch",
     "octaves",
     "pack",
+    "positions_of",
     "quantize",
     "refine",
+    "refined_table",
     "sketch",
+    "table_of",
     "thresholds",
     "to_bf16",
     "unpack",

@@ -66,7 +66,8 @@ def _fill_protected(codes: U8, protected_code: int, protected: F32, out: F32) ->
 
 
 @jit
-def _look_up(codes, values, out):  # type: ignore[no-untyped-def]
+def look_up(codes, values, out):  # type: ignore[no-untyped-def]
+    """Set ``out = values[codes]``."""
     for i in range(codes.size):
         out[i] = values[codes[i]]
 
@@ -77,17 +78,39 @@ def dequantize(codes: U8, levels: F32, scale: float, protected_code: int, protec
     check_array("protected", protected, np.float32)
     check_array("out", out, np.float32, codes.shape)
     check_below("codes", codes, levels.size)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = levels.astype(np.float32) * np.float32(scale)
-    _look_up(codes, values, out)
+    look_up(codes, table_of(levels, scale), out)
     return _fill_protected(codes, protected_code, protected, out)
 
 
 @jit
-def _look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-untyped-def]
+def look_up_refined(codes, refinement, bits, values, out):  # type: ignore[no-untyped-def]
+    """Set ``out = values[codes << bits | refinement]``."""
     shift = np.uint32(bits)
     for i in range(codes.size):
         out[i] = values[np.uint32(np.uint32(codes[i]) << shift) | np.uint32(refinement[i])]
+
+
+def table_of(levels: F32, scale: float) -> F32:
+    """Return the value of each code without refinement, by the formula of ``reference.dequantize``."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values: F32 = levels.astype(np.float32) * np.float32(scale)
+    return values
+
+
+def refined_table(
+    bits: int, low: F64, width: F64, sign: F64, levels: F32, scale: float, log_domain: bool
+) -> F32:
+    """Return the value of each (code, symbol), by the formula of ``reference.dequantize_refined``; as many of all."""
+    lower, spread = low[:, None].astype(np.float64), width[:, None].astype(np.float64)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        u = lower + (np.arange(1 << bits) + 0.5) * (spread / 2.0**bits)
+        if log_domain:
+            magnitude = np.clip(np.rint(u * 2.0**23), 0.0, 2.0**31 - 1).astype(np.uint32).view(np.float32)
+            value = np.where(sign[:, None] < 0, -magnitude, magnitude)
+        else:
+            value = u.astype(np.float32)
+        values: F32 = np.where(spread != 0, value, levels[:, None].astype(np.float32)) * np.float32(scale)
+    return values
 
 
 def dequantize_refined(
@@ -113,16 +136,8 @@ def dequantize_refined(
     check_below("codes", codes, min(low.size, width.size, sign.size, levels.size))
     check_below("refinement", refinement, 1 << bits)
     used = int(codes.max()) + 1 if codes.size else 0  # rows past it are never read
-    lower, spread = low[:used, None].astype(np.float64), width[:used, None].astype(np.float64)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        u = lower + (np.arange(1 << bits) + 0.5) * (spread / 2.0**bits)
-        if log_domain:
-            magnitude = np.clip(np.rint(u * 2.0**23), 0.0, 2.0**31 - 1).astype(np.uint32).view(np.float32)
-            value = np.where(sign[:used, None] < 0, -magnitude, magnitude)
-        else:
-            value = u.astype(np.float32)
-        value = np.where(spread != 0, value, levels[:used, None].astype(np.float32)) * np.float32(scale)
-    _look_up_refined(codes, refinement, bits, value.reshape(-1), out)
+    value = refined_table(bits, low[:used], width[:used], sign[:used], levels[:used], scale, log_domain)
+    look_up_refined(codes, refinement, bits, value.reshape(-1), out)
     return _fill_protected(codes, protected_code, protected, out)
 
 

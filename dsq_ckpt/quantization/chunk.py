@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from dsq_ckpt import kernels
+from dsq_ckpt.coding.values import values_of
 from dsq_ckpt.core.arrays import F32, F64, I64, U16, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.dispatch import backend_for
@@ -300,30 +302,44 @@ class Dequantizer:
         self._low, self._width = padded(low), padded(width)
         self._sign = padded(np.where(levels < 0, -1.0, 1.0))
 
-    def block(self, codes: Codes, protected: Bits, refinement: Codes | None, out: F32) -> None:
+    def block(
+        self, codes: Codes, protected: Bits, refinement: Codes | None, out: F32, packed: bool = False,
+        last: bool = False,
+    ) -> None:
         """Dequantize a block.
 
         Args:
             codes: uint8[n].
             protected: fp32 bits of the block's protected values, in order.
-            refinement: uint8[n] symbols, or None for the base layer alone.
+            refinement: symbols, uint8[n], or None for the base layer alone.
             out: float32[n].
+            packed: the symbols are packed bits, as `kernels.pack` makes them.
+            last: nothing reads the values soon.
 
         Raises:
             ValueError: codes, protected values and refinement do not fit each other.
         """
-        book, kept = self._book, protected.view(np.float32)
-        if refinement is None:
-            used = kernels.dequantize(codes, self._levels, self._scale, book.protected, kept, out)
-        else:
-            used = kernels.dequantize_refined(
-                codes, refinement, self._bits, self._low, self._width, self._sign, self._levels, self._scale,
-                book.protected, kept, book.domain == "log", out,
-            )
+        kept, own = protected.view(np.float32), self._book.protected
+        table = self._table if refinement is None else self._refined_table
+        used = values_of(table, codes, refinement, packed, own, out, last and not self._beyond)
         if used != len(kept):
             raise ValueError(f"{used} codes are protected but {len(kept)} protected values are stored")
+        if used:
+            out[kernels.positions_of(codes, own)] = kept
         if self._beyond:
             np.nan_to_num(out, copy=False)  # a cell may reach beyond the largest number; its values do not
+
+    @cached_property
+    def _table(self) -> F32:
+        return kernels.table_of(self._levels, self._scale)[:, None]
+
+    @cached_property
+    def _refined_table(self) -> F32:
+        codes = slice(len(self._levels))
+        return kernels.refined_table(
+            self._bits, self._low[codes], self._width[codes], self._sign[codes], self._levels, self._scale,
+            self._book.domain == "log",
+        )
 
     def on_device(self, codes: torch.Tensor, protected: torch.Tensor, refinement: torch.Tensor | None) -> torch.Tensor:
         """Dequantize on the device of the codes, by its kernels.

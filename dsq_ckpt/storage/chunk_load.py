@@ -65,7 +65,9 @@ class RecordValues(NamedTuple):
                 f"'{self.fqn}': {total} codes are protected but {len(self.protected)} protected values are stored"
             )
 
-    def decode(self, where: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch) -> None:
+    def decode(
+        self, where: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch, last: bool = False
+    ) -> None:
         """Write the values of a block to `out`.
 
         Args:
@@ -74,17 +76,20 @@ class RecordValues(NamedTuple):
             protected: which of the protected values are its own.
             out: float32[n].
             scratch: memory of the threads.
+            last: nothing reads the values soon.
 
         Raises:
             CorruptCheckpoint: the block is altered, or does not fit.
         """
-        symbols = None
+        symbols, packed = None, False
         try:
             if self.refined is not None:
-                symbols = scratch.array("symbols", len(codes), np.uint8)
                 block = Block(*self.refined[where.start // self.step])
-                layered.decode(self.source.borrow(block, scratch), codes, self.bits, symbols)
-            self.dequantizer.block(codes, self.protected[protected], symbols, out)
+                data = self.source.borrow(block, scratch)
+                symbols, packed = layered.symbols_of(data, codes, self.bits, scratch)
+            self.dequantizer.block(
+                codes, self.protected[protected], symbols, out, packed, last and self.scales is None
+            )
         except (CodingError, ValueError) as error:
             raise CorruptCheckpoint(f"'{self.source.path}', {self.fqn}: {error}") from error
         if self.scales is not None:
@@ -133,8 +138,8 @@ class CodedChunk:
         """Whether all blocks are needed, each begun after the one before."""
         return bool(self._ends) or (isinstance(self._factor, Squares) and self._factor.chunk.in_order)
 
-    def decode(self, where: slice, out: F32, scratch: Scratch) -> None:
-        """Write the values of a block to `out`.
+    def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> None:
+        """Write the values of a block to `out`; `last`: nothing reads them soon.
 
         Raises:
             CorruptCheckpoint: any record of the chain is altered or does not fit.
@@ -150,7 +155,7 @@ class CodedChunk:
             self._ends[place].set_result(end)
         if where.stop == self._count:
             self._values.check(end)
-        self._values.decode(where, codes, slice(first, end), out, scratch)
+        self._values.decode(where, codes, slice(first, end), out, scratch, last and self._factor is None)
         if self._factor is not None:
             self._factor(where, out, scratch)
 
@@ -207,7 +212,7 @@ def load_coded(chunk: CodedChunk, scratch: Scratch, where: slice, out: torch.Ten
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
     try:
         if out.dtype == torch.float32:
-            chunk.decode(where, out.numpy(), scratch)
+            chunk.decode(where, out.numpy(), scratch, last=True)
             return
         values = scratch.array("values", out.numel(), np.float32)
         chunk.decode(where, values, scratch)

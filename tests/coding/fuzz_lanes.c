@@ -19,6 +19,8 @@ int64_t dsq_encode_changes(int, const uint32_t *, const uint32_t *, const uint16
                            size_t);
 int64_t dsq_encode(int, const uint32_t *, const uint32_t *, const uint16_t *, size_t, unsigned, const uint8_t *,
                    const uint8_t *, size_t, uint8_t *, size_t);
+int64_t dsq_values(int, const float *, size_t, unsigned, const uint8_t *, size_t, const uint8_t *, size_t, int, int,
+                   float *, int);
 int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
 
 /* KINDS and LIMITS are of blocks that list changes, and else empty. */
@@ -53,6 +55,25 @@ static void mutate(part *p, int cut)
         free(p->data);
         *p = other;
     }
+}
+
+/* Look up the values of n codes by a table, and symbols of the right size or another one. */
+static void look_up(int path, part codes)
+{
+    size_t n = random_below(codes.size + 1), rows = random_below(257), bits = random_below(9), packed = random_below(2);
+    size_t size = bits ? packed ? (n * bits + 7) / 8 : n : 0;
+    if (random_below(8) == 0)
+        size = random_below(2 * n + 2);
+    part symbols = {size, malloc(size ? size : 1)};
+    for (size_t i = 0; i < size; i++)
+        symbols.data[i] = (uint8_t)random_below(packed || random_below(999) == 0 ? 256 : 1u << bits);
+    float *table = malloc((rows << bits) * 4 + !rows), *out = malloc(4 * n + !n);
+    memset(table, 1, (rows << bits) * 4);
+    uint8_t *own = malloc(n ? n : 1);
+    memcpy(own, codes.data + codes.size - n, n);
+    dsq_values(path, table, rows, (unsigned)bits, own, n, bits ? symbols.data : NULL, size, (int)packed,
+               (int)random_below(256), out, (int)random_below(2));
+    free(symbols.data), free(table), free(out), free(own);
 }
 
 int main(int argc, char **argv)
@@ -132,6 +153,8 @@ int main(int argc, char **argv)
                 return 4;
             free(buffer);
         }
+        if (round % 8 == 1)
+            look_up(path, p[CODES]);
         mutate(&p[MODEL], 1);
         size_t symbols = shape[c][1], lines = rows + random_below(3);
         int32_t *freqs = calloc(lines * symbols + 1, 4), *ends = calloc(lines + 1, 4), *bits = calloc(lines + 1, 4);

@@ -1,0 +1,54 @@
+"""Values of codes by a table with an entry for each code and refinement symbol, in one pass over the data."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsq_ckpt import kernels
+from dsq_ckpt.coding import _native
+from dsq_ckpt.core.arrays import F32, U8
+from dsq_ckpt.kernels.checks import check_array, check_below
+from dsq_ckpt.kernels.cpu_decode import count_code, look_up, look_up_refined
+
+
+def values_of(
+    table: F32, codes: U8, symbols: U8 | None, packed: bool, wanted: int, out: F32, last: bool = False
+) -> int:
+    """Look up the value of each code and symbol; return how many codes are `wanted`.
+
+    Args:
+        table: float32[rows, 2**bits].
+        codes: uint8[n].
+        symbols: uint8[n], or of bits, as `kernels.pack` packs them; None without refinement, and then bits is 0.
+        packed: which of the two.
+        wanted: a code.
+        out: float32[n]; undefined after an error.
+        last: nothing reads the values soon, so that they need not pass through the cache.
+
+    Raises:
+        ValueError: a code or a symbol has no entry, or arrays do not fit.
+    """
+    rows, bits = table.shape[0], table.shape[1].bit_length() - 1
+    size = codes.size if not packed else (codes.size * bits + 7) // 8
+    check_array("table", table, np.float32, (rows, 1 << bits))
+    check_array("codes", codes, np.uint8, (codes.size,))
+    check_array("out", out, np.float32, codes.shape)
+    if (symbols is not None) != (bits > 0):
+        raise ValueError(f"a table of {1 << bits} entries for each code, and {'no' if symbols is None else ''} symbols")
+    if symbols is not None:
+        check_array("symbols", symbols, np.uint8, (size,))
+    level = _native.level()
+    if level >= 0:
+        found = _native.values(level, table, rows, bits, codes, symbols, packed, wanted, out, last)
+        if found >= 0:
+            return found
+    check_below("codes", codes, rows)
+    if symbols is None:
+        look_up(codes, table.reshape(-1), out)
+    else:
+        if packed:
+            held, symbols = symbols, np.empty(codes.size, np.uint8)
+            kernels.unpack(held, bits, symbols)
+        check_below("refinement", symbols, 1 << bits)
+        look_up_refined(codes, symbols, bits, table.reshape(-1), out)
+    return int(count_code(codes, np.uint8(wanted)))
