@@ -79,13 +79,17 @@ def symbols_of(block: bytes | memoryview, codes: Codes, bits: int, scratch: Scra
         if size > len(block) - _HEADER.size:
             raise CodingError(f"a block of refinement claims a model of {size} bytes and has {len(block)} in all")
         coder = RansCoder.from_bytes(block[_HEADER.size : _HEADER.size + size])
-        if coder.symbols != 1 << bits or coder.contexts <= int(codes.max(initial=0)):
-            raise CodingError(
-                f"a block of refinement has a model of {coder.contexts} codes and {coder.symbols} symbols, expected "
-                f"{int(codes.max(initial=0)) + 1} or more and {1 << bits}"
-            )
+        if coder.symbols != 1 << bits:
+            raise CodingError(f"a block of refinement has a model of {coder.symbols} symbols, expected {1 << bits}")
         symbols = scratch.array("symbols", len(codes), np.uint8)
-        coder.decode(block[_HEADER.size + size :], codes, symbols)
+        try:
+            coder.decode(block[_HEADER.size + size :], codes, symbols)
+        except CodingError as error:  # the coder, which looks at all codes, calls them previous ones
+            if (needed := int(codes.max(initial=0)) + 1) <= coder.contexts:
+                raise
+            raise CodingError(
+                f"a block of refinement has a model of {coder.contexts} codes, expected {needed} or more"
+            ) from error
         return symbols, False
     packed = block if len(block) == whole else shuffle_decompress(block, 1, whole)
     return np.frombuffer(packed, np.uint8), True

@@ -12,15 +12,40 @@ typedef void unpack_symbols(const uint8_t *packed, size_t size, unsigned bits, u
 typedef void look_up(const float *table, size_t entries, unsigned bits, const uint8_t *codes, const uint8_t *symbols,
                      size_t n, float *out, int last);
 
+/* How many of n codes, at most a tile, are `wanted`; `largest`: the largest of all. */
+typedef int64_t look_at(const uint8_t *codes, size_t n, int wanted, uint8_t *largest);
+
+static int64_t look_at_plain(const uint8_t *codes, size_t n, int wanted, uint8_t *largest)
+{
+    uint8_t hits[64] = {0}, code = (uint8_t)wanted;  /* of eight bits, so that compilers fill vectors with them */
+    int64_t found = 0;
+    size_t i = 0;
+    *largest = largest_of(codes, n);
+    for (; i + 64 <= n; i += 64)
+        for (int j = 0; j < 64; j++)
+            hits[j] += codes[i + j] == code;
+    for (; i < n; i++)
+        found += codes[i] == code;
+    for (int j = 0; j < 64; j++)
+        found += hits[j];
+    return found;
+}
+
+/* Fours of symbols are moved apart, then pairs, then symbols: three steps for eight of them. */
 static void unpack_plain(const uint8_t *packed, size_t size, unsigned bits, uint8_t *out, size_t n)
 {
-    const uint64_t symbol = (1u << bits) - 1;
-    for (size_t i = 0; i < n; i += 8) {
+    const uint64_t one = (1ull << bits) - 1, two = (1ull << 2 * bits) - 1, four = (1ull << 4 * bits) - 1;
+    const uint64_t ones = one * 0x0001000100010001ull, twos = two * 0x0000000100000001ull;
+    for (size_t i = 0, at = 0; i < n; i += 8, at += bits) {
         uint64_t word = 0;
-        size_t at = i / 8 * bits, left = size - at < bits ? size - at : bits;
-        memcpy(&word, packed + at, left);
-        for (size_t j = 0; j < 8 && i + j < n; j++)
-            out[i + j] = (uint8_t)(word >> (bits * j) & symbol);
+        if (at + 8 <= size)
+            memcpy(&word, packed + at, 8);
+        else
+            memcpy(&word, packed + at, size - at);
+        word = (word & four) | (word >> 4 * bits & four) << 32;
+        word = (word & twos) | (word >> 2 * bits & twos) << 16;
+        word = (word & ones) | (word >> bits & ones) << 8;
+        memcpy(out + i, &word, n - i < 8 ? n - i : 8);
     }
 }
 
@@ -44,6 +69,26 @@ static void look_up_plain(const float *table, size_t entries, unsigned bits, con
 #include <immintrin.h>
 
 #define WIDE "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi"
+
+__attribute__((target("avx2,popcnt"))) static int64_t look_at_avx2(const uint8_t *codes, size_t n, int wanted,
+                                                                   uint8_t *largest)
+{
+    const __m256i code = _mm256_set1_epi8((char)wanted);
+    __m256i most = _mm256_setzero_si256();
+    uint8_t each[32];
+    int64_t found = 0;
+    size_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i own = _mm256_loadu_si256((const __m256i *)(codes + i));
+        found += __builtin_popcount((unsigned)_mm256_movemask_epi8(_mm256_cmpeq_epi8(own, code)));
+        most = _mm256_max_epu8(most, own);
+    }
+    found += look_at_plain(codes + i, n - i, wanted, largest);
+    _mm256_storeu_si256((__m256i *)each, most);
+    for (int j = 0; j < 32; j++)
+        *largest = each[j] > *largest ? each[j] : *largest;
+    return found;
+}
 
 __attribute__((target("avx2,bmi2"))) static void unpack_avx2(const uint8_t *packed, size_t size, unsigned bits,
                                                              uint8_t *out, size_t n)
@@ -116,6 +161,7 @@ __attribute__((target(WIDE))) static void look_up_avx512(const float *table, siz
         _mm_sfence();
 }
 
+static look_at *const looks[] = {look_at_plain, look_at_avx2, look_at_avx2};
 static unpack_symbols *const unpacks[] = {unpack_plain, unpack_avx2, unpack_avx512};
 static look_up *const look_ups[] = {look_up_plain, look_up_plain, look_up_avx512};
 
@@ -128,27 +174,12 @@ static int passes(int path)
     return path == 1 && (!__builtin_cpu_supports("bmi2") || __builtin_cpu_is("amdfam17h")) ? 0 : path;
 }
 #else
+static look_at *const looks[] = {look_at_plain};
 static unpack_symbols *const unpacks[] = {unpack_plain};
 static look_up *const look_ups[] = {look_up_plain};
 
 static int passes(int path) { (void)path; return 0; }
 #endif
-
-/* How many of at most 255 * 64 codes are `wanted`: counters have eight bits, so that compilers fill vectors with them. */
-static int64_t count_equal(const uint8_t *codes, size_t n, int wanted)
-{
-    uint8_t hits[64] = {0}, code = (uint8_t)wanted;
-    int64_t found = 0;
-    size_t i = 0;
-    for (; i + 64 <= n; i += 64)
-        for (int j = 0; j < 64; j++)
-            hits[j] += codes[i + j] == code;
-    for (; i < n; i++)
-        found += codes[i] == code;
-    for (int j = 0; j < 64; j++)
-        found += hits[j];
-    return found;
-}
 
 /* Write the values of n codes; return how many codes are `wanted`, or an error: a code or a symbol is none of the table.
  *
@@ -167,8 +198,9 @@ int64_t dsq_values(int path, const float *table, size_t rows, unsigned bits, con
     for (size_t at = 0; at < n; at += TILE) {
         size_t count = n - at < TILE ? n - at : TILE;
         const uint8_t *own = codes + at, *given = NULL;
-        found += count_equal(own, count, wanted);
-        if (largest_of(own, count) >= rows)
+        uint8_t largest;
+        found += looks[way](own, count, wanted, &largest);
+        if (largest >= rows)
             return BAD_CODE;
         if (packed && symbols) {
             unpacks[way](symbols + at / 8 * bits, size - at / 8 * bits, bits, tile, count);
