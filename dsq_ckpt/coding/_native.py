@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dsq_ckpt.core.arrays import F32, I32, I64, U8, U16, U32, Array
+from dsq_ckpt.core.arrays import F32, I16, I32, I64, U8, U16, U32, Array
 from dsq_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _S, _P, ctypes.c_uint, _P, _P, _S, _P, _S]
     ),
     "dsq_values": (ctypes.c_int64, [_I, _P, _S, ctypes.c_uint, _P, _S, _P, _S, _I, _I, _P, _I]),
+    "dsq_scale": (_I, [_I, _P, _S, _S, _S, _P, _S, _P, _S, _P]),
     "dsq_fit": (None, [_P, _S, _S, _P, _P, _P, _P, _P]),
     "dsq_write_rows": (_S, [_P, _P, _P, _P, _S, _S, _P]),
     "dsq_read_rows": (_I, [_P, _S, _P, _P, _P, _P, _S, _S]),
@@ -186,6 +187,17 @@ def values(
     result: int = _library().dsq_values(
         level, _address(table), rows, bits, _address(codes), codes.size, _address(symbols),
         0 if symbols is None else symbols.size, packed, wanted, _address(out), last,
+    )
+    return result
+
+
+def scale(
+    level: int, values: F32, start: int, columns: int, by_row: I16, by_column: I16, scales: F32
+) -> int:
+    """Multiply elements of a matrix by scales of rows and columns; see `dsq_scale` in native/scales.c."""
+    result: int = _library().dsq_scale(
+        level, _address(values), values.size, start, columns, _address(by_row), by_row.size, _address(by_column),
+        by_column.size, _address(scales),
     )
     return result
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dsq_ckpt.coding import _native
 from dsq_ckpt.core.arrays import F32, F64, I16
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
 
 SHARED = 32
@@ -133,9 +135,18 @@ class MatrixScales:
         """Multiply flat elements of the chunk from `start` on by their scales, in place.
 
         Products past the largest finite number become that number.
+
+        Raises:
+            ValueError: they are no flat float32, or not all of the chunk.
         """
-        if self.any:
-            _scale(values, start, *self._numbers(start + len(values)), FACTORS, False, values)
+        if not self.any:
+            return
+        level, numbers = _native.level(), self._numbers(start + len(values))
+        check_array("values", values, np.float32, (len(values),))
+        if level < 0:
+            _scale(values, start, *numbers, FACTORS, False, values)
+        elif _native.scale(level, values, start, *numbers, FACTORS):
+            raise ValueError(f"{len(values)} values from {start} on are not all of {len(self.by_row)} rows")
 
     def _numbers(self, stop: int) -> tuple[int, I16, I16]:
         """Return what kernels take for elements before `stop`: columns; by row, or the same for all; by column."""

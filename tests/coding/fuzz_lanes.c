@@ -21,6 +21,7 @@ int64_t dsq_encode(int, const uint32_t *, const uint32_t *, const uint16_t *, si
                    const uint8_t *, size_t, uint8_t *, size_t);
 int64_t dsq_values(int, const float *, size_t, unsigned, const uint8_t *, size_t, const uint8_t *, size_t, int, int,
                    float *, int);
+int dsq_scale(int, float *, size_t, size_t, size_t, const int16_t *, size_t, const int16_t *, size_t, const float *);
 int dsq_read_rows(const uint8_t *, size_t, int32_t *, int32_t *, int32_t *, int32_t *, size_t, size_t);
 
 /* KINDS and LIMITS are of blocks that list changes, and else empty. */
@@ -74,6 +75,22 @@ static void look_up(int path, part codes)
     dsq_values(path, table, rows, (unsigned)bits, own, n, bits ? symbols.data : NULL, size, (int)packed,
                (int)random_below(256), out, (int)random_below(2));
     free(symbols.data), free(table), free(out), free(own);
+}
+
+/* Multiply a part of a matrix by any numbers of rows and columns, of which there may be too few. */
+static void scale(int path)
+{
+    size_t columns = random_below(200), rows = random_below(20), n = random_below(columns * rows + 1);
+    size_t start = random_below(columns * rows - n + 1 + (random_below(4) ? 0 : columns + 1));
+    size_t n_rows = random_below(3) ? rows : 1, n_columns = random_below(3) ? columns : 1;
+    float *values = calloc(n + !n, 4), *scales = calloc(2048, 4);
+    int16_t *by_row = malloc(2 * n_rows + !n_rows), *by_column = malloc(2 * n_columns + !n_columns);
+    for (size_t i = 0; i < n_rows; i++)
+        by_row[i] = (int16_t)random_below(65536);
+    for (size_t i = 0; i < n_columns; i++)
+        by_column[i] = (int16_t)random_below(65536);
+    dsq_scale(path, values, n, start, columns, by_row, n_rows, by_column, n_columns, scales);
+    free(values), free(scales), free(by_row), free(by_column);
 }
 
 int main(int argc, char **argv)
@@ -154,7 +171,7 @@ int main(int argc, char **argv)
             free(buffer);
         }
         if (round % 8 == 1)
-            look_up(path, p[CODES]);
+            look_up(path, p[CODES]), scale(path);
         mutate(&p[MODEL], 1);
         size_t symbols = shape[c][1], lines = rows + random_below(3);
         int32_t *freqs = calloc(lines * symbols + 1, 4), *ends = calloc(lines + 1, 4), *bits = calloc(lines + 1, 4);
