@@ -11,13 +11,13 @@ int64_t dsq_select_plain(const classes *c, const uint8_t *codes, size_t n, uint8
 {
     size_t found = 0;
     uint64_t seen[MAX_CLASSES + 2] = {0};
-    *largest = largest_of(codes, n);
     for (size_t i = 0; i < n; i++) {
         unsigned k = c->of[codes[i]];
         uint64_t rank = seen[k]++;
         at[found] = (uint32_t)i;
         found += k < c->n_classes ? maps[k][rank >> 3] >> (rank & 7) & 1 : k == c->n_classes;
     }
+    *largest = largest_of(codes, n);
     for (unsigned k = 0; k < c->n_classes; k++)
         if (ends[k] > seen[k])
             return LEFT;

@@ -52,11 +52,16 @@ static void unpack_plain(const uint8_t *packed, size_t size, unsigned bits, uint
 static void look_up_plain(const float *table, size_t entries, unsigned bits, const uint8_t *codes,
                           const uint8_t *symbols, size_t n, float *out, int last)
 {
-    uint16_t places[TILE];  /* compilers make vectors of the first loop, and four loads at once of the second */
-    (void)entries, (void)last;
-    for (size_t i = 0; i < n; i++)
-        places[i] = (uint16_t)(codes[i] << bits | (symbols ? symbols[i] : 0));
+    uint16_t places[TILE];  /* compilers make vectors of the loop that fills it, and four loads at once of the next */
     size_t i = 0;
+    (void)entries, (void)last;
+    if (!symbols) {
+        for (; i < n; i++)
+            out[i] = table[codes[i]];
+        return;
+    }
+    for (size_t j = 0; j < n; j++)
+        places[j] = (uint16_t)(codes[j] << bits | symbols[j]);
     for (; i + 4 <= n; i += 4) {
         float a = table[places[i]], b = table[places[i + 1]], c = table[places[i + 2]], d = table[places[i + 3]];
         out[i] = a, out[i + 1] = b, out[i + 2] = c, out[i + 3] = d;
