@@ -103,20 +103,17 @@ static int read_classes(classes *c, const uint8_t *kinds, size_t contexts, unsig
 /* Set the bits of a map that tokens tell; return how many elements they reach over, or -1: more than n. */
 static int64_t fill_map(const uint8_t *tokens, size_t count, unsigned limit, size_t n, uint8_t *map)
 {
-    uint64_t at = 0, reach = 0, word = 0, place = 0;
+    uint64_t at = 0, reach = 0;
     if (count && tokens[count - 1] >= limit)
         return -1;  /* the last one is to be a change */
     for (size_t i = 0; i < count; i++)
         reach += tokens[i] < limit ? tokens[i] + 1u : limit;
     if (reach > n)
         return -1;
-    for (size_t i = 0; i < count; i++) {  /* words stay in a register: a sum in memory would wait for the last one */
-        uint64_t changes = tokens[i] < limit;
+    for (size_t i = 0; i < count; i++) {
+        unsigned changes = tokens[i] < limit;
         at += changes ? tokens[i] : limit;
-        word &= 0 - (((at >> 6 ^ place) - 1) >> 63);  /* in arithmetic: a branch would be predicted badly */
-        place = at >> 6;
-        word |= changes << (at & 63);
-        memcpy(map + 8 * place, &word, 8);
+        map[at >> 3] |= (uint8_t)(changes << (at & 7));
         at += changes;
     }
     return (int64_t)reach;
