@@ -51,6 +51,7 @@ class Checkpoint(CheckpointFiles):
     def __init__(self, directory: Path, *, lazy: bool = False, known: CheckpointFiles | None = None) -> None:
         super().__init__(directory, lazy=lazy, known=known)
         self._models: dict[tuple[str, str], tuple[Codebook, Coder]] = {}
+        self._dequantizers: dict[tuple[str, str, float, int], Dequantizer] = {}
         self._numbers: dict[str, I16] = {}
 
     def model(self) -> ParentModel:
@@ -330,7 +331,9 @@ class Checkpoint(CheckpointFiles):
             refinement, blocks = entry["blocks"], -(-math.prod(record["shape"]) // step)
             if len(refinement) != blocks:
                 raise CorruptCheckpoint(f"'{source.path}': {len(refinement)} blocks for {blocks} of codes")
-        dequantizer = Dequantizer(book, exponent_of(record), bits)
+        key = ref.file, record["group"], exponent_of(record), bits
+        if (dequantizer := self._dequantizers.get(key)) is None:
+            dequantizer = self._dequantizers[key] = Dequantizer(book, exponent_of(record), bits)
         return RecordValues(
             source, record["fqn"], step, refinement, bits, dequantizer, book.protected, protected,
             self._scales(ref, record),

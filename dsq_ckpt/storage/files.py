@@ -6,7 +6,6 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -40,10 +39,29 @@ def names_file(
 
     @functools.wraps(method)
     def named(self: _Files, ref: RecordRef, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.naming(ref.file):
+        try:  # not `with`, which takes several times as long, and these are called for each record of each chain
             return method(self, ref, *args, **kwargs)
+        except BaseException as error:
+            self.rename(error, ref.file)
+            raise
 
     return named
+
+
+class _Naming:
+    """A context in which errors name a file of a checkpoint; see `CheckpointFiles.naming`."""
+
+    def __init__(self, files: CheckpointFiles, name: str) -> None:
+        self._files, self._name = files, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._files.rename(error, self._name)
 
 
 class CheckpointFiles(PackReader):
@@ -242,9 +260,12 @@ class CheckpointFiles(PackReader):
                     problem = f"has checksum {checksum}, expected {file.checksum}"
             yield file.name, file.size, problem
 
-    @contextmanager
-    def naming(self, name: str = "") -> Iterator[None]:
-        """Translate errors of reading to those of this package, which name a file of the checkpoint, by default `name`.
+    def naming(self, name: str = "") -> _Naming:
+        """Return a context that translates errors of reading by `rename`; they name a file of the checkpoint."""
+        return _Naming(self, name)
+
+    def rename(self, error: BaseException, name: str) -> None:
+        """Raise an error of reading as one of this package that names a file of the checkpoint; leave any other.
 
         Contents that pass their checksums may still not be as documented. And where the checkpoint was overwritten or
         removed meanwhile, nothing is wrong with any file: it is to be loaded again.
@@ -253,27 +274,22 @@ class CheckpointFiles(PackReader):
             LoadFailed: the checkpoint was overwritten or removed, or there is not enough memory.
             CorruptCheckpoint: the contents are not as documented.
         """
-        try:
-            yield
-        except (DSQError, *_MALFORMED) as error:
-            path = self.directory / name
-            if not isinstance(error, LoadFailed) and self._current() not in (None, self.manifest.checksum):
-                raise LoadFailed(
-                    f"'{self.directory}' was overwritten or removed while it was read; load again"
-                ) from error
-            if isinstance(error, CodingError):
-                raise CorruptCheckpoint(f"'{path}': {error}") from error
-            if isinstance(error, DSQError):
-                if str(self.directory) in str(error):
-                    raise
+        path = self.directory / name
+        if isinstance(error, MemoryError):
+            raise LoadFailed(f"'{path}': not enough memory for what it says it holds: {error}") from error
+        if not isinstance(error, (DSQError, *_MALFORMED)):
+            return
+        if not isinstance(error, LoadFailed) and self._current() not in (None, self.manifest.checksum):
+            raise LoadFailed(f"'{self.directory}' was overwritten or removed while it was read; load again") from error
+        if isinstance(error, CodingError):
+            raise CorruptCheckpoint(f"'{path}': {error}") from error
+        if isinstance(error, DSQError):
+            if str(self.directory) not in str(error):
                 raise type(error)(f"'{path}': {error}") from error
-            raise CorruptCheckpoint(
-                f"'{path}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
-            ) from error
-        except MemoryError as error:
-            raise LoadFailed(
-                f"'{self.directory / name}': not enough memory for what it says it holds: {error}"
-            ) from error
+            return
+        raise CorruptCheckpoint(
+            f"'{path}': the contents are not as documented ({error!r}); was it made by dsq_ckpt?"
+        ) from error
 
     def _current(self) -> str | None:
         """Return the checksum of the present manifest; empty if there is none; None if it cannot be read."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +37,10 @@ class Layer(NamedTuple):
         """
         for place, part in self._parts(where):
             if (block := self.blocks[place]) is not None:
-                with self._naming(place):
+                try:
                     self.coder.update(self.reader.borrow(block, scratch), codes[part])
+                except (CodingError, ValueError) as error:
+                    raise self._named(place, error) from error
 
     def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> None:
         """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
@@ -49,24 +50,22 @@ class Layer(NamedTuple):
         """
         for place, part in self._parts(where):
             block, previous = self.blocks[place], None if parent is None else parent[part]
-            with self._naming(place):
+            try:
                 if block is not None:
                     self.coder.decode(self.reader.borrow(block, scratch), previous, out[part])
                 elif previous is not None:
                     out[part] = previous
                 else:
                     raise CodingError("it repeats previous codes, but has none")
+            except (CodingError, ValueError) as error:
+                raise self._named(place, error) from error
 
     def _parts(self, where: slice) -> Iterator[tuple[int, slice]]:
         for place in range(where.start // self.step, -(-where.stop // self.step)):
             yield place, slice(place * self.step - where.start, (place + 1) * self.step - where.start)
 
-    @contextmanager
-    def _naming(self, place: int) -> Iterator[None]:
-        try:
-            yield
-        except (CodingError, ValueError) as error:
-            raise CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}") from error
+    def _named(self, place: int, error: Exception) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
 
 
 def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scratch) -> None:

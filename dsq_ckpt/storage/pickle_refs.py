@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -34,9 +34,17 @@ from dsq_ckpt.storage.record_fields import dtype_of
 from dsq_ckpt.storage.shard import RecordRef
 
 _VERSION = 1
-_source: ContextVar[tuple[Path, bool] | None] = ContextVar("_source", default=None)
+_source: ContextVar[Source | None] = ContextVar("_source", default=None)
 _kept: ContextVar[Kept | None] = ContextVar("_kept", default=None)
 _checked: set[tuple[Path, str, int]] = set()  # files that were compared with their checksums
+
+
+class Source(NamedTuple):
+    """Where the values of files lie that are loaded: the checkpoint, its refined layer or not, and threads."""
+
+    directory: Path
+    refined: bool
+    workers: Workers
 
 
 class Kept(NamedTuple):
@@ -102,7 +110,8 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
             f"a tensor is stored in layout {spec.get('version')!r}, this dsq_ckpt reads {_VERSION}; upgrade it"
         )
     file = _being_loaded()
-    directory, refined = _source.get() or (None if file is None else file.parent, True)
+    source = _source.get()
+    directory = source.directory if source is not None else None if file is None else file.parent
     if directory is None:
         raise LoadFailed(
             "a tensor of this file lies in the dsq_ckpt checkpoint beside it, whose path is unknown, since "
@@ -114,15 +123,35 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     checkpoint = _opened(directory, spec["save_id"])
     if file is not None and file.parent == directory:
         _check(file, checkpoint)
-    out = torch.zeros(spec["shape"], dtype=dtype_of(spec["dtype"]))
+    out = torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]))
     flat = out.view(-1)
-    storage = StorageConfig()
-    with Workers(storage.thread_count(), storage.block_elements) as workers:
-        pieces = [(fqn, start, flat[at : at + length]) for fqn, start, length, at in spec["pieces"]]
-        read_flat(checkpoint, pieces, refined, workers)
+    for gap in _gaps(flat.numel(), [slice(at, at + length) for *_, length, at in spec["pieces"]]):
+        flat[gap].zero_()
+    pieces = [(fqn, start, flat[at : at + length]) for fqn, start, length, at in spec["pieces"]]
+    if source is not None:
+        read_flat(checkpoint, pieces, source.refined, source.workers)
+    else:
+        with _workers() as workers:
+            read_flat(checkpoint, pieces, True, workers)
     for at, values in spec["rest"]:
         flat[at : at + values.numel()] = values
     return out
+
+
+def _workers() -> Workers:
+    storage = StorageConfig()
+    return Workers(storage.thread_count(), storage.block_elements)
+
+
+def _gaps(count: int, pieces: Iterable[slice]) -> Iterator[slice]:
+    """Yield the parts of a flat tensor of `count` elements that are in no piece of it."""
+    at = 0
+    for start, stop, _ in sorted(piece.indices(count) for piece in pieces):
+        if start > at:
+            yield slice(at, start)
+        at = max(at, stop)
+    if at < count:
+        yield slice(at, count)
 
 
 decode.__module__ = "dsq_ckpt"  # the name that files have for it; it may move, that may not
@@ -218,11 +247,12 @@ def stored_in(directory: str | os.PathLike[str], refined: bool = True) -> Iterat
         directory: directory of the checkpoint.
         refined: use its refinement layer where it was kept.
     """
-    token = _source.set((Path(directory), refined))
-    try:
-        yield
-    finally:
-        _source.reset(token)
+    with _workers() as workers:
+        token = _source.set(Source(Path(directory), refined, workers))
+        try:
+            yield
+        finally:
+            _source.reset(token)
 
 
 @contextmanager
