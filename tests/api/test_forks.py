@@ -81,7 +81,7 @@ dsq_ckpt.save(state, run + "/third")
 
 @pytest.mark.parametrize("group", ["", "group"])
 def test_a_child_saves_and_ends_while_its_parent_saves(tmp_path, group):
-    status, output = processes.run(["-c", SCRIPT, str(tmp_path), group])
+    status, output = processes.run(["-c", SCRIPT, str(tmp_path), group], forked=True)
     assert status == 0 and f"CHILD {3 << 8}" in output, output
     run = tmp_path / "run"
     assert not (run / "refused").exists()
@@ -156,12 +156,12 @@ dist.destroy_process_group()
 
 def test_a_child_lives_after_torch_distributed_was_ended(tmp_path):
     """Else the group that background saves ran on is freed in the child, and waits for threads that are not there."""
-    status, output = processes.run(["-c", ENDED, str(tmp_path)])
+    status, output = processes.run(["-c", ENDED, str(tmp_path)], forked=True)
     assert status == 0 and f"CHILD {3 << 8}" in output and f"ENDS IT {4 << 8}" in output, output
 
 
 def test_workers_of_a_data_loader_save(tmp_path):
-    status, output = processes.run(["-c", LOADER, str(tmp_path)])
+    status, output = processes.run(["-c", LOADER, str(tmp_path)], forked=True)
     assert status == 0 and "LOADED [0, 1]" in output, output
     assert [Manifest.read(tmp_path / "worker" / name).depth for name in "01"] == [0, 0]
 
