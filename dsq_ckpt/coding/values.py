@@ -33,8 +33,9 @@ def values_of(
     check_array("table", table, np.float32, (rows, 1 << bits))
     check_array("codes", codes, np.uint8, (codes.size,))
     check_array("out", out, np.float32, codes.shape)
-    if (symbols is not None) != (bits > 0):
-        raise ValueError(f"a table of {1 << bits} entries for each code, and {'no' if symbols is None else ''} symbols")
+    if (symbols is not None) != (bits > 0) or not 0 <= wanted < 256:
+        given = "no symbols" if symbols is None else "symbols"
+        raise ValueError(f"a table of {1 << bits} entries for each code, {given}, and the code {wanted} to be counted")
     if symbols is not None:
         check_array("symbols", symbols, np.uint8, (size,))
     level = _native.level()

@@ -79,6 +79,8 @@ def test_arrays_that_do_not_fit(path):
         (table, codes, symbols[:-1], False, 0, out),
         (table, codes, None, False, 0, out),
         (table[:, :1].copy(), codes, symbols, False, 0, out),
+        (table, codes, symbols, False, 256, out),
+        (table, codes, symbols, False, -1, out),
         (table, codes, symbols, False, 0, out[1:]),
         (table, codes.astype(np.int16), symbols, False, 0, out),
         (table[:, :7].copy(), codes, symbols, False, 0, out),
