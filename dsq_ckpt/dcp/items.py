@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -20,6 +21,9 @@ from dsq_ckpt.engine.local import LocalShard
 from dsq_ckpt.engine.writing import RankResult
 from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.chunk import ChunkKey
+
+_LOOK_UP = ("resolve_data", "lookup_object", "transform_object")
+"""Methods by which DCP's planner gives tensors of the state dict as they are."""
 
 
 def key_of(item: WriteItem) -> ChunkKey:
@@ -39,10 +43,15 @@ def shards_of(write_items: Iterable[WriteItem], planner: SavePlanner | None = No
 
     With a planner, `load` returns the local tensor, or what was staged in its place.
     """
+    kind = type(planner)
+    is_view = issubclass(kind, DefaultSavePlanner) and all(
+        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _LOOK_UP
+    )
     return [
         LocalShard(
             key_of(item), tuple(item.tensor_data.size), item.tensor_data.properties.dtype,
             partial(_resolved, planner, item), partial(_beside, planner, item),
+            is_view,
         )
         for item in write_items if item.tensor_data is not None
     ]

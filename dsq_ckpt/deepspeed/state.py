@@ -30,7 +30,7 @@ def shards_of(buffers: Iterable[Buffer], rank: int, ranks: int, *, written: bool
     for buffer, slice_ in (pair for pair, own in _assigned(buffers, rank, ranks) if own == written):
         flat = buffer.tensor.detach().view(-1)
         for key, at in _chunks(buffer, slice_):
-            yield LocalShard(key, slice_.shape, flat.dtype, partial(_view, flat, at, key.shape))
+            yield LocalShard(key, slice_.shape, flat.dtype, partial(_view, flat, at, key.shape), is_view=True)
 
 
 def by_chunk(

@@ -15,7 +15,7 @@ from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import QUANTIZABLE, assign, kind_of, second_moment_of
+from dsq_ckpt.quantization.groups import QUANTIZABLE, Assignments, kind_of, second_moment_of
 from dsq_ckpt.quantization.layout import Layout
 
 
@@ -29,6 +29,7 @@ class LocalShard:
         dtype: dtype of the tensor.
         load: returns the chunk, on any device.
         beside: returns the same chunk of the tensor of another name, where that lies on this rank too.
+        is_view: whether `load` returns memory of the state itself, so that what it returned may be kept.
     """
 
     key: ChunkKey
@@ -36,6 +37,7 @@ class LocalShard:
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
     beside: Callable[[str], torch.Tensor] | None = None
+    is_view: bool = False
 
 
 class Attachment(Protocol):
@@ -138,12 +140,13 @@ def layout_of(
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     residual = config.delta.against == "values"
+    assignments = Assignments.under(config.quantize, options.layer_types)
     chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
     for shard in shards:
         fqn = shard.key.fqn
         shapes[fqn] = tuple(shard.size)
         measured = not residual and _has_second_moment(shard, chunks)
-        chosen = assign(fqn, shard.size, shard.dtype, config.quantize, options.layer_types, measured)
+        chosen = assignments.of(fqn, shard.size, shard.dtype, measured)
         if chosen.settings is not None:
             settings.add(chosen.settings)
         lossy = chosen.config is not None and chosen.config.method == "quantize"
@@ -165,30 +168,41 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
         layout: agreed layout of all ranks; None: the chunks of this rank are all there are.
     """
     config = options.config
-    known = {shard.key: shard for shard in shards}
+    known = {shard.key: _Loaded(shard) for shard in shards}
     chunks = {shard.key: shard.dtype for shard in shards}
+    assignments = Assignments.under(config.quantize, options.layer_types)
     items = []
     for shard in shards:
         measured = config.delta.against == "codes" and _has_second_moment(shard, chunks)
         if layout is not None:
             measured = layout.tensors.get(shard.key.fqn, "").endswith("/update")
-        chosen = assign(
-            shard.key.fqn, shard.size, shard.dtype, config.quantize, options.layer_types, measured
-        )
+        chosen = assignments.of(shard.key.fqn, shard.size, shard.dtype, measured)
         second = None
         if chosen.second_moment is not None:
             other = known.get(shard.key._replace(fqn=chosen.second_moment))
-            load = partial(_beside, shard, chosen.second_moment) if other is None else other.load
+            load = partial(_beside, shard, chosen.second_moment) if other is None else other
             second = SecondMoment(chosen.second_moment, load)
         items.append(SaveItem(
-            shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, partial(_loaded, shard),
+            shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, known[shard.key],
             config.storage.on_device, second,
         ))
     return items
 
 
-def _loaded(shard: LocalShard) -> torch.Tensor:
-    return checked(shard.key.fqn, shard.load())
+class _Loaded:
+    """A chunk that was checked; what is a view of the state is looked up once."""
+
+    def __init__(self, shard: LocalShard) -> None:
+        self._shard = shard
+        self._found: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        if self._found is not None:
+            return self._found
+        found: torch.Tensor = checked(self._shard.key.fqn, self._shard.load())
+        if self._shard.is_view:
+            self._found = found
+        return found
 
 
 def _has_second_moment(shard: LocalShard, chunks: Mapping[ChunkKey, torch.dtype]) -> bool:

@@ -126,6 +126,36 @@ def assign(
     return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
 
 
+class Assignments:
+    """What `assign` found for a configuration and layer types, kept for the next save of the same tensors."""
+
+    def __init__(self, config: QuantizeConfig, types: Mapping[str, str] | None) -> None:
+        self._config = config.model_copy(deep=True)  # the caller's has dicts, which may change
+        self._types = None if types is None else dict(types)
+        self._found: dict[tuple[str, tuple[int, ...], torch.dtype, bool], Assignment] = {}
+
+    @classmethod
+    def under(cls, config: QuantizeConfig, types: Mapping[str, str] | None) -> Assignments:
+        """Return those that were made last, if configuration and types are equal to theirs, or new ones."""
+        global _last
+        found = _last
+        if found is None or found._config != config or found._types != types or len(found._found) > _MOST:
+            found = _last = cls(config, types)
+        return found
+
+    def of(self, fqn: str, shape: Sequence[int], dtype: torch.dtype, measured: bool = False) -> Assignment:
+        """Return what `assign` returns."""
+        key = fqn, tuple(shape), dtype, measured
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = assign(fqn, shape, dtype, self._config, self._types, measured)
+        return found
+
+
+_last: Assignments | None = None
+_MOST = 1 << 17
+
+
 def _unquantized(kind: str, dtype: torch.dtype, config: QuantizeConfig, settings: str | None = None) -> Assignment:
     """Assign what is too small or too sensitive for a codebook: weights are exact, moments as `small_moments` asks."""
     chosen: TensorConfig = getattr(config, kind)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dsq_ckpt import DSQConfig
-from dsq_ckpt.quantization.groups import assign, layer_types
+from dsq_ckpt.quantization.groups import Assignments, assign, layer_types
 
 CONFIG = DSQConfig().quantize
 F32 = torch.float32
@@ -68,3 +68,14 @@ def test_rules_come_first():
     assert norms.group == "weights/norms" and norms.config.method == "bf16"
     assert assign("m.fc.weight", (256, 256), F32, config).group == "weights/late"
     assert assign("m.fc.weight", (6, 6), F32, config).config is None, "small tensors stay exact"
+
+
+def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
+    for config in (DSQConfig(), DSQConfig.create({"quantize": {"rules": [{"pattern": "*up*", "exact": True}]}})):
+        for types in (None, {"up.weight": "embedding"}):
+            for name in ("model.up.weight", "optimizer.state.up.weight.exp_avg", "model.norm.weight"):
+                for shape, measured in (((64, 128), True), ((64, 128), False), ((4, 8), False)):
+                    known = Assignments.under(config.quantize, types).of(name, shape, torch.float32, measured)
+                    assert known == assign(name, shape, torch.float32, config.quantize, types, measured)
+                    again = Assignments.under(config.quantize.model_copy(deep=True), types and dict(types))
+                    assert again.of(name, shape, torch.float32, measured) is known
