@@ -26,6 +26,10 @@ from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
 _SETTINGS = "<settings>"
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_USUAL = (torch.Tensor, torch.nn.Parameter)
+"""Classes of nearly all tensors, which are no subclasses."""
+_KNOWN = (DTensor, ShardedTensor, AsyncCollectiveTensor)
+"""Tensors that consist of others, which DCP knows."""
 
 
 def by_parts(state: Any) -> Any:
@@ -68,12 +72,14 @@ def checked(fqn: str, value: Any) -> Any:
     Raises:
         SaveFailed: it is not; the message says what to do.
     """
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | ShardedTensor):  # planned by their shards
-        return value
-    if hasattr(value, "__create_write_items__"):  # these tell their chunks too
-        return value
-    if isinstance(value, AsyncCollectiveTensor):
-        return value.wait()
+    usual = type(value) in _USUAL
+    if not usual:
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | ShardedTensor):  # planned by their shards
+            return value
+        if hasattr(value, "__create_write_items__"):  # these tell their chunks too
+            return value
+        if isinstance(value, AsyncCollectiveTensor):
+            return value.wait()
     if value.layout is not torch.strided:
         raise SaveFailed(f"'{fqn}' has the layout {value.layout}: save its parts, or a dense copy (to_dense())")
     if value.is_quantized or value.dtype in _QUANTIZED:
@@ -87,6 +93,8 @@ def checked(fqn: str, value: Any) -> Any:
         )
     if value.is_meta:
         raise SaveFailed(f"'{fqn}' is on the meta device, so there are no values to save; materialize it first")
+    if usual:
+        return value
     if _consists(value):
         raise SaveFailed(
             f"'{fqn}' is of class {type(value).__name__}, or a part of a distributed tensor of that class, which "
@@ -130,9 +138,9 @@ def object_named(fqn: str) -> Iterator[None]:
 
 def _consists(value: Any) -> bool:
     """Return whether a value is a tensor that consists of other tensors, unknown to DCP."""
-    if isinstance(value, DTensor | ShardedTensor | AsyncCollectiveTensor):
+    if type(value) in _USUAL or not isinstance(value, torch.Tensor):
         return False
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+    return not isinstance(value, _KNOWN) and is_traceable_wrapper_subclass(value)
 
 
 def refuse_cycles(state: Any) -> None:
@@ -154,9 +162,10 @@ def _places(node: Any, way: tuple[tuple[Any, Any], ...] = ()) -> Iterator[tuple[
         )
     entries = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for key, value in entries:
-        if _consists(value):
-            yield node, key
-        else:
+        if isinstance(value, torch.Tensor):
+            if _consists(value):
+                yield node, key
+        elif not isinstance(value, _PLAIN):
             yield from _places(value, (*way, (node, key)))
 
 
