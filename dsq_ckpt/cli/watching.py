@@ -20,7 +20,8 @@ from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.report.history import RunCheckpoint
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import Entry, storage_of
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest, in_order, is_complete
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.storage.order import in_order
 
 _READ_AGAIN = 8  # newest checkpoints, whose refinement may be dropped
 _INTERVALS = 10  # between checkpoints, whose median tells when the next one comes

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +28,7 @@ from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, Loa
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
+from dsq_ckpt.storage.order import in_order
 from dsq_ckpt.storage.sealed import NO_CHECKSUM, checked, sealed
 
 MANIFEST = "manifest.json"
@@ -36,6 +36,8 @@ _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _BASE_NAME = re.compile(r"[0-9a-f]{16}-\d{5,9}\.dsq")
 _MOST = 1 << 28
 """Bytes of a manifest: a million files."""
+_KEPT, _MOST_KEPT = 16, 1 << 18
+"""Manifests that are kept parsed, and the bytes of the largest of these."""
 _AT_ONCE = 16  # requests to an object store
 Role = Literal["own", "ancestor", "index", "refinement", "attachment"]
 
@@ -267,7 +269,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a checkpoint directory.
+        """Read the manifest of a checkpoint directory; nobody changes what this returns, which others get too.
 
         Raises:
             CheckpointNotFound: there is no complete dsq_ckpt checkpoint.
@@ -282,12 +284,19 @@ class Manifest(BaseModel):
             raise CheckpointNotFound(_missing(directory)) from error
         except OSError as error:
             raise unreadable(path, error) from error
-        tree = checked(text, path)
-        try:
-            return cls.model_validate(tree)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return _parsed(text, path) if len(text) <= _MOST_KEPT else _parse(text, path)
+
+
+def _parse(text: bytes, path: Path) -> Manifest:
+    tree = checked(text, path)
+    try:
+        return Manifest.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CorruptCheckpoint(f"'{path}': {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+_parsed = functools.lru_cache(_KEPT)(_parse)  # by all bytes: a save reads its parent's manifest several times
 
 
 def is_complete(directory: Path) -> bool:
@@ -356,22 +365,6 @@ def _read(directory: Path) -> Manifest | DSQError:
         return Manifest.read(directory)
     except DSQError as error:
         return error
-
-
-def in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
-    """Return checkpoints of a run in the order in which they were saved; see `checkpoints`."""
-    created: dict[str, float] = {}
-    for _, manifest in found:
-        created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))
-    before = {manifest.save_id: manifest.comes_after() & created.keys() for _, manifest in found}
-    place = {save_id: (time, 0) for save_id, time in created.items()}
-    try:
-        for save_id in TopologicalSorter(before).static_order():
-            latest = max((place[older] for older in before[save_id]), default=(-math.inf, 0))
-            place[save_id] = max(place[save_id], (latest[0], latest[1] + 1))
-    except CycleError:  # no saves make one
-        pass
-    return sorted(found, key=lambda pair: (place[pair[1].save_id], pair[0].name))
 
 
 def _missing(directory: Path) -> str:

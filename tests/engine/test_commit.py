@@ -96,3 +96,17 @@ def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
     with pytest.raises(dsq_ckpt.SaveFailed, match=r"'w' of shape .* 60 of 2460 elements are missing"):
         dsq_ckpt.save(state(), tmp_path / "a", config=CONFIG)
     assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_a_manifest_that_was_read_before_is_read_again(tmp_path):
+    """What is kept of manifests is kept by their bytes: another one, or a damaged one, is never taken for it."""
+    path = tmp_path / "c"
+    first = dsq_ckpt.save(state(), path, config=CONFIG)
+    assert Manifest.read(path).save_id == Manifest.read(path).save_id == first.save_id
+    second = dsq_ckpt.save(state(1), path, config=CONFIG, overwrite=True)
+    assert Manifest.read(path).save_id == second.save_id != first.save_id
+    text = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").write_bytes(text.replace(b'"ranks": 1', b'"ranks": 2'))
+    for _ in range(2):
+        with pytest.raises(dsq_ckpt.CorruptCheckpoint):
+            Manifest.read(path)

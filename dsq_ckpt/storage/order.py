@@ -1,0 +1,28 @@
+"""The order in which the checkpoints of a run were saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsq_ckpt.storage.manifest import Manifest
+
+
+def in_order(found: Sequence[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    """Return checkpoints of a run in the order in which they were saved; see `checkpoints`."""
+    created: dict[str, float] = {}
+    for _, manifest in found:
+        created[manifest.save_id] = max(manifest.created, created.get(manifest.save_id, manifest.created))
+    before = {manifest.save_id: manifest.comes_after() & created.keys() for _, manifest in found}
+    place = {save_id: (time, 0) for save_id, time in created.items()}
+    try:
+        for save_id in TopologicalSorter(before).static_order():
+            latest = max((place[older] for older in before[save_id]), default=(-math.inf, 0))
+            place[save_id] = max(place[save_id], (latest[0], latest[1] + 1))
+    except CycleError:  # no saves make one
+        pass
+    return sorted(found, key=lambda pair: (place[pair[1].save_id], pair[0].name))
