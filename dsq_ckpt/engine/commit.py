@@ -25,6 +25,7 @@ from dsq_ckpt.errors import CheckpointExists, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.groups import without_effect
+from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.worst import Worst
 from dsq_ckpt.storage import references
@@ -44,10 +45,17 @@ _told: set[tuple[Path, str]] = set()  # rules and groups that were warned of, by
 
 
 class Committed(NamedTuple):
-    """A complete checkpoint; `flushed`: whether its name is on the device, so that older files may be deleted."""
+    """A complete checkpoint.
+
+    Attributes:
+        manifest: its manifest.
+        flushed: whether its name is on the device, so that older files may be deleted.
+        model: what its index tells a child.
+    """
 
     manifest: Manifest
     flushed: bool
+    model: ParentModel
 
 
 @dataclass
@@ -95,9 +103,10 @@ def commit(
     index = _index(context, results, contents, plan)
     files.append(ManifestFile.of(write_index(path, context.save_id, index, config.storage.fsync), "index"))
     manifest = _manifest(path, options, context, results, plan, files)
+    model = ParentModel.of_index(index, manifest.depth)
     flushed = _publish(path, manifest, options.overwrite, config, context.parent if _required(results) else None)
     _warn_of_idle(path, config, contents.tensors, context.layout.settings)
-    return Committed(manifest, flushed)
+    return Committed(manifest, flushed, model)
 
 
 def _check_complete(path: Path, results: Sequence[RankResult], contents: SaveContents) -> None:

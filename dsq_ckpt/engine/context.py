@@ -12,7 +12,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.engine import chain
 from dsq_ckpt.engine.chain import Lineage
-from dsq_ckpt.engine.history import ParentRef
+from dsq_ckpt.engine.history import ParentRef, SaveHistory
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout, ParentModel
@@ -73,7 +73,7 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
         warn(exact)
 
     def context(lineage: Lineage, parent: ParentRef | None) -> SaveContext:
-        model = None if parent is None else _model(parent, layout)
+        model = None if parent is None else _model(parent, layout, options.history)
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
             lineage.lossy_resumes, shared=parent is not None and 0 < parent.place < siblings,
@@ -106,7 +106,13 @@ def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
     )
 
 
-def _model(parent: ParentRef, layout: Layout) -> ParentModel:
-    with Checkpoint(expanded(parent.path)) as checkpoint:
+def _model(parent: ParentRef, layout: Layout, history: SaveHistory) -> ParentModel:
+    known = history.find(parent.save_id)
+    with Checkpoint(expanded(parent.path), lazy=True) as checkpoint:
+        if known is None or known.model is None or checkpoint.manifest.save_id != parent.save_id:
+            model = checkpoint.model()
+        else:
+            model = known.model
+            checkpoint.index_bytes()  # which a load of the parent needs, if not this save
         # Codebooks of values do not fit differences, and those of other differences have other sizes.
-        return ParentModel({}, {}, parent.depth) if layout.residual else checkpoint.model().usable_for(layout)
+        return ParentModel({}, {}, parent.depth) if layout.residual else model.usable_for(layout)

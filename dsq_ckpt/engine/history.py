@@ -24,6 +24,7 @@ import torch
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.runs import run_of
@@ -85,6 +86,7 @@ class KnownCheckpoint:
         loaded: whether it was loaded, so that the next save comes from a restored state.
         complete: whether it is known to be committed; otherwise its manifest tells.
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
+        model: what its index tells a child, where this process wrote that; None: the index is to be read.
     """
 
     save_id: str
@@ -97,6 +99,7 @@ class KnownCheckpoint:
     loaded: bool = False
     complete: bool = False
     suspect: bool = False
+    model: ParentModel | None = None
 
     @property
     def run(self) -> Path:
@@ -185,14 +188,15 @@ class SaveHistory:
             self._known.insert(0, new)
             self._bound()
 
-    def add_committed(self, path: Path, save_id: str) -> None:
-        """Mark a checkpoint as committed: it is the parent of the next save of its state in its run."""
+    def add_committed(self, path: Path, save_id: str, model: ParentModel | None = None) -> None:
+        """Mark a checkpoint as committed: it is the parent of the next save of its state in its run; see `model`."""
         with self._lock:
             found = self.find(save_id)
             if found is None:
                 with suppress(DSQError):  # without its index, nothing can be coded against it either
                     self._known.append(found := KnownCheckpoint(save_id, path.absolute(), _shapes_at(path, save_id)))
             if found is not None:
+                found.model = model or found.model
                 self._complete(found)
             self._bound()
 

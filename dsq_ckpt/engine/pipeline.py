@@ -137,7 +137,7 @@ class SavePipeline:
         committed = commit(self.path, self.options, context, results, contents, self.plan)
         self._target = None  # from here on there is nothing to discard
         self._manifest = committed.manifest
-        self.options.history.add_committed(self.path, context.save_id)
+        self.options.history.add_committed(self.path, context.save_id, committed.model)
         return committed
 
     def retire(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
@@ -102,6 +103,12 @@ class ParentModel:
     books: dict[str, Codebook]
     exponents: dict[str, float]
     depth: int = 0
+
+    @classmethod
+    def of_index(cls, index: Mapping[str, Any], depth: int) -> ParentModel:
+        """Return the model that the index of a checkpoint tells, as it was read or is written."""
+        books = {name: Codebook.from_json(tree) for name, tree in index["codebooks"].items()}
+        return cls(books, dict(index["exponents"]), depth)
 
     def usable_for(self, layout: Layout) -> ParentModel:
         """Return the model without groups that change between linear and log: a linear window misses small values."""

@@ -57,8 +57,7 @@ class Checkpoint(CheckpointFiles):
     def model(self) -> ParentModel:
         """Return the data of this checkpoint that a child needs of its parent."""
         with self.naming(self.manifest.index.name):
-            books = {name: Codebook.from_json(tree) for name, tree in self.index["codebooks"].items()}
-            return ParentModel(books, dict(self.index["exponents"]), self.manifest.depth)
+            return ParentModel.of_index(self.index, self.manifest.depth)
 
     @names_file
     def codebook(self, ref: RecordRef) -> Codebook:

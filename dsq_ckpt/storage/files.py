@@ -81,6 +81,7 @@ class CheckpointFiles(PackReader):
         self.directory = directory
         self._readers: dict[str, ContainerReader] = {}
         self._chunks: dict[str, dict[tuple[int, ...], tuple[list[int], int, int]]] = {}
+        self._required: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()
         for attempt in range(_OFTEN):
             self.manifest = Manifest.read(directory)
@@ -207,11 +208,14 @@ class CheckpointFiles(PackReader):
 
     def requires(self, file: str) -> frozenset[str]:
         """Return all files that decoding a file needs, itself included."""
+        if (known := self._required.get(file)) is not None:
+            return known
         with self.naming(file):
             names = self.reader(file).contents["requires"]
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise CorruptCheckpoint(f"it requires {str(names)[:200]}; expected a list of file names")
-            return frozenset([file, *names])
+            self._required[file] = frozenset([file, *names])
+            return self._required[file]
 
     @names_file
     def chain(self, ref: RecordRef, key: str, types: tuple[str, ...]) -> list[RecordRef]:
@@ -300,7 +304,12 @@ class CheckpointFiles(PackReader):
         except DSQError:
             return None
 
-    def _read_index(self) -> dict[str, Any]:
+    def index_bytes(self) -> bytes:
+        """Return the bytes of the index, which are those that were written.
+
+        Raises:
+            CorruptCheckpoint: they are not.
+        """
         info = self.manifest.index
         path = self.directory / info.name
         try:
@@ -309,7 +318,11 @@ class CheckpointFiles(PackReader):
             raise unreadable(path, error) from error
         if len(data) != info.size or xxhash.xxh3_64_hexdigest(data) != info.checksum:
             raise CorruptCheckpoint(f"'{path}' is not what was written: {len(data)} bytes, expected {info.size}")
-        index: dict[str, Any] = unpack_json(data, f"'{path}'")
+        return data
+
+    def _read_index(self) -> dict[str, Any]:
+        path = self.directory / self.manifest.index.name
+        index: dict[str, Any] = unpack_json(self.index_bytes(), f"'{path}'")
         check_index(index, f"'{path}'", {file.name for file in self.manifest.files if file.role == "own"})
         return {**index, "planner": index["planner"] or None}
 

@@ -11,6 +11,7 @@ from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.saving import save_parts
 
@@ -88,3 +89,15 @@ def test_a_save_that_fails_is_not_kept(tmp_path, monkeypatch):
 def test_what_is_no_history(tmp_path, call):
     with pytest.raises(dsq_ckpt.ConfigError, match=r"history is .*, expected a SaveHistory"):
         call(tmp_path, history={})
+
+
+def test_a_process_knows_of_its_checkpoints_what_their_indexes_tell(tmp_path):
+    history, state = dsq_ckpt.SaveHistory(), {"w": torch.randn(256, 64), "tiny": 1e-12 * torch.randn(256, 64)}
+    for number in range(2):
+        result = dsq_ckpt.save(state, tmp_path / "run" / str(number), history=history)
+        with Checkpoint(tmp_path / "run" / str(number)) as checkpoint:
+            known, read = history.find(result.save_id).model, checkpoint.model()
+        assert known.exponents == read.exponents and known.depth == read.depth == number
+        assert known.books.keys() == read.books.keys() and known.books
+        assert all(known.books[name].to_json() == read.books[name].to_json() for name in read.books)
+        state["w"] = state["w"] + 1e-3 * torch.randn(256, 64)

@@ -148,3 +148,14 @@ def test_errors_are_of_this_package(tag):
     (tag[0] / "manifest.json").unlink()
     with pytest.raises(DSQError, match="did not complete"):
         load(tag[0] / "x_states.pt")
+
+
+def test_what_is_stored_nowhere_is_zero(tag):
+    """Memory that nothing was written to would hold NaN here."""
+    directory, flat, _ = tag
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        assert torch.equal(load(directory / "x_states.pt")["flat"], flat)
+    finally:
+        torch.use_deterministic_algorithms(False)
