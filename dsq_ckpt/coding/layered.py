@@ -93,12 +93,3 @@ def symbols_of(block: bytes | memoryview, codes: Codes, bits: int, scratch: Scra
         return symbols, False
     packed = block if len(block) == whole else shuffle_decompress(block, 1, whole)
     return np.frombuffer(packed, np.uint8), True
-
-
-def decode(block: bytes | memoryview, codes: Codes, bits: int, out: Codes) -> None:
-    """Recover the symbols of a block into `out`, uint8[n]; see `symbols_of`."""
-    symbols, packed = symbols_of(block, codes, bits, Scratch())
-    if packed:
-        kernels.unpack(symbols, bits, out)
-    else:
-        np.copyto(out, symbols)

@@ -127,7 +127,7 @@ def assign(
 
 
 class Assignments:
-    """What `assign` found for a configuration and layer types, kept for the next save of the same tensors."""
+    """Assignments of tensors under a configuration and layer types, kept for the next save of the same tensors."""
 
     def __init__(self, config: QuantizeConfig, types: Mapping[str, str] | None) -> None:
         self._config = config.model_copy(deep=True)  # the caller's has dicts, which may change

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt.core.arrays import F32, F64, Codes
+from dsq_ckpt.core.arrays import F32, F64, I16, Codes
 from dsq_ckpt.kernels.jit import jit
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 
@@ -69,10 +69,10 @@ def step_lengths_on_device(
     for value, code in zip(values.split(step), codes.split(step), strict=True):
         factors = inverse[code.int()].view(-1, columns)
         held = factors > 0
-        found = torch.stack([torch.where(held, value.view(-1, columns).sqrt() * factors, 0.0), held.double()])
-        by_rows.append(found.sum(2))
+        lengths = torch.where(held, value.view(-1, columns).sqrt() * factors, 0.0)
+        by_rows.append(torch.stack([lengths.sum(1), held.sum(1)]))
         if by_column:
-            by_columns += found.sum(1)
+            by_columns += torch.stack([lengths.sum(0), held.sum(0)])
     rows = torch.cat(by_rows, 1) if by_rows else torch.zeros(2, 1, dtype=torch.float64, device=values.device)
     return torch.cat([rows if by_row else rows.sum(1, keepdim=True), by_columns], 1)
 
@@ -109,7 +109,7 @@ def corrected(scales: MatrixScales, blocks: Sequence[StepLengths]) -> tuple[Matr
     return moved, 2 * float(np.log2(total / count * row_factor * column_factor))
 
 
-def _moves(sums: F64, mean: float) -> tuple[Any, float]:
+def _moves(sums: F64, mean: float) -> tuple[I16, float]:
     """Return how far to move each scale, int16, and by which factor that changes the mean."""
     held = sums[0] > 0
     means = np.divide(sums[0], sums[1], where=held, out=np.full(sums.shape[1], mean))

@@ -40,7 +40,7 @@ _checked: set[tuple[Path, str, int]] = set()  # files that were compared with th
 
 
 class Source(NamedTuple):
-    """Where the values of files lie that are loaded: the checkpoint, its refined layer or not, and threads."""
+    """The checkpoint that holds the values of files being loaded, whether they are refined, and the threads."""
 
     directory: Path
     refined: bool

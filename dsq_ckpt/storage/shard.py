@@ -146,7 +146,8 @@ class ShardWriter:
         for task, data, beside in self._workers.map(_Task.run, tasks()):
             let_signals_through()
             protected.append(beside.protected)
-            steps += [] if beside.steps is None else [beside.steps]
+            if beside.steps is not None:
+                steps.append(beside.steps)
             if len(task.chunk.source.codes):
                 base.append(None if data is None else self._base.add(data))
                 if task.chunk.source.refinement_bits:
@@ -165,8 +166,8 @@ class ShardWriter:
         }
         if source.exponent:
             record["exponent"] = source.exponent
-        scales, shift = (None, 0.0) if source.scales is None else corrected(source.scales, steps)
-        if shift := round(shift, 4):  # a factor to 16 bits is all that levels are multiplied by
+        scales, moved = (None, 0.0) if source.scales is None else corrected(source.scales, steps)
+        if shift := round(moved, 4):  # a factor to 16 bits is all that levels are multiplied by
             record["shift"] = shift
         if source.second_moment is not None:
             record["root"] = source.second_moment

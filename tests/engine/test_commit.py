@@ -99,7 +99,7 @@ def test_chunks_that_do_not_cover_are_not_committed(tmp_path, monkeypatch):
 
 
 def test_a_manifest_that_was_read_before_is_read_again(tmp_path):
-    """What is kept of manifests is kept by their bytes: another one, or a damaged one, is never taken for it."""
+    """Parsed manifests are kept by their bytes, so that a replaced or damaged one is never taken for the one before."""
     path = tmp_path / "c"
     first = dsq_ckpt.save(state(), path, config=CONFIG)
     assert Manifest.read(path).save_id == Manifest.read(path).save_id == first.save_id

@@ -5,20 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsq_ckpt.coding import _native
 from dsq_ckpt.quantization.matrix_scales import FACTORS, MatrixScales
+from tests.helpers.coder_paths import path as path
 
 LARGEST = np.float32(np.finfo(np.float32).max)
-
-
-@pytest.fixture(params=_native.PATHS)
-def path(request):
-    """Every path in turn, forced; after the test the package chooses again."""
-    if request.param not in _native.available():
-        pytest.skip(f"this machine has only {_native.available()}")
-    _native.force(request.param)
-    yield request.param
-    _native.force(None)
 
 
 def scales_of(rows, columns, by_row, by_column, reach, seed):
@@ -33,7 +23,7 @@ def scales_of(rows, columns, by_row, by_column, reach, seed):
 @pytest.mark.parametrize("shape", [(40, 100), (3, 5001), (700, 33), (20, 8), (5000, 1), (1, 3000)])
 @pytest.mark.parametrize("reach", [30, 900, 32767])
 def test_products(path, shape, reach):
-    """Of any bit patterns, from any element on, with scales past both ends of the table."""
+    """Multiply any bit patterns, from any element on, by scales past both ends of the table."""
     rows, columns = shape
     for seed, (by_row, by_column) in enumerate([(True, True), (True, False), (False, True)]):
         scales = scales_of(rows, columns, by_row, by_column, reach, seed)

@@ -43,7 +43,7 @@ def assert_steps_are_as_long(saved: dict, path, **options) -> None:
         empty = {"state": {name: {"exp_avg_sq": torch.full_like(v, torch.nan)}}}
         dsq_ckpt.load(empty, path, **options)
         got = empty["state"][name]["exp_avg_sq"]
-        assert abs(lengths(v, got) - 1) < 1e-3, (name, lengths(v, got))
+        assert abs(lengths(v, got) - 1) < 3e-4, (name, lengths(v, got))
         matrix, decoded = (tensor.reshape(len(v), -1) for tensor in (v, got))
         for dim, few in ((1, matrix.shape[1]), (0, matrix.shape[0])):
             if few >= 32 and matrix.shape[dim - 1] > 1:

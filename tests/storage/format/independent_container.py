@@ -77,6 +77,7 @@ def unshuffle(data: bytes, item: int, size: int) -> bytes:  # section 8
 
 def after(earlier: bytes, block: bytes, item: int) -> bytes:  # section 8, differences
     require(item in (1, 2, 4, 8) and len(block) >= 8 * item, "items of which there are differences")
+    require(len(earlier) % item == 0, "whole items of earlier data")
     before, w = np.frombuffer(earlier, f"<u{item}"), 8 * item  # sums and shifts are modulo 2^w
     top, one = before.dtype.type(1 << (w - 1)), before.dtype.type(1)
     exponents, contexts = np.unique((before << one | before >> (w - one)) >> (w - 8), return_inverse=True)
