@@ -254,7 +254,8 @@ class Compressor:
             _tell_left_out(directory, state, extra)
         if self._manager is not None:
             manifest = Manifest.read(directory)
-            self._manager.resume(manifest.config, manifest.quality)
+            refined = refinement is not False and manifest.refinement == "kept"
+            self._manager.resume(manifest, refined=refined)
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}

@@ -18,7 +18,7 @@ _AS_METRIC = "units of the metric"
 _UNITS = {
     "metric": "as evaluate gives it", "check_metric": "as check gives it", "degradation": _SHARE,
     "check_degradation": _SHARE, "predicted_degradation": _SHARE, "noise": _SHARE,
-    "restore_loses": _AS_METRIC, "restore_may_lose": _AS_METRIC, "predicted_bytes": "bytes",
+    "restore_loses": _AS_METRIC, "restore_may_lose": _AS_METRIC, "run_lost": _SHARE, "predicted_bytes": "bytes",
     "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "checks": "calls of check",
     "seconds": "s",
 }

@@ -208,6 +208,11 @@ class SearchConfig(_Strict):
     floor: float = Field(
         0.0002, ge=0, le=0.1, description="relative degradation that a restore may cost however little training gained"
     )
+    max_run_loss: float | None = Field(
+        None, gt=0, le=1, description="relative degradation that all restores of a run together may cost; each may "
+        "cost an equal share of what is left. Where nothing lossy keeps to that, weights are stored exactly"
+    )
+    expected_restores: int = Field(10, ge=1, le=100_000, description="restores of a run that share `max_run_loss`")
     higher_is_better: StrictBool = Field(False, description="the metric is an accuracy, not a loss or a perplexity")
     trials: int | None = Field(
         2, ge=1, le=1000, description="of base layers per checkpoint, once a configuration is known; null: all within "
@@ -234,6 +239,15 @@ class SearchConfig(_Strict):
     def _former_keys(cls, tree: Any) -> Any:
         """Read keys and values by their former names."""
         return current_keys(tree, section="search") if isinstance(tree, dict) else tree
+
+    @model_validator(mode="after")
+    def _restores_are_measured(self) -> SearchConfig:
+        if self.max_run_loss is not None and self.bound != "progress":
+            raise ValueError(
+                f"search.max_run_loss bounds what restores cost, which search.bound '{self.bound}' does not measure; "
+                "set search.bound to 'progress', or leave out max_run_loss"
+            )
+        return self
 
 
 class RefinementConfig(_Strict):

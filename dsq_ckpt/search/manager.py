@@ -23,21 +23,23 @@ from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.space import Point
 from dsq_ckpt.config.systems import SYSTEMS
-from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core import figures
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.trees import by_dotted_key
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, FailedElsewhere, run_on_all_ranks
-from dsq_ckpt.errors import SaveFailed, described
+from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.search.allocation import Allocation, Losses
+from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
 from dsq_ckpt.search.folds import TOO_GOOD, Fold, degradation, keeps
 from dsq_ckpt.search.guided import drive, guided_exhaustive
+from dsq_ckpt.search.measuring import EvaluationFailed, check_fold, measure
 from dsq_ckpt.search.neighbourhood import neighbourhood
-from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, TrialModel
+from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,6 @@ _COMFORTABLE = 1 / 8  # a restore that costs less than this share of its bound i
 _BETTER_VARIANT = 0.5  # another variant must halve the degradation to be switched to
 _MOST_BITS = 8
 _UNCHECKED = 0.75  # of its bound that steps by class may use without `check`: one choice of many flatters itself
-_VISIBLE = 0.1  # relative squared error of weights that any metric must notice
-
-
-class _EvaluationFailed(Exception):
-    """`evaluate` or `check` raised, or gave no finite number; on any rank."""
 
 
 @dataclass
@@ -86,18 +83,21 @@ class ConfigManager:
         if check is not None:
             self.folds.append(Fold("check", check, "check_metric"))
         self._known = _Known()
+        self._budget = RunBudget()
         self._told = False  # that a restore breaks its bound
 
-    def resume(self, config: dict[str, Any], quality: dict[str, Any] | None) -> None:
+    def resume(self, manifest: Manifest, *, refined: bool) -> None:
         """Resume the search of a loaded checkpoint.
 
         Args:
-            config: of its manifest.
-            quality: of its manifest.
+            manifest: of the checkpoint.
+            refined: its refinement layer was loaded too, if it was saved with one.
         """
+        self._budget = RunBudget.after(manifest, refined)
+        quality = manifest.quality
         if not quality or quality.get("chosen") is None:
             return
-        config = current_keys(config, silent=True)
+        config = current_keys(manifest.config, silent=True)
         try:
             loaded = DSQConfig.create(config)
         except ValueError:  # of another version
@@ -131,12 +131,14 @@ class ConfigManager:
         if space is None or not groups:
             return QuantizationPlan(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
+        if self._budget.restores:
+            record["run_lost"] = self._budget.lost
         # What may fail on one rank alone (memory for the copy) must fail on all, before they evaluate together.
         model = run_on_all_ranks(comm, lambda: TrialModel(self._model, local, workers, self._refresh, comm).__enter__())
         save = SaveSearch(sketches, config, space, comm, model, usual, groups)
         try:
             choice = self._searched(save, record)
-        except _EvaluationFailed as failure:
+        except EvaluationFailed as failure:
             choice = self._unbounded(save, record, str(failure))
         finally:
             model.__exit__()
@@ -150,8 +152,11 @@ class ConfigManager:
     def _searched(self, save: SaveSearch, record: dict[str, Any]) -> QuantizationPlan:
         search, known = save.config.search, self._known
         for fold in self.folds:
-            save.metrics[fold.name] = record[fold.key] = self._metrics(save, fold, [None])[0]
-            self._check_fold(save, fold, record)
+            save.metrics[fold.name] = record[fold.key] = measure(save, fold, [None])[0]
+            check_fold(save, fold, record)
+        if not self._budget.share(search):
+            spent = f"restores of this run have cost {figures.percent(self._budget.lost)} of the metric"
+            return self._exact(save, record, f"{spent}, and search.max_run_loss is {search.max_run_loss:g}")
         point, variant = self._base(save, record)
         best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
         if best < -TOO_GOOD:
@@ -187,6 +192,8 @@ class ConfigManager:
         if known.degradation is not None and known.distortion:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
         bits = self._refined(save, candidate, record)
+        if bits is None:
+            return self._exact(save, record, f"no refinement of {_MOST_BITS} bits keeps to search.max_run_loss")
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         analysis = save.refined(candidate, bits)
         self._known = _Known(point, variant, bits, known.comfortable, lost, distortion)
@@ -231,7 +238,7 @@ class ConfigManager:
             own: Losses = {}
             for fold in self.folds if confirm else self.folds[:1]:
                 own[fold.name] = degradation(
-                    self._metrics(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
+                    measure(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
                 )
                 if not keeps(own[fold.name], bound):
                     return False, own
@@ -262,38 +269,38 @@ class ConfigManager:
         for fold in self.folds:
             found = {point: save.degradations.setdefault((point, variant), {}) for point in keeping}
             if new := [point for point in keeping if fold.name not in found[point]]:
-                metrics = self._metrics(save, fold, [save.candidate(point, variant).analysis for point in new])
+                metrics = measure(save, fold, [save.candidate(point, variant).analysis for point in new])
                 for point, metric in zip(new, metrics, strict=True):
                     found[point][fold.name] = degradation(metric, save.metrics[fold.name], search)
             keeping = [point for point in keeping if keeps(found[point][fold.name], search.epsilon)]
         return [point in keeping for point in points]
 
-    def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int:
+    def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int | None:
         """Return the bits of the weights' refinement: as configured, or more if a restore exceeds its bound otherwise.
 
-        With `check` it is measured there alone: what is left of the errors of a base layer that was chosen by
-        `evaluate` may suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
+        None if a restore costs more than its share of what the run may lose with any number of them. With `check` the
+        restore is measured there alone: what is left of the errors of a base layer that was chosen by `evaluate` may
+        suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
         """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
-        if search.bound == "relative" or not configured:
+        if search.max_run_loss is None and (search.bound == "relative" or not configured):
             return configured
         fold = self.folds[-1]
         exact = save.metrics[fold.name]
-        gained = 0.0 if fold.metric is None else max(0.0, fold.metric - exact)
-        if search.higher_is_better:
-            gained = 0.0 if fold.metric is None else max(0.0, exact - fold.metric)
-        allowed = max(search.max_progress_loss * gained, search.floor * abs(exact))
+        allowed = self._budget.allowed(search, fold.metric, exact)
         bits = max(self._known.refinement_bits or 0, configured)
         if self._known.comfortable and bits > configured and save.evaluations["evaluate"] <= 2:  # there is one to spare
             bits -= 1
         while True:
-            metric = self._metrics(save, fold, [save.refined(candidate, bits)], bits)[0]
+            metric = measure(save, fold, [save.refined(candidate, bits)], bits)[0]
             # Also where the metric improves: rounding averages out the noise of late steps, and with it what they
             # learned; such a restore looks good and the run ends worse.
             lost = abs(degradation(metric, exact, search)) * abs(exact)
             if lost <= allowed or bits == _MOST_BITS:
                 break
             bits += 1
+        if search.max_run_loss is not None and lost > self._budget.share(search) * abs(exact):
+            return None
         record |= {"refinement_bits": bits, "restore_loses": lost, "restore_may_lose": allowed}
         if lost > allowed:
             record["satisfied"] = False
@@ -307,15 +314,20 @@ class ConfigManager:
         self._known.comfortable = lost < _COMFORTABLE * allowed
         return bits
 
+    def _exact(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
+        """Return the plan that stores weights exactly, with a warning that says why."""
+        record |= {"chosen": None, "satisfied": False, "reason": why}
+        warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
+        kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
+        analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
+        return QuantizationPlan(analysis, save.config, quality=record)
+
     def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
         """Return the fallback, with a warning, if nothing satisfies the bound or evaluation failed."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known()
-        if save.config.search.fallback == "exact":
-            warn(f"{why}; the weights of this checkpoint are stored exactly", rank=save.comm.rank)
-            kept = {group: fitted for group, fitted in save.usual.fitted.items() if group not in save.groups}
-            analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
-            return QuantizationPlan(analysis, save.config, quality=record)
+        if save.config.search.fallback == "exact" or save.config.search.max_run_loss is not None:
+            return self._exact(save, record, why)
         point = save.most_conservative
         save.always_nearest(point)
         candidate = save.candidate(point, 0)
@@ -326,71 +338,3 @@ class ConfigManager:
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         return QuantizationPlan(save.refined(candidate, bits), config, record)
-
-    def _check_fold(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
-        """Check once that the same model gets the same metric, and another model another."""
-        if fold.sound:
-            return
-        exact = save.metrics[fold.name]
-        again = self._metrics(save, fold, [None])[0]
-        noise = abs(again - exact) / max(abs(exact), 1e-30)
-        if noise:
-            record["noise"] = max(noise, record.get("noise", 0.0))
-        search = save.config.search
-        if noise > search.epsilon or (search.bound == "progress" and noise > search.floor):
-            warn(
-                f"`{fold.name}` is not deterministic: the same weights got {exact:.6g} and {again:.6g}, a "
-                f"difference of {noise:.2%}; that is more than a bound of this search, whose outcome is then chance: "
-                "evaluate on fixed batches, without dropout", rank=save.comm.rank
-            )
-        coarsest = max(
-            (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),
-            key=save.distortion,
-        )
-        if save.distortion(coarsest) > _VISIBLE and self._metrics(save, fold, [coarsest.analysis])[0] == exact:
-            raise _EvaluationFailed(
-                f"`{fold.name}` gave {exact:.6g} for the model and for one whose weights are nearly gone: it must "
-                "evaluate the model that the Compressor was given, with its present weights"
-            )
-
-    def _metrics(
-        self, save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], bits: int = 0
-    ) -> list[float]:
-        """Return the metrics of configurations: of all ranks together, or with `parallel_trials` some by each rank."""
-        parallel, comm = save.config.search.parallel_trials and len(analyses) > 1, save.comm
-        mine = [i for i in range(len(analyses)) if not parallel or i % comm.size == comm.rank]
-        found: dict[int, float] = {}
-        failure: str | None = None
-        changed: str | None = None
-        stopped: BaseException | None = None
-        try:
-            for place in mine:
-                found[place] = save.model.metric(fold.evaluate, analyses[place], bits, fold.name)
-                let_signals_through()
-        except ModelChanged as error:
-            changed = str(error)
-        except EvaluateRaised as error:
-            failure = str(error)
-        except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
-            stopped = error
-        save.evaluations[fold.name] += -(-len(analyses) // comm.size) if parallel else len(analyses)
-        gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))
-        if stopped is not None:
-            raise stopped
-        for rank, (*_, text) in enumerate(gathered):
-            if text is not None:
-                raise FailedElsewhere(f"rank {rank} failed: {text}")
-        for rank, (_, _, text, _) in enumerate(gathered):
-            if text is not None:
-                raise SaveFailed(f"rank {rank}: {text}")
-        failures = [text for _, text, *_ in gathered if text is not None]
-        if failures:
-            raise _EvaluationFailed(failures[0])
-        metrics = []
-        for place, analysis in enumerate(analyses):
-            values = [values[place] for values, *_ in gathered if place in values]
-            mean = sum(values) / len(values)
-            if not math.isfinite(mean) and analysis is None:
-                raise _EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")
-            metrics.append(mean)
-        return metrics

@@ -172,7 +172,8 @@ def test_manifests_are_read_silently(tmp_path):
 
     def resumed(config):
         manager = ConfigManager(torch.nn.Linear(2, 2), lambda: 0.0)
-        manager.resume(config, {"chosen": {"variant": "default", "step": 1.0}, "metric": 1.5})
+        quality = {"chosen": {"variant": "default", "step": 1.0}, "metric": 1.5}
+        manager.resume(manifest.model_copy(update={"config": config, "quality": quality}), refined=True)
         return manager._known
 
     known, texts = warned(lambda: resumed(written))

@@ -1,0 +1,133 @@
+"""`search.max_run_loss`: what all restores of a run together cost is stated once, and kept."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.training import Net, loss_of, train
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+COARSE = {"quantize": {"weights": {"refinement_bits": 1}}, "search": {"max_progress_loss": 1.0, "floor": 0.05}}
+"""Restores may cost much, if nothing bounds the run."""
+EVERY = 5
+
+
+def trained(steps=60):
+    torch.manual_seed(0)  # of dropout
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def compressor_of(model, optimizer, **search):
+    config = {**COARSE, "search": {**COARSE["search"], **search}}
+    return dsq_ckpt.Compressor(model, optimizer, config, lambda: loss_of(model))
+
+
+def changes_of_a_run(directory, restores, **search):
+    """Return the relative change of the loss at each restore, by a process that remembers nothing; and the records."""
+    model, optimizer = trained()
+    compressor = compressor_of(model, optimizer, **search)
+    changes, records = [], []
+    for number in range(restores):
+        path = directory / str(number)
+        compressor.save(path)
+        before = loss_of(model)
+        dsq_ckpt.forget()
+        model, optimizer = trained(0)
+        compressor = compressor_of(model, optimizer, **search)
+        compressor.load(path)
+        changes.append(abs(loss_of(model) / before - 1))
+        records.append(Manifest.read(path).quality)
+        train(model, optimizer, 60 + EVERY * number, 60 + EVERY * (number + 1))
+    return changes, records
+
+
+def test_restores_together_cost_what_the_run_may_lose(tmp_path):
+    unbounded, _ = changes_of_a_run(tmp_path / "unbounded", 5)
+    limit = sum(unbounded) / 4
+    changes, records = changes_of_a_run(tmp_path / "bounded", 5, max_run_loss=limit, expected_restores=5)
+    assert sum(changes) <= limit
+    for number, (change, record) in enumerate(zip(changes, records, strict=True)):
+        left = limit - sum(changes[:number])
+        assert change <= left / (5 - number) * 1.001
+        assert record.get("run_lost", 0.0) == pytest.approx(sum(changes[:number]), abs=1e-6)
+        assert record["satisfied"] and record["restore_may_lose"] <= 1.001 * left / (5 - number) * record["metric"]
+
+
+def test_a_run_that_has_lost_its_share_is_stored_exactly(tmp_path):
+    model, optimizer = trained()
+    compressor_of(model, optimizer).save(tmp_path / "a")
+    strict = compressor_of(model, optimizer, max_run_loss=1e-4)
+    strict.load(tmp_path / "a")
+    train(model, optimizer, 60, 65)
+    spent = r"have cost [\d.]+ % of the metric, and search.max_run_loss is 0.0001"
+    for name in "bc":
+        with pytest.warns(UserWarning, match=f"{spent}; the weights of this checkpoint are stored exactly"):
+            strict.save(tmp_path / name)
+        manifest = Manifest.read(tmp_path / name)
+        assert not any(group.startswith("weights/") for group in manifest.groups) and manifest.lossy
+        assert re.search(spent, manifest.quality["reason"]) and not manifest.quality["satisfied"]
+        exact = loss_of(model)
+        strict.load(tmp_path / name)
+        assert loss_of(model) == exact
+        assert strict.quality["run_lost"] == manifest.quality["run_lost"] > 0, "an exact restore costs nothing"
+
+
+def test_no_refinement_is_fine_enough(tmp_path):
+    model, optimizer = trained()
+    compressor = compressor_of(model, optimizer, max_run_loss=1e-9)
+    with pytest.warns(UserWarning, match=r"no refinement of 8 bits keeps to search.max_run_loss; .* stored exactly"):
+        compressor.save(tmp_path / "a")
+    exact = loss_of(model)
+    compressor.load(tmp_path / "a")
+    assert loss_of(model) == exact
+
+
+def test_an_evaluation_that_fails_leaves_the_weights_exact(tmp_path):
+    model, optimizer = trained()
+    config = {"search": {"max_run_loss": 0.005}}
+    compressor = dsq_ckpt.Compressor(model, optimizer, config, lambda: float("nan"))
+    with pytest.warns(UserWarning, match="the weights of this checkpoint are stored exactly"):
+        compressor.save(tmp_path / "a")
+    assert not any(group.startswith("weights/") for group in Manifest.read(tmp_path / "a").groups)
+
+
+@pytest.mark.filterwarnings("ignore:.*base layer alone")
+@pytest.mark.parametrize("measured", [True, False])
+def test_what_a_restore_has_cost_is_what_was_loaded(tmp_path, measured):
+    """The base layer alone costs its degradation; what no search has measured, all that a run may lose."""
+    model, optimizer = trained()
+    evaluate = (lambda: loss_of(model)) if measured else None
+    first = dsq_ckpt.Compressor(model, optimizer, {"refinement": {"keep_last": 1}}, evaluate)
+    for name in "ab":
+        first.save(tmp_path / name)
+    exact = loss_of(model)
+    later = compressor_of(model, optimizer, max_run_loss=0.5)
+    later.load(tmp_path / "a", refinement="auto")
+    changed = loss_of(model) / exact - 1
+    if measured:
+        later.save(tmp_path / "c")
+        assert later.quality["run_lost"] == pytest.approx(changed, abs=1e-6) and later.quality["satisfied"]
+    else:
+        with pytest.warns(UserWarning, match=r"restores of this run have cost 100 % of the metric"):
+            later.save(tmp_path / "c")
+        assert not any(group.startswith("weights/") for group in Manifest.read(tmp_path / "c").groups)
+
+
+@pytest.mark.parametrize("key, value, named", [
+    ("bound", "relative", "max_run_loss"), ("max_run_loss", 0, "max_run_loss"),
+    ("expected_restores", 0, "expected_restores"),
+])
+def test_settings_that_bound_nothing_are_refused(key, value, named):
+    with pytest.raises(ConfigError, match=f"search.{named}"):
+        dsq_ckpt.DSQConfig.create({"search": {"max_run_loss": 0.005, key: value}})
