@@ -1,4 +1,4 @@
-"""Language workloads: decoders, a mixture of experts and an LSTM over the bytes of Python's standard library."""
+"""Language workloads: decoders, experts, a BERT, an LSTM, adapters, over the bytes of Python's standard library."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import copy
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from gpt import GPT, GPTConfig, StdlibText
 from torch import Tensor, nn
 
-from evaluation.models import LSTM, Bfloat16, Decoder, DecoderConfig
-from evaluation.workloads import Plan, Workload, register, seeded
+from evaluation.models import LSTM, MASK, Bfloat16, Decoder, DecoderConfig, with_adapters
+from evaluation.workloads import NO_TARGET, Plan, Workload, register, seeded
 
 HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 4
+MASKS = 4
+"""Of each held-out row, where bytes are masked, which leaves few to predict."""
 
 
 @cache
@@ -46,7 +50,8 @@ class LanguageWorkload(Workload):
         """
         with seeded(seed):
             model = build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate, betas=betas, weight_decay=0.1)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=plan.rate, betas=betas, weight_decay=0.1)
         super().__init__(name, plan, seed, model, optimizer)
         self.first = first
         self.text = _text(megabytes, context, seed)
@@ -69,6 +74,25 @@ class LanguageWorkload(Workload):
         """Return the settings of every workload, and the version of the standard library."""
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         return super().settings() | {"text": f"standard library of Python {version}"}
+
+
+class MaskedWorkload(LanguageWorkload):
+    """A model of masked bytes, a share of `MASKED` of each row; the others have no target."""
+
+    MASKED = 0.15
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return rows of the training text, masked, and the bytes that were."""
+        return self._masked(super().batch(step)[0], self.seed, step)
+
+    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of files that are not used for training, each masked in several ways, the same each time."""
+        for number, (tokens, _) in enumerate(super().held_out()):
+            yield self._masked(tokens.repeat(MASKS, 1), 0, number)
+
+    def _masked(self, tokens: Tensor, *seed: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.from_numpy(np.random.default_rng(seed).random(tokens.shape) < self.MASKED)
+        return tokens.masked_fill(chosen, MASK), tokens.masked_fill(~chosen, NO_TARGET)
 
 
 @register("gpt")
@@ -137,6 +161,23 @@ def finetune(name: str, seed: int) -> Workload:
     return LanguageWorkload(
         name, plan, seed, lambda: _pretrained(seed), context=64, betas=(0.9, 0.999), first=SHORT.steps
     )
+
+
+@register("lora")
+def lora(name: str, seed: int) -> Workload:
+    """Make the same decoder with adapters on its attention, which alone are trained, on other text."""
+    plan = Plan(steps=400, checkpoint_every=20, batch_size=8, rate=1e-3, warm_up=10, floor=1.0, clip=1.0)
+    return LanguageWorkload(
+        name, plan, seed, lambda: with_adapters(_pretrained(seed)), context=64, betas=(0.9, 0.999), first=SHORT.steps
+    )
+
+
+@register("bert")
+def bert(name: str, seed: int) -> Workload:
+    """Make a masked language model of 0.7 million parameters."""
+    plan = replace(SHORT, steps=800, checkpoint_every=40, batch_size=16)
+    build = partial(Decoder, DecoderConfig(masked=True))
+    return MaskedWorkload(name, plan, seed, build, context=64, betas=(0.9, 0.999))
 
 
 @cache

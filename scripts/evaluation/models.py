@@ -1,4 +1,4 @@
-"""Small networks of the kinds that people train: a Llama-like decoder, a mixture of experts, an LSTM, a ViT.
+"""Small networks of the kinds that people train: decoders, experts, a BERT, an LSTM, a ViT, and adapters (LoRA).
 
 Each has less than a million parameters, so that one core trains it for a few hundred steps within a minute or two.
 """
@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from gpt import VOCAB
 from torch import Tensor, nn
+
+MASK = VOCAB
+"""The token that stands for a masked byte."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class DecoderConfig:
         hidden: Size of the feed-forward layer, of each expert where there are several.
         experts: Feed-forward layers to route between; 1: none is routed.
         active: Experts that serve a token.
+        masked: Bytes see those on both sides, and some are `MASK`, as in BERT; the blocks stay those of a Llama.
     """
 
     layers: int = 4
@@ -34,6 +38,7 @@ class DecoderConfig:
     hidden: int = 352
     experts: int = 1
     active: int = 2
+    masked: bool = False
 
 
 class SwiGLU(nn.Module):
@@ -78,6 +83,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.heads, self.groups, self.head = config.heads, config.groups, config.width // config.heads
+        self.causal = not config.masked
         self.norm_attention = nn.RMSNorm(config.width)
         self.query = nn.Linear(config.width, config.width, bias=False)
         self.key = nn.Linear(config.width, self.groups * self.head, bias=False)
@@ -93,7 +99,9 @@ class DecoderBlock(nn.Module):
         query = self.query(y).view(batch, time, self.heads, self.head).transpose(1, 2)
         key = self.key(y).view(batch, time, self.groups, self.head).transpose(1, 2)
         value = self.value(y).view(batch, time, self.groups, self.head).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            _rotated(query), _rotated(key), value, is_causal=self.causal, enable_gqa=True
+        )
         x = x + self.output(mixed.transpose(1, 2).reshape(batch, time, width))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -104,10 +112,11 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig | None = None) -> None:
         super().__init__()
         config = config or DecoderConfig()
-        self.bytes = nn.Embedding(VOCAB, config.width)
+        tokens = VOCAB + config.masked
+        self.bytes = nn.Embedding(tokens, config.width)
         self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
-        self.head = nn.Linear(config.width, VOCAB, bias=False)
+        self.head = nn.Linear(config.width, tokens, bias=False)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -135,6 +144,32 @@ class LSTM(nn.Module):
         """Return the logits of the next byte, `(batch, time, 256)`, for int64 `tokens` of `(batch, time)`."""
         logits: Tensor = self.head(self.layers(self.bytes(tokens))[0])
         return logits
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer and a trained product of two thin matrices beside it (Hu et al. 2021)."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 8, alpha: float = 16.0) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.scale = alpha / rank
+        self.down = nn.Parameter(torch.randn(rank, linear.in_features) * linear.in_features**-0.5)
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `(..., in_features)` to `(..., out_features)`."""
+        y: Tensor = self.linear(x) + F.linear(F.linear(x, self.down), self.up) * self.scale
+        return y
+
+
+def with_adapters(model: nn.Module, layers: tuple[str, ...] = ("query", "key", "value", "output")) -> nn.Module:
+    """Freeze a model, and put a `LoRA` in place of each linear layer of these names."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name in layers:
+            if isinstance(linear := getattr(module, name, None), nn.Linear):
+                setattr(module, name, LoRA(linear))
+    return model
 
 
 class ViT(nn.Module):

@@ -24,6 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 NOISE_FLOOR, NOISE = "noise", 1e-6
 """The system whose restores are exact but for a relative noise, about what a change in the order of sums does."""
 
+NO_TARGET = -100
+"""A target that is not to be predicted: what torch's cross-entropy ignores by default."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -89,7 +92,7 @@ class Workload(ABC):
             "workload": self.name, "seed": self.seed, **asdict(self.plan), "model": type(self.model).__name__,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "optimizer": type(self.optimizer).__name__, "data_checksum": self.data_checksum(),
-            "held_out": sum(targets.numel() for _, targets in self.held_out()),
+            "held_out": sum(int((targets != NO_TARGET).sum()) for _, targets in self.held_out()),
         }
 
     def train(self, first: int, last: int, after_backward: Callable[[], None] | None = None) -> None:
@@ -152,7 +155,7 @@ class Workload(ABC):
             value, count = 0.0, 0
             for inputs, targets in self.held_out():
                 value += total(self.model(inputs), targets).item()
-                count += targets.numel()
+                count += int((targets != NO_TARGET).sum())
         finally:
             self.model.train(training)
         return value / count

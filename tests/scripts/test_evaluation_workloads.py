@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from evaluate import app
-from evaluation import Workload, create, names, vision
+from evaluation import Workload, create, language, names, vision
+from evaluation.models import MASK, Decoder
 from evaluation.recording import GRADIENT_WEIGHT, GradientAverage, default_directory, load_recording, record
-from evaluation.workloads import Plan, cache_directory
+from evaluation.workloads import NO_TARGET, Plan, cache_directory
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,14 +142,43 @@ def test_restore_continues_identically() -> None:
     _assert_continues(create("gpt-tiny"), create("gpt-tiny"), 5, 12)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bf16", "moe", "lstm"])
+@pytest.mark.parametrize("name", ["llama", "llama-bf16", "moe", "lstm", "bert"])
 def test_other_kinds_of_models_continue_identically(name: str) -> None:
     """Tied weights, computing in bfloat16, experts that a batch may leave without gradients, recurrence."""
     _assert_continues(create(name, 2), create(name, 2), 2, 4)
 
 
-def test_vit_continues_identically() -> None:
-    _assert_continues(_small_vision("vit", 2), _small_vision("vit", 2), 1, 2)
+@pytest.mark.parametrize("name", ["vit", "vgg"])
+def test_vision_with_adam_continues_identically(name: str) -> None:
+    _assert_continues(_small_vision(name, 2), _small_vision(name, 2), 1, 2)
+
+
+def test_adapters_alone_are_trained(monkeypatch) -> None:
+    weights = Decoder().state_dict()
+    monkeypatch.setattr(language, "_llama_weights", lambda seed: weights)
+    workload = create("lora", 1)
+    _assert_continues(workload, create("lora", 1), 2, 4)
+    frozen = {name: value for name, value in workload.model.named_parameters() if not value.requires_grad}
+    trained = {name for name, value in workload.model.named_parameters() if value.requires_grad}
+    assert len(trained) == 2 * 4 * 4 and all(name.endswith((".up", ".down")) for name in trained)
+    for name, value in frozen.items():
+        assert value.equal(weights[name.replace(".linear.", ".")]), name
+
+
+def test_masked_bytes_alone_are_predicted() -> None:
+    workload = create("bert", 3)
+    original = super(language.MaskedWorkload, workload).batch(7)[0]
+    tokens, targets = workload.batch(7)
+    masked = tokens == MASK
+    assert 0.1 < masked.float().mean() < 0.2
+    assert tokens[~masked].equal(original[~masked]) and targets[masked].equal(original[masked])
+    assert (targets[~masked] == NO_TARGET).all()
+    with torch.no_grad():
+        expected = sum(float(torch.nn.functional.cross_entropy(
+            workload.model(one).flatten(0, 1), other.flatten(), reduction="sum"
+        )) for one, other in workload.held_out())
+    count = sum(int((other >= 0).sum()) for _, other in workload.held_out())
+    assert workload.evaluate() == pytest.approx(expected / count) and workload.settings()["held_out"] == count
 
 
 def test_callback_sees_clipped_gradients() -> None:
