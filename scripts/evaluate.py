@@ -7,6 +7,7 @@
     python scripts/evaluate.py ablations gpt --json ablations.json    # what each part of a system is worth there
     python scripts/evaluate.py online gpt --json online.json          # every system in a run that fails ten times
     python scripts/evaluate.py oneshot llama vit --json oneshot.json  # one checkpoint by itself, within a bound
+    python scripts/evaluate.py transfer llama vit --json transfer.json  # fine-tuning from what that gives back
     python scripts/evaluate.py resume llama --json resume.json        # steps that a restore costs the next hundred
     python scripts/evaluate.py resume-deepspeed --json resume-deepspeed.json  # the same from DeepSpeed's tags
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
@@ -33,6 +34,7 @@ from evaluation import report as results
 from evaluation import resume as resumed
 from evaluation import resume_deepspeed as restarted_tags
 from evaluation import rework as rework_runs
+from evaluation import transfer as transferred
 from evaluation.peers import comparison as beside
 from evaluation.peers.environment import PeerMissingError
 from evaluation.recording import default_directory, load_recording
@@ -273,6 +275,25 @@ def oneshot(
                 kept.add(settings, {"rows": list(one_shot.compare(name, number, bound, own, console.print))})
     rows = [row for part in kept.rows for row in part["rows"]]
     results.show("one checkpoint by itself", one_shot.COLUMNS, rows, one_shot.NOTES)
+
+
+@app.command()
+def transfer(
+    workload: list[str] = WORKLOADS,
+    seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
+    json_path: Path | None = ROWS,
+) -> None:
+    """Fine-tune on another task from what every system's compressed checkpoint gives back, at three bounds."""
+    chosen, own = _known(workload, transferred.TASKS), list(transferred.SYSTEMS)
+    kept = _rows_in(json_path, "transfer", {"workload": chosen, "seed": seed, "systems": own})
+    for name in chosen:
+        for number in seed:
+            settings = {"workload": name, "seed": number, "bounds": list(transferred.BOUNDS), "systems": own}
+            if kept.find(settings) is None:
+                made = transferred.compare(name, number, transferred.BOUNDS, own, console.print)
+                kept.add(settings, {"rows": list(made)})
+    rows = [row for part in kept.rows for row in part["rows"]]
+    results.show("fine-tuning from compressed checkpoints", transferred.COLUMNS, rows, transferred.NOTES)
 
 
 @app.command()

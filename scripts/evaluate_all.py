@@ -39,6 +39,7 @@ online-llama-seed0      evaluate.py online llama --systems noise,dsq,inshrinkera
 resume                  evaluate.py resume llama lstm --config default --share 0.3 --share 0.6
 resume-deepspeed        evaluate.py resume-deepspeed
 oneshot                 evaluate.py oneshot llama
+transfer                evaluate.py transfer llama
 ablations-llama-seed0   evaluate.py ablations llama --part coders
 ablations-timings       evaluate.py ablations llama --part timings --elements 1048576 --repeats 1
 rework-gpt-tiny-seed0   evaluate.py rework gpt-tiny --systems lc,topn,scar --every 2 --trials 5
@@ -116,6 +117,9 @@ online-kinds            evaluate.py online vit --systems dsq,inshrinkerator,nois
 online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 online-kinds            evaluate.py online moe --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 online-kinds            evaluate.py online finetune --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
+online-kinds            evaluate.py online vgg --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-kinds            evaluate.py online bert --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-kinds            evaluate.py online lora --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05 --failures 5
                           --per-failure 4
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --failures 20
@@ -157,6 +161,7 @@ resume-vit              evaluate.py resume vit --config default
                           --seed 2 --share 0.2 --share 0.4 --share 0.7
 resume-deepspeed        evaluate.py resume-deepspeed --seed 0 --seed 1 --seed 2
 oneshot                 evaluate.py oneshot vit llama lstm moe resnet
+transfer                evaluate.py transfer llama vit
 ablations-resnet-seed0  evaluate.py ablations resnet
 ablations-timings       evaluate.py ablations resnet --part timings
 rework-mlr-seed0        evaluate.py rework mlr --every 2 --trials 10 --rate 0.005

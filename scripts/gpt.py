@@ -113,19 +113,22 @@ class StdlibText:
     of it. A run may therefore stop and go on with another number of ranks and sees the same global batches.
     """
 
-    def __init__(self, megabytes: float = 4.0, context: int = 128, seed: int = 0) -> None:
+    def __init__(
+        self, megabytes: float = 4.0, context: int = 128, seed: int = 0, files: Iterable[Path] | None = None
+    ) -> None:
         """Read the text.
 
         Args:
             megabytes: Total size of the two splits, in millions of bytes.
             context: Bytes per row.
             seed: Seed of the batches.
+            files: Others than the standard library's, in order.
         """
         self.context = context
         self.seed = seed
         splits: tuple[list[bytes], list[bytes]] = ([], [])
         room = int(megabytes * 1e6)
-        for index, path in enumerate(stdlib_files()):
+        for index, path in enumerate(stdlib_files() if files is None else files):
             content = path.read_bytes()[:room]
             splits[index % VALIDATION_EVERY == VALIDATION_EVERY - 1].append(content)
             room -= len(content)

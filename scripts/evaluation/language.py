@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,15 @@ MASKS = 4
 
 
 @cache
-def _text(megabytes: float, context: int, seed: int) -> StdlibText:
+def _text(megabytes: float, context: int, seed: int, headers: bool) -> StdlibText:
     """Read the text once in a process: finding the files takes longer than the steps of a test."""
-    return StdlibText(megabytes, context, seed)
+    return StdlibText(megabytes, context, seed, _headers() if headers else None)
+
+
+def _headers() -> list[Path]:
+    """Return the C++ headers of PyTorch that people wrote, in sorted order."""
+    root = Path(torch.__file__).parent / "include"
+    return sorted(path for part in ("c10", "torch/csrc") for path in (root / part).rglob("*.h"))
 
 
 class LanguageWorkload(Workload):
@@ -34,7 +41,7 @@ class LanguageWorkload(Workload):
 
     def __init__(
         self, name: str, plan: Plan, seed: int, build: Callable[[], nn.Module], context: int = 128,
-        megabytes: float = 4.0, betas: tuple[float, float] = (0.9, 0.95), first: int = 0,
+        megabytes: float = 4.0, betas: tuple[float, float] = (0.9, 0.95), first: int = 0, headers: bool = False,
     ) -> None:
         """Make the workload.
 
@@ -47,6 +54,7 @@ class LanguageWorkload(Workload):
             megabytes: Of text.
             betas: Of AdamW.
             first: Number of the first step's batch: another run may have seen those before.
+            headers: The text is that of PyTorch's C++ headers.
         """
         with seeded(seed):
             model = build()
@@ -54,7 +62,8 @@ class LanguageWorkload(Workload):
         optimizer = torch.optim.AdamW(trained, lr=plan.rate, betas=betas, weight_decay=0.1)
         super().__init__(name, plan, seed, model, optimizer)
         self.first = first
-        self.text = _text(megabytes, context, seed)
+        self.headers = headers
+        self.text = _text(megabytes, context, seed, headers)
         # Other rows for every seed, as in scripts/train_fsdp.py: losses compare within a seed.
         self._held_out = list(self.text.validation_batches(HELD_OUT_BATCHES, 0, 1, HELD_OUT_ROWS))
 
@@ -67,13 +76,13 @@ class LanguageWorkload(Workload):
         return iter(self._held_out)
 
     def data_checksum(self) -> int:
-        """Return the checksum of the text, which is the standard library of the running Python."""
+        """Return the checksum of the text, which is that of the running Python or PyTorch."""
         return zlib.crc32(self.text.validation.tobytes(), zlib.crc32(self.text.train.tobytes()))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of every workload, and the version of the standard library."""
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        return super().settings() | {"text": f"standard library of Python {version}"}
+        """Return the settings of every workload, and whose text it is."""
+        python = f"standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
+        return super().settings() | {"text": f"headers of PyTorch {torch.__version__}" if self.headers else python}
 
 
 class MaskedWorkload(LanguageWorkload):
@@ -170,6 +179,13 @@ def lora(name: str, seed: int) -> Workload:
     return LanguageWorkload(
         name, plan, seed, lambda: with_adapters(_pretrained(seed)), context=64, betas=(0.9, 0.999), first=SHORT.steps
     )
+
+
+@register("headers")
+def headers(name: str, seed: int) -> Workload:
+    """Make the decoder of `llama`, untrained, to learn C++ in half its steps at a third of its rate."""
+    plan = Plan(steps=200, checkpoint_every=20, batch_size=8, rate=1e-3, warm_up=20, floor=0.1, clip=1.0)
+    return LanguageWorkload(name, plan, seed, Decoder, context=64, betas=(0.9, 0.98), headers=True)
 
 
 @register("bert")

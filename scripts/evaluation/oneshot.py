@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,66 @@ ratio: bytes of the model's state dict over those of all files; degradation: rel
 that the search saw"""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model at the end of its training.
+
+    Attributes:
+        run: name and seed of the workload.
+        model: the model, in evaluation mode; its weights change with each compression.
+        weights: its state dict as trained.
+        seen: held-out batches that a search sees.
+        confirming: others, for `check`.
+        unseen: others, which tell what compressed weights really cost.
+    """
+
+    run: str
+    model: nn.Module
+    weights: dict[str, Tensor]
+    seen: list[tuple[Tensor, Tensor]]
+    confirming: list[tuple[Tensor, Tensor]]
+    unseen: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, name: str, seed: int, report: Callable[[str], None]) -> Trained:
+        """Train a workload to its end."""
+        workload = create(name, seed)
+        report(f"{name}, seed {seed}: {workload.steps} steps")
+        workload.train(0, workload.steps)
+        model = workload.model.eval()
+        batches = list(workload.held_out())
+        weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        return cls(f"{name}, seed {seed}", model, weights, batches[::3], batches[1::3], batches[2::3])
+
+    def compressed(self, system: str, bound: float) -> tuple[Row, dict[str, Tensor]]:
+        """Return the row of a system, one of `SYSTEMS`, at a bound, and the weights that its checkpoint gives back.
+
+        Raises:
+            DSQError: the system does not serve this model.
+        """
+        self.model.load_state_dict(self.weights)
+        exact = _loss(self.model, self.unseen)
+        with tempfile.TemporaryDirectory() as directory:
+            path, started = Path(directory) / "compressed", time.perf_counter()
+            found = dsq_ckpt.compress(
+                self.model, path, config={"system": system.split(",")[0]},
+                evaluate=lambda: _loss(self.model, self.seen),
+                check=(lambda: _loss(self.model, self.confirming)) if system == CHECKED else None,
+                max_degradation=bound, probes=0 if system == UNIFORM else PROBES,
+            )
+            seconds = time.perf_counter() - started
+            read: dict[str, Any] = {key: torch.zeros_like(value) for key, value in self.weights.items()}
+            dsq_ckpt.load(read, path)
+        self.model.load_state_dict(read)
+        quality = found["quality"]
+        return {
+            "run": self.run, "name": system, "bound": bound, "ratio": found["bytes_logical"] / found["bytes_kept"],
+            "degradation": quality.get("degradation"), "satisfied": quality["satisfied"],
+            "other": _loss(self.model, self.unseen) / exact - 1, "evaluations": quality["evaluations"],
+            "seconds": seconds, "steps": quality.get("steps"),
+        }, read
+
+
 def compare(
     name: str, seed: int, bound: float, systems: Sequence[str], report: Callable[[str], None]
 ) -> Iterator[Row]:
@@ -51,38 +112,13 @@ def compare(
     Yields:
         One row per system.
     """
-    workload = create(name, seed)
-    report(f"{name}, seed {seed}: {workload.steps} steps")
-    workload.train(0, workload.steps)
-    model = workload.model.eval()
-    batches = list(workload.held_out())
-    seen, confirming, unseen = batches[::3], batches[1::3], batches[2::3]
-    trained = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    exact = _loss(model, unseen)
+    trained = Trained.of(name, seed, report)
     for system in systems:
-        model.load_state_dict(trained)
-        row: Row = {"run": f"{name}, seed {seed}", "name": system, "bound": bound}
-        with tempfile.TemporaryDirectory() as directory:
-            path, started = Path(directory) / "compressed", time.perf_counter()
-            try:
-                found = dsq_ckpt.compress(
-                    model, path, config={"system": system.split(",")[0]}, evaluate=lambda: _loss(model, seen),
-                    check=(lambda: _loss(model, confirming)) if system == CHECKED else None, max_degradation=bound,
-                    probes=0 if system == UNIFORM else PROBES,
-                )
-            except DSQError as error:
-                yield row | {"skipped": " ".join(str(error).split())}
-                continue
-            seconds = time.perf_counter() - started
-            read: dict[str, Any] = {key: torch.zeros_like(value) for key, value in trained.items()}
-            dsq_ckpt.load(read, path)
-        model.load_state_dict(read)
-        quality = found["quality"]
-        row |= {
-            "ratio": found["bytes_logical"] / found["bytes_kept"], "degradation": quality.get("degradation"),
-            "satisfied": quality["satisfied"], "other": _loss(model, unseen) / exact - 1,
-            "evaluations": quality["evaluations"], "seconds": seconds, "steps": quality.get("steps"),
-        }
+        try:
+            row, _ = trained.compressed(system, bound)
+        except DSQError as error:
+            yield {"run": trained.run, "name": system, "bound": bound, "skipped": " ".join(str(error).split())}
+            continue
         report(f"  {system}: {row['ratio']:.1f}x, {row['other']:+.2%} on other batches")
         yield row
 
