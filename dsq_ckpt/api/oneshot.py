@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,7 +148,9 @@ def compress(
         save_collectively(target, lambda: _share(opened, comm), options, comm)
 
     def about() -> dict[str, Any] | None:
-        return {**describe(target), "quality": Manifest.read(target).quality} if comm.rank == 0 else None
+        if comm.rank != 0:
+            return None
+        return {**describe(target), "quality": copy.deepcopy(Manifest.read(target).quality)}
 
     result = gather_from_all_ranks(comm, about)[0]
     assert result is not None

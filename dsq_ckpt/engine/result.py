@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class SaveResult:
         logical = sum(sizes.logical for sizes in manifest.kinds.values())
         return cls(
             path, manifest.save_id, written, logical, manifest.depth, manifest.seconds, manifest.refinement,
-            manifest.quality,
+            copy.deepcopy(manifest.quality),  # the caller's to change, where others get this manifest too
         )
 
     @property

@@ -119,6 +119,17 @@ def test_resuming_continues_the_search(tmp_path):
     assert resumed.quality["search"] == "neighbourhood"
 
 
+def test_what_a_caller_changes_in_a_result_is_in_no_checkpoint(tmp_path):
+    """The second save writes the manifest of the first one again, which is kept parsed."""
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"refinement": {"keep_last": 1}}, lambda: loss_of(model))
+    quality = dict((result := compressor.save(tmp_path / "a")).quality)
+    result.quality["model"] = model
+    compressor.save(tmp_path / "b")
+    manifest = Manifest.read(tmp_path / "a")
+    assert manifest.refinement == "dropped" and manifest.quality == quality
+
+
 def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer, config={"refinement": {"keep_last": 1}})

@@ -13,6 +13,7 @@ from torch import nn
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, SaveFailed
 from dsq_ckpt.api.oneshot import _bounded
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.source_files import plain_state, write_safetensors, write_torch
 from tests.helpers.states import differences, loaded
 
@@ -88,6 +89,8 @@ def test_a_bound_is_kept(tmp_path):
         assert measured(path, model) == pytest.approx(quality["degradation"], abs=1e-6)
         assert result["refinement"] == "none"
         sizes.append(result["by_kind"]["weights"]["bytes_base"])
+        quality.clear()  # the caller's own, while parsed manifests are kept
+        assert Manifest.read(path).quality["satisfied"]
     assert sizes[1] < sizes[0]
     assert differences(model.state_dict(), before) == []
 
