@@ -203,8 +203,12 @@ class CodedChunk:
     @classmethod
     def of(cls, source: CodeSource, workers: Workers) -> CodedChunk:
         """Ask `source` for all its blocks."""
-        blocks = list(workers.blocks(len(source.codes)))
-        data = {where.start: beside for where, beside in zip(blocks, workers.map(source.block, blocks), strict=True)}
+        blocks, data = list(workers.blocks(len(source.codes))), dict[int, BlockData]()
+        steps = None if source.scales is None else StepLengths.none(source.scales)
+        for where, beside in zip(blocks, workers.map(source.block, blocks), strict=True):
+            if steps is not None and beside.steps is not None:
+                steps.add(beside.steps)
+            data[where.start] = beside._replace(steps=None if where.start else steps)  # one for all blocks
         return cls(
             source.key, source.group, source.exponent, source.codes, source.parent, source.refinement_bits, data,
             source.second_moment, source.scales,

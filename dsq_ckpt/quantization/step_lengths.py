@@ -8,7 +8,6 @@ rows and columns are moved after quantization, and the levels of a chunk are mul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,14 +26,30 @@ class StepLengths(NamedTuple):
     """Sums over some elements of a chunk, and the numbers of elements: of sqrt(v / v').
 
     Attributes:
-        first: row of the first of them.
+        row: of the first of them.
         rows: float64[2, r], sum and number by row; of all together, where rows have no scales.
-        columns: float64[2, c], by column; float64[2, 1], unused, where columns have no scales.
+        column: of the first of `columns`.
+        columns: float64[2, c], by column, on to the next row, where they are fewer than a row; in means of their rows,
+            where rows have scales. float64[2, 1], unused, where columns have no scales.
     """
 
-    first: int
+    row: int
     rows: F64
+    column: int
     columns: F64
+
+    @classmethod
+    def none(cls, scales: MatrixScales) -> StepLengths:
+        """Return the sums of a chunk to which those of its blocks are to be added."""
+        return cls(0, np.zeros((2, max(1, len(scales.by_row)))), 0, np.zeros((2, max(1, len(scales.by_column)))))
+
+    def add(self, block: StepLengths) -> None:
+        """Add the sums of a block to these, which are of its whole chunk."""
+        self.rows[:, block.row : block.row + block.rows.shape[1]] += block.rows
+        left = self.columns[:, block.column :]
+        size = min(left.shape[1], block.columns.shape[1])
+        left[:, :size] += block.columns[:, :size]
+        self.columns[:, : block.columns.shape[1] - size] += block.columns[:, size:]
 
 
 def step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScales, start: int) -> StepLengths:
@@ -47,13 +62,13 @@ def step_lengths(values: F32, codes: Codes, levels: F64, scales: MatrixScales, s
         scales: of the chunk.
         start: place of the block's first element in the chunk.
     """
-    by_row, by_column = len(scales.by_row) > 0, len(scales.by_column) > 1
-    columns = scales.columns if by_row or by_column else max(1, len(values))
-    first = start // columns if by_row else 0
-    last = (start + max(len(values), 1) - 1) // columns if by_row else 0
-    found = StepLengths(first, np.zeros((2, last + 1 - first)), np.zeros((2, columns if by_column else 1)))
-    offset = start % columns if by_row or by_column else 0
-    _add(values, codes, _inverse_roots(levels), offset, columns, by_row, by_column, found.rows, found.columns)
+    by_row, by_column, n = len(scales.by_row) > 0, len(scales.by_column) > 1, max(1, len(values))
+    columns = scales.columns if by_row or by_column else n
+    row, column = divmod(start, columns) if by_row or by_column else (0, 0)
+    rows = (column + n - 1) // columns + 1 if by_row else 1
+    sums = np.zeros((2, min(columns, n) if by_column else 1))  # not of all columns: a row may be longer than a block
+    found = StepLengths(row if by_row else 0, np.zeros((2, rows)), column if columns > n and by_column else 0, sums)
+    _add(values, codes, _inverse_roots(levels), column, columns, by_row, by_column, found.rows, sums)
     return found
 
 
@@ -63,27 +78,31 @@ def step_lengths_on_device(
     """Return the sums for a whole chunk, as `unpacked` takes them; float64, on the device of the values."""
     inverse = torch.from_numpy(_inverse_roots(levels)).to(values.device)
     by_row, by_column = len(scales.by_row) > 0, len(scales.by_column) > 1
-    columns = scales.columns if by_row or by_column else max(1, values.numel())
+    columns = scales.columns if by_row or by_column else 1
     step = max(1, _TOGETHER // columns) * columns
     by_rows, by_columns = [], torch.zeros(2, columns if by_column else 1, dtype=torch.float64, device=values.device)
     for value, code in zip(values.split(step), codes.split(step), strict=True):
-        factors = inverse[code.int()].view(-1, columns)
-        held = factors > 0
-        lengths = torch.where(held, value.view(-1, columns).sqrt() * factors, 0.0)
-        by_rows.append(torch.stack([lengths.sum(1), held.sum(1)]))
+        factors = inverse[code.int()]
+        held = (factors > 0).view(-1, columns)
+        lengths = torch.where(held, (value.sqrt() * factors).view(-1, columns), 0.0)
+        dims = 1 if by_row else (0, 1)
+        rows = torch.stack([lengths.sum(dims), held.sum(dims)]).view(2, -1)
         if by_column:
+            if by_row:
+                lengths *= (rows[1] / torch.where(rows[0] > 0, rows[0], 1.0))[:, None]
             by_columns += torch.stack([lengths.sum(0), held.sum(0)])
-    rows = torch.cat(by_rows, 1) if by_rows else torch.zeros(2, 1, dtype=torch.float64, device=values.device)
+        by_rows.append(rows)
+    rows = torch.cat(by_rows, 1)
     return torch.cat([rows if by_row else rows.sum(1, keepdim=True), by_columns], 1)
 
 
 def unpacked(found: F64, scales: MatrixScales) -> StepLengths:
     """Return the sums that came from a device."""
     rows = max(1, len(scales.by_row))
-    return StepLengths(0, found[:, :rows], found[:, rows:])
+    return StepLengths(0, found[:, :rows], 0, found[:, rows:])
 
 
-def corrected(scales: MatrixScales, blocks: Sequence[StepLengths]) -> tuple[MatrixScales, float]:
+def corrected(scales: MatrixScales, steps: StepLengths) -> tuple[MatrixScales, float]:
     """Return scales for the decoder, and the log2 of the factor that levels are multiplied by.
 
     By these, the mean of sqrt(v / v') is 1 in the chunk, and in its rows and columns as nearly as eighths of an octave
@@ -91,17 +110,13 @@ def corrected(scales: MatrixScales, blocks: Sequence[StepLengths]) -> tuple[Matr
 
     Args:
         scales: by which the values were divided.
-        blocks: sums for all blocks of the chunk.
+        steps: sums for the chunk.
     """
-    rows, columns = np.zeros((2, max(1, len(scales.by_row)))), np.zeros((2, max(1, len(scales.by_column))))
-    for block in blocks:
-        rows[:, block.first : block.first + block.rows.shape[1]] += block.rows
-        columns += block.columns
-    total, count = rows.sum(1)
+    total, count = steps.rows.sum(1)
     if not total > 0:
         return scales, 0.0
-    by_row, row_factor = _moves(rows, total / count)
-    by_column, column_factor = _moves(columns, total / count)
+    by_row, row_factor = _moves(steps.rows)
+    by_column, column_factor = _moves(steps.columns)
     moved = replace(
         scales, by_row=scales.by_row + by_row[: len(scales.by_row)],
         by_column=scales.by_column + by_column[: len(scales.by_column)],
@@ -109,13 +124,14 @@ def corrected(scales: MatrixScales, blocks: Sequence[StepLengths]) -> tuple[Matr
     return moved, 2 * float(np.log2(total / count * row_factor * column_factor))
 
 
-def _moves(sums: F64, mean: float) -> tuple[I16, float]:
+def _moves(sums: F64) -> tuple[I16, float]:
     """Return how far to move each scale, int16, and by which factor that changes the mean."""
-    held = sums[0] > 0
-    means = np.divide(sums[0], sums[1], where=held, out=np.full(sums.shape[1], mean))
-    moves = np.rint(16 * np.log2(means / mean)).clip(-_FURTHEST, _FURTHEST)
-    total = sums[0].sum()
-    return moves.astype(np.int16), float((sums[0] * np.exp2(-moves / 16)).sum() / total) if total > 0 else 1.0
+    total, count = sums.sum(1)
+    if not total > 0:
+        return np.zeros(sums.shape[1], np.int16), 1.0
+    means = np.divide(sums[0], sums[1], where=sums[0] > 0, out=np.full(sums.shape[1], total / count))
+    moves = np.rint(16 * np.log2(means / (total / count))).clip(-_FURTHEST, _FURTHEST)
+    return moves.astype(np.int16), float((sums[0] * np.exp2(-moves / 16)).sum() / total)
 
 
 def _inverse_roots(levels: F64) -> F64:
@@ -130,21 +146,27 @@ def _add(
     values: Any, codes: Any, inverse: Any, offset: int, columns: int, by_row: bool, by_column: bool, rows: Any,
     sums: Any,
 ) -> None:
-    i, row, column = 0, 0, offset
+    i, row, column, width = 0, 0, offset, sums.shape[1]
+    lengths = np.empty(width)  # of a row, which is known as a whole before its columns are added
     while i < len(values):
         size = min(columns - column, len(values) - i)
         total, held = 0.0, 0
-        for j in range(i, i + size):
-            factor = inverse[codes[j]]
-            if factor > 0:
-                length = np.sqrt(values[j]) * factor
-                total += length
-                held += 1
-                if by_column:
-                    sums[0, column + j - i] += length
-                    sums[1, column + j - i] += 1
+        for j in range(size):
+            factor = inverse[codes[i + j]]
+            length = np.sqrt(values[i + j]) * factor if factor > 0 else 0.0
+            total += length
+            held += factor > 0
+            if by_column:
+                lengths[j] = length
         rows[0, row] += total
         rows[1, row] += held
+        if by_column and total > 0:
+            place = column if width == columns else i
+            added, counts = sums[0, place : place + size], sums[1, place : place + size]
+            share = held / total if by_row else 1.0
+            for j in range(size):
+                added[j] += lengths[j] * share
+                counts[j] += lengths[j] > 0
         i += size
         column = 0
         row += by_row

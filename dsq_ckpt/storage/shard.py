@@ -142,23 +142,24 @@ class ShardWriter:
         base: list[Block | None] = []
         refined: list[Block] = []
         protected: list[Bits] = []
-        steps: list[StepLengths] = []
+        steps: StepLengths | None = None
         for task, data, beside in self._workers.map(_Task.run, tasks()):
             let_signals_through()
             protected.append(beside.protected)
-            if beside.steps is not None:
-                steps.append(beside.steps)
+            if beside.steps is not None and (scales := task.chunk.source.scales) is not None:
+                steps = steps or StepLengths.none(scales)
+                steps.add(beside.steps)
             if len(task.chunk.source.codes):
                 base.append(None if data is None else self._base.add(data))
                 if task.chunk.source.refinement_bits:
                     refined.append(self._refinement_file().add(beside.refinement))
             if task.last:
                 yield self._add_record(task.chunk, base, refined, np.concatenate(protected), steps)
-                base, refined, protected, steps = [], [], [], []
+                base, refined, protected, steps = [], [], [], None
 
     def _add_record(
         self, chunk: ChunkRecord, blocks: list[Block | None], refined: list[Block], protected: Bits,
-        steps: list[StepLengths],
+        steps: StepLengths | None,
     ) -> Written:
         source, dtype, parent = chunk.source, chunk.dtype, chunk.parent
         record: dict[str, Any] = {
@@ -166,7 +167,9 @@ class ShardWriter:
         }
         if source.exponent:
             record["exponent"] = source.exponent
-        scales, moved = (None, 0.0) if source.scales is None else corrected(source.scales, steps)
+        scales, moved = source.scales, 0.0
+        if scales is not None and steps is not None:
+            scales, moved = corrected(scales, steps)
         if shift := round(moved, 4):  # a factor to 16 bits is all that levels are multiplied by
             record["shift"] = shift
         if source.second_moment is not None:
