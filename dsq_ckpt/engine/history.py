@@ -36,7 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _MOST = 64
 """Checkpoints known at once, over all run directories; the next save of a state beyond them is a keyframe."""
 _MOST_CACHES = 4
-"""How many of these keep codes in memory; codes of the others are decoded from their files when they are needed."""
+"""How many of these keep codes and codebooks in memory; those of others are read from their files when needed."""
 
 
 class ParentRef(NamedTuple):
@@ -283,6 +283,8 @@ class SaveHistory:
         del self._known[_MOST:]
         for one in [one for one in self._known if one.cache][_MOST_CACHES:]:
             one.cache = ChunkCache()
+        for one in [one for one in self._known if one.model is not None][_MOST_CACHES:]:
+            one.model = None
 
     def _after_fork(self) -> None:
         """Renew the lock, which a thread that is not in the child may have held while it filled codes."""

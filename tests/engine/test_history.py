@@ -101,3 +101,12 @@ def test_a_process_knows_of_its_checkpoints_what_their_indexes_tell(tmp_path):
         assert known.books.keys() == read.books.keys() and known.books
         assert all(known.books[name].to_json() == read.books[name].to_json() for name in read.books)
         state["w"] = state["w"] + 1e-3 * torch.randn(256, 64)
+
+
+def test_codebooks_are_kept_of_few_checkpoints(tmp_path):
+    """One for each tensor is a megabyte in a large model, and each run directory may hold one checkpoint alone."""
+    history, state = dsq_ckpt.SaveHistory(), {"w": torch.randn(256, 64)}
+    for number in range(6):
+        dsq_ckpt.save(state, tmp_path / str(number) / "checkpoint", history=history)
+    assert [one.model is not None for one in history.checkpoints()] == [True] * 4 + [False] * 2
+    assert dsq_ckpt.save(state, tmp_path / "0" / "next", history=history).depth == 1
