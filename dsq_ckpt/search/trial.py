@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsq_ckpt import kernels
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
@@ -225,9 +224,8 @@ class TrialModel:
             beside = source.block(where)
             codes = source.codes[where]
             if bits:
-                symbols = np.empty(len(codes), np.uint8)
-                kernels.unpack(np.frombuffer(beside.refinement, np.uint8), bits, symbols)
-                dequantizer.block(codes, beside.protected, symbols, out[where])
+                symbols = np.frombuffer(beside.refinement, np.uint8)
+                dequantizer.block(codes, beside.protected, symbols, out[where], packed=True)
             else:
                 kept = protected_bf16(beside.protected).astype(np.uint32) << np.uint32(16)
                 dequantizer.block(codes, kept, None, out[where])
