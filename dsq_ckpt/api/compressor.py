@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -65,6 +66,8 @@ class Compressor:
             that are always the same. It is called on all ranks together, and ranks' results are averaged.
         check: the same metric on other batches. A search may fit the batches that it looks at; with `check`, what it
             chooses by `evaluate` has to keep its bounds on these too, for two evaluations more per save.
+        frozen: save parameters that need no gradient too. False: they are left out of checkpoints, and a load leaves
+            those of the model as they are; for adapters on a model that is stored elsewhere.
         every: steps between checkpoints, if that is regular: gradients are averaged only before them.
         hooks: "step": gradients are read at the optimizer's step; "backward": for optimizers that run inside
             backward; "manual": `after_backward` is called in the loop, after unscaling and clipping.
@@ -99,6 +102,7 @@ class Compressor:
         evaluate: Callable[[], float] | None = None,
         *,
         check: Callable[[], float] | None = None,
+        frozen: bool = True,
         every: int | None = None,
         hooks: Literal["step", "backward", "manual"] = "step",
         process_group: dist.ProcessGroup | None = None,
@@ -108,6 +112,7 @@ class Compressor:
         expect("model", model, nn.Module, "a module: Compressor(model, optimizer)")
         expect("optimizer", optimizer, Optimizer | None, "an optimizer, or None: Compressor(model, optimizer)")
         expect_folds(evaluate, check)
+        expect("frozen", frozen, bool, "True or False")
         expect("every", every, int | None, "a number of steps")
         expect("history", history, SaveHistory | None, "a SaveHistory")
         expect_on_save(on_save)
@@ -117,6 +122,7 @@ class Compressor:
         if is_lossy(self.config):
             warmup.start()
         self.model, self.optimizer = model, optimizer
+        self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
         self.quality: dict[str, Any] | None = None
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
@@ -166,8 +172,8 @@ class Compressor:
         if taken:
             raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
         if self.optimizer is None:
-            return {"model": get_model_state_dict(self.model), **extra}
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+            return {"model": get_model_state_dict(self.model, options=self._options), **extra}
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options)
         return {"model": model, "optimizer": optimizer, **extra}
 
     @held_signals()
@@ -245,10 +251,11 @@ class Compressor:
         load(state, path, refinement=refinement, process_group=self._group, history=self._history)
         directory = existing_path(path)
         if self.optimizer is None:
-            set_model_state_dict(self.model, state["model"])
+            set_model_state_dict(self.model, state["model"], options=self._options)
         else:
             set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+                options=self._options,
             )
         if communicator(self._group).rank == 0:
             _tell_left_out(directory, state, extra)

@@ -130,6 +130,27 @@ def test_what_a_caller_changes_in_a_result_is_in_no_checkpoint(tmp_path):
     assert manifest.refinement == "dropped" and manifest.quality == quality
 
 
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
+    model, _ = trained()
+    model.embed.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    train(model, optimizer, 60, 70)
+    used = optimizer if with_optimizer else None
+    compressor = dsq_ckpt.Compressor(model, used, evaluate=lambda: loss_of(model), frozen=False)
+    compressor.save(tmp_path / "a")
+    names = set(dsq_ckpt.DSQStorageReader(tmp_path / "a").read_metadata().state_dict_metadata)
+    assert "model.hidden.weight" in names and not any("embed" in name for name in names)
+    saved, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
+    train(model, optimizer, 70, 80)
+    moved = (model.hidden.weight - saved).norm()
+    compressor.load(tmp_path / "a")
+    assert model.embed.weight.equal(frozen) and (model.hidden.weight - saved).norm() < moved / 4
+    whole = dsq_ckpt.Compressor(model, used)
+    with pytest.raises(dsq_ckpt.DSQError, match=r"model.embed.weight"):
+        whole.load(tmp_path / "a")
+
+
 def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer, config={"refinement": {"keep_last": 1}})
