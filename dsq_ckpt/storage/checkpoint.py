@@ -42,6 +42,7 @@ from dsq_ckpt.storage.record_fields import FACTORS, check_factors, dtype_of, exp
 from dsq_ckpt.storage.shard import RecordRef
 
 _MOST_STEPS = 1 << 16
+_MOST_DEQUANTIZERS = 256  # that are kept, of 10 KB: second moments have one for each chunk
 _SMALL = 1 << 16  # bytes of an exact tensor that is read at once: a thread has more to do before it begins
 
 
@@ -332,6 +333,8 @@ class Checkpoint(CheckpointFiles):
                 raise CorruptCheckpoint(f"'{source.path}': {len(refinement)} blocks for {blocks} of codes")
         key = ref.file, record["group"], exponent_of(record), bits
         if (dequantizer := self._dequantizers.get(key)) is None:
+            if len(self._dequantizers) >= _MOST_DEQUANTIZERS:
+                self._dequantizers.clear()
             dequantizer = self._dequantizers[key] = Dequantizer(book, exponent_of(record), bits)
         return RecordValues(
             source, record["fqn"], step, refinement, bits, dequantizer, book.protected, protected,

@@ -175,6 +175,16 @@ def test_blocks_of_longer_rows_take_no_memory_for_whole_rows(tmp_path) -> None:
         assert_steps_are_as_long(saved, path)
 
 
+def test_tables_of_few_chunks_are_kept(tmp_path, monkeypatch) -> None:
+    """Each chunk has a factor of its own, and so a table."""
+    monkeypatch.setattr("dsq_ckpt.storage.checkpoint._MOST_DEQUANTIZERS", 2)
+    dsq_ckpt.save(state(0), tmp_path / "0")
+    with Checkpoint(tmp_path / "0") as checkpoint, Workers(1, 1 << 20) as workers:
+        for _, ref in checkpoint.chunks():
+            checkpoint.tensor(ref, True, workers)
+            assert 1 <= len(checkpoint._dequantizers) <= 2
+
+
 def test_memory_of_a_device_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr("dsq_ckpt.quantization.step_lengths._TOGETHER", 1 << 10)
     largest = 0
