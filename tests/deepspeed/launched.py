@@ -10,7 +10,9 @@ from tests.helpers.processes import ROOT, run, torchrun
 WORKERS = Path(__file__).parent / "workers"
 ON_CPU = {
     "DS_ACCELERATOR": "cpu", "CXX": str(Path(__file__).with_name("c++")),
-    forks.PRELOAD: "deepspeed dsq_ckpt.deepspeed accelerate transformers.trainer",
+    forks.PRELOAD: (
+        "deepspeed dsq_ckpt.deepspeed deepspeed.runtime.zero.muon.muon_optimizer accelerate transformers.trainer"
+    ),
 }
 
 

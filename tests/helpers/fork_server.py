@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import io
@@ -107,8 +108,11 @@ def become(
     if arguments[:2] == ["-m", "torch.distributed.run"]:
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+        from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
         subprocess_handler.Popen = _rank
+        # For names of events that nobody reads, it would look through all modules whenever it does something.
+        dynamic_rendezvous.get_method_name = lambda: ""
         sys.argv = arguments[1:]
         run.main()
     elif arguments[0] == "-m":
@@ -194,6 +198,10 @@ def main(path: Path) -> None:
     if deepspeed := sys.modules.get("deepspeed"):
         # Its own collectives are for inference, and compiled in 25 s where it takes the compiler for compatible.
         deepspeed.ops.__compatible_ops__ = {}
+        # Every optimizer for CPUs asks, and each answer takes a process of a second.
+        cpuinfo = importlib.import_module("cpuinfo")
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
     from dsq_ckpt.engine import warmup
 
     for group in warmup.ALL:
