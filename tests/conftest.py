@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported;
 import hypothesis
 import pytest
 import torch
+from _pytest.unraisableexception import gc_collect_iterations_key
 
 import dsq_ckpt
 from dsq_ckpt.engine import warmup
@@ -36,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let signals end processes, and every checkout build DeepSpeed's extensions for itself, not each other's anew."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; all processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[gc_collect_iterations_key] = 1  # at the end, where pytest walks over all objects five times
     assert config.cache is not None
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(config.cache.mkdir("torch_extensions")))
     if forks.VARIABLE not in os.environ:  # not in workers of pytest-xdist

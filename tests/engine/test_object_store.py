@@ -379,5 +379,5 @@ def test_local_saves_import_nothing_of_object_stores(tmp_path):
         "import sys, torch, dsq_ckpt; dsq_ckpt.save({'w': torch.ones(256, 256)}, sys.argv[1])\n"
         "assert not {'s3fs', 'dsq_ckpt.storage.object_store'} & set(sys.modules)"
     )
-    status, output = run(["-c", code, str(tmp_path / "step-1")])
+    status, output = run(["-c", code, str(tmp_path / "step-1")], forked=True)
     assert status == 0, output
