@@ -12,7 +12,7 @@ from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.distributed.mpi import MPICommunicator, launched
 from tests.helpers import contract, forks
-from tests.helpers.processes import WORKERS, mpirun, torchrun
+from tests.helpers.processes import torchrun
 from tests.helpers.source_files import plain_state
 from tests.helpers.states import differences, loaded
 
@@ -21,27 +21,20 @@ def test_a_process_alone():
     contract.check(SingleProcess())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "mpi"])
-def test_several_processes(tmp_path, kind):
-    if kind == "torch":
-        output = torchrun("contract", 3, kind, tmp_path / "out")
-    else:
-        output = mpirun(2, WORKERS / "contract.py", kind, tmp_path / "out")
-    assert f"ok {kind}" in output
+def test_several_processes(tmp_path):
+    """Of torch.distributed; those of MPI are in `test_mpi_compress.py`."""
+    assert "ok 3" in torchrun("contract", 3, tmp_path / "out")
     state = plain_state()
     dsq_ckpt.compress(state, tmp_path / "alone")
     alone, together = loaded(tmp_path / "alone", state), loaded(tmp_path / "out", state)
     assert differences(together, alone) == [] != differences(together, state)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_gone():
     output = torchrun("gone", 2, dies=True)
     assert output.count("ok ") == 4, output
 
 
-@pytest.mark.slow
 def test_nothing_is_left_for_the_exit(tmp_path):
     output = torchrun("ending", 2, tmp_path, **{forks.TEARDOWN: "1"})
     assert output.count("ok tensors") == output.count("ok groups") == 2, output

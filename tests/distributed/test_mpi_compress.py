@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -62,11 +63,20 @@ def nested_state(plain: bool = False) -> dict[str, object]:
     return {**state, "empty": {}}
 
 
+class Made(NamedTuple):
+    """Directories of what 4 ranks and what one process made of the same sources, these by name, and what was said."""
+
+    together: Path
+    alone: Path
+    sources: dict[str, Path]
+    output: str
+
+
 @pytest.fixture(scope="module")
-def compressed(tmp_path_factory) -> tuple[Path, Path, dict[str, Path]]:
-    """Directories of what 4 ranks and what one process made of the same sources, and these by name."""
+def made(tmp_path_factory) -> Made:
+    """By the one launch of several ranks that there is, as each of them takes seconds to begin; see the worker."""
     here = tmp_path_factory.mktemp("mpi")
-    given, made, alone = (here / name for name in ("given", "made", "alone"))
+    given, together, alone = (here / name for name in ("given", "together", "alone"))
     given.mkdir()
     nested, plain = nested_state(), nested_state(plain=True)
     found = {
@@ -85,23 +95,30 @@ def compressed(tmp_path_factory) -> tuple[Path, Path, dict[str, Path]]:
     (torn / "__0_0.distcp").write_bytes(data[: len(data) // 2])
     (given / "sources.json").write_text(json.dumps({name: str(path) for name, path in found.items()}))
     (given / "damaged.json").write_text(json.dumps({str(broken): "CorruptCheckpoint", str(torn): "plain DCP"}))
-    assert "ok 4" in mpirun(4, WORKERS / "compressing.py", given, made)
+    lost = write_dcp({"large": torch.randn(99, 80), "small": torch.randn(80, 80)}, given / "lost")
+    where = FileSystemReader(lost).read_metadata().storage_data[MetadataIndex("small", (0, 0))]
+    with open(lost / where.relative_path, "r+b") as file:
+        file.seek(where.offset)
+        file.write(bytes(where.length))
+    assert write_safetensors(plain_state(), given / "plain").name == "plain.safetensors"
+    output = mpirun(4, WORKERS / "compressing.py", given, together, fails=True)
+    assert "ok 4" in output, output
     dsq_ckpt.forget()
     for name, path in found.items():
         dsq_ckpt.compress(path, alone / name)
-    return made, alone, found
+    return Made(together, alone, found, output)
 
 
 FORMS = ["safetensors", "index", "torch", "old_torch", "dcp", "dcp_in_parts", "dsq_in_parts"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("form", FORMS)
-def test_four_ranks_store_what_one_process_stores(compressed, form):
-    made, alone = (directory / form for directory in compressed[:2])
+def test_four_ranks_store_what_one_process_stores(made, form):
+    together, alone = made.together / form, made.alone / form
     state = flat_state() if form in ("safetensors", "index") else nested_state(plain="torch" not in form)
     for layers in ({}, {"refinement": False}):
-        several, one = flat(loaded(made, state, **layers)), flat(loaded(alone, state, **layers))
+        several, one = flat(loaded(together, state, **layers)), flat(loaded(alone, state, **layers))
         differing = differences(several, one)
         assert all(kind_of(name).startswith("exp_avg") for name in differing) and (differing == [] or "torch" in form)
         for name in differing:  # second moments are over scales of the rows and columns of each part
@@ -109,13 +126,13 @@ def test_four_ranks_store_what_one_process_stores(compressed, form):
             # The largest may own the energy; half a level of two per octave is a factor of 2**0.25, its root 2**0.125.
             least = 2 ** (0.25 if "exp_avg_sq" in name else 0.125) - 1
             assert relative_error(flat(state)[name], several[name]) < max(1.1 * usual, least)
-    ours, theirs = Manifest.read(made), Manifest.read(alone)
+    ours, theirs = Manifest.read(together), Manifest.read(alone)
     assert ours.groups.keys() == theirs.groups.keys()
     assert all(ours.groups[name] == theirs.groups[name] for name in ours.groups if not name.startswith("exp_avg"))
     assert (ours.nonfinite, ours.config) == (theirs.nonfinite, theirs.config)
     assert ours.nonfinite and ours.groups and (ours.ranks, theirs.ranks) == (4, 1)
     assert sum(sizes.logical for sizes in ours.kinds.values()) == sum(sizes.logical for sizes in theirs.kinds.values())
-    with Checkpoint(made) as a, Checkpoint(alone) as b:
+    with Checkpoint(together) as a, Checkpoint(alone) as b:
         books = [{name: book for name, book in checkpoint.index["codebooks"].items() if not name.startswith("exp_avg")}
                  for checkpoint in (a, b)]
         assert books[0] == books[1] != {}
@@ -132,36 +149,37 @@ def test_four_ranks_store_what_one_process_stores(compressed, form):
     assert len(sizes) == 4 and min(sizes) > 1000
 
 
-COMMAND = ("-m", "dsq_ckpt.cli", "compress")
+def test_of_a_state_in_memory(made, tmp_path):
+    """The communicator keeps its contract, and what it serves to store is what one process stores."""
+    state = plain_state()
+    dsq_ckpt.compress(state, tmp_path / "alone")
+    alone, several = loaded(tmp_path / "alone", state), loaded(made.together / "memory", state)
+    assert differences(several, alone) == [] != differences(several, state)
 
 
 @pytest.mark.slow
-def test_on_the_command_line(tmp_path):
+def test_on_the_command_line(made, tmp_path):
     """Of several ranks one prints; of a single one nobody notices."""
-    source = write_safetensors(plain_state(), tmp_path / "in")
+    source = made.together.parent / "given" / "plain.safetensors"
     expected = document("compress", source, tmp_path / "alone")
-    several = json.loads(mpirun(2, *COMMAND, source, tmp_path / "two", "--json"))
-    single = json.loads(mpirun(1, *COMMAND, source, tmp_path / "one", "--json"))
+    several = json.loads(made.output[made.output.index("{") :].partition("\n}\n")[0] + "}")
+    single = json.loads(mpirun(1, "-m", "dsq_ckpt.cli", "compress", source, tmp_path / "one", "--json"))
     for found in (several, single):
         assert {name for name in expected if found[name] == expected[name]} >= {"source", "bytes_logical", "refinement"}
-    files = [sorted(file.role for file in Manifest.read(tmp_path / out).files) for out in ("two", "one", "alone")]
-    assert files[0].count("own") == 2 and files[1] == files[2]
+    outs = {"several": made.together / "command", "one": tmp_path / "one", "alone": tmp_path / "alone"}
+    files = {name: sorted(file.role for file in Manifest.read(out).files) for name, out in outs.items()}
+    assert files["several"].count("own") == 4 and files["one"] == files["alone"]
     state = plain_state()
-    for out in ("two", "one"):
-        assert differences(loaded(tmp_path / out, state), loaded(tmp_path / "alone", state)) == []
+    for name in ("several", "one"):
+        assert differences(loaded(outs[name], state), loaded(outs["alone"], state)) == []
 
 
-@pytest.mark.slow
-def test_a_failing_rank_on_the_command_line(tmp_path):
+def test_a_failing_rank_on_the_command_line(made):
     """It is not the one that prints; what it says is printed once, and the job fails."""
-    source = write_dcp({"large": torch.randn(99, 80), "small": torch.randn(80, 80)}, tmp_path / "in")
-    where = FileSystemReader(source).read_metadata().storage_data[MetadataIndex("small", (0, 0))]
-    with open(source / where.relative_path, "r+b") as file:
-        file.seek(where.offset)
-        file.write(bytes(where.length))
-    output = mpirun(2, *COMMAND, source, tmp_path / "out", fails=True)
-    assert output.count("error: rank 1 failed: CorruptCheckpoint: ") == output.count("rror: rank") == 1, output
-    assert "Traceback" not in output and not (tmp_path / "out" / "manifest.json").exists()
+    said = made.output.partition("ok 4")[2]
+    assert said.count("failed: CorruptCheckpoint: ") == said.count("rror: rank") == 1, said
+    assert "error: rank 0" not in said and "Traceback" not in made.output
+    assert not (made.together / "failed_command" / "manifest.json").exists()
 
 
 def test_where_mpi_is_not_there(tmp_path, no_launcher):

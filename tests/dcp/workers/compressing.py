@@ -1,7 +1,9 @@
-"""One checkpoint compressed by all ranks of MPI: argv = a directory with sources, an empty directory.
+"""All that ranks of MPI do, in one launch: argv = a directory with sources, an empty directory.
 
-Every source is compressed to a checkpoint of its name. Parts that are read one by one are read by one rank each. Where
-one rank fails all do, and nothing is committed.
+The command line compresses a file before anything else. The communicator keeps its contract. Every source is compressed
+to a checkpoint of its name, and a state dict that all ranks have in memory. Parts that are read one by one are read by
+one rank each. Where one rank fails all do, and nothing is committed. At the end the command line fails, and with it the
+job.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +26,27 @@ from dsq_ckpt.convert import partitioner, sources
 from dsq_ckpt.distributed.mpi import MPICommunicator
 from dsq_ckpt.engine import pipeline
 from dsq_ckpt.storage.manifest import is_complete
+from tests.helpers import contract
+from tests.helpers.source_files import plain_state
 
 given, made = Path(sys.argv[1]), Path(sys.argv[2])
+
+
+def command(*arguments: object) -> None:
+    """Be `dsq compress` with arguments."""
+    sys.argv = ["dsq", "compress", *map(str, arguments)]
+    runpy.run_module("dsq_ckpt.cli", run_name="__main__")
+
+
+try:
+    command(given / "plain.safetensors", made / "command", "--json")
+except SystemExit as ended:
+    assert not ended.code, ended
 comm = MPICommunicator()
+contract.check(comm)
+comm.limit = 64  # many calls where one would do
+contract.check(comm)
+del comm.limit
 partitioner._SMALLEST = 1 << 10
 
 
@@ -106,5 +127,8 @@ except dsq_ckpt.DSQError as error:
 else:
     raise AssertionError("it was replaced")
 compress(overwrite=True)
+result = dsq_ckpt.compress(plain_state(), made / "memory", communicator=comm)
+assert comm.gather(result) == [dsq_ckpt.describe(made / "memory") | {"quality": None}] * comm.size
 if comm.rank == 0:
     print("ok", comm.size, flush=True)
+command(given / "lost", made / "failed_command", "--json")
