@@ -40,7 +40,10 @@ if (ROOT / "configs").is_dir():
 native = "dsq_ckpt/coding/native"
 texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-_NAMES = ("lanes", "model", "plain", "avx2", "avx512", "changes", "changes_avx2", "changes_avx512", "values", "scales")
+_NAMES = (
+    "lanes", "model", "plain", "avx2", "avx512", "two_avx512", "changes", "changes_avx2", "changes_avx512", "values",
+    "scales",
+)
 coder = Extension(
     "dsq_ckpt.coding._lanes",
     [f"{native}/{name}.c" for name in _NAMES],

@@ -15,7 +15,7 @@ import os
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ PATHS = ("numba", "c", "avx2", "avx512")
 """Names of the paths, from slow to fast."""
 VARIABLE = "DSQ_CODER"
 
-_INTERFACE = 4
+_INTERFACE = 5
 """Of the functions called here."""
 
 _P, _S, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -37,6 +37,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dsq_sources": (ctypes.c_char_p, []),
     "dsq_best_path": (_I, []),
     "dsq_decode": (_I, [_I, _P, _P, _P, _S, _P, _S, _P, _P, _S, _P, _S]),
+    "dsq_takes_two": (_I, [_I]),
+    "dsq_decode_two": (None, [_I, _P, _P]),
     "dsq_encode": (ctypes.c_int64, [_I, _P, _P, _P, _S, ctypes.c_uint, _P, _P, _S, _P, _S]),
     "dsq_decode_changes": (_I, [_I, _P, _P, _P, _S, _P, _S, _P, _S, _P, ctypes.c_uint, _P, _S, _P, _S]),
     "dsq_encode_changes": (
@@ -146,6 +148,34 @@ def decode(level: int, tables: Tables, parent: U8 | None, out: U8, block: U8) ->
         level, *tables.arguments, _address(parent), _address(out), out.size, _address(block), block.size
     )
     return result
+
+
+class Given(NamedTuple):
+    """A block that is to be decoded, as `decode` takes it."""
+
+    tables: Tables
+    parent: U8 | None
+    out: U8
+    block: U8
+
+
+@cache
+def takes_two(level: int) -> bool:
+    """Return whether a path decodes two blocks in turns in less time than one after the other."""
+    return level >= 0 and bool(_library().dsq_takes_two(level))
+
+
+def decode_two(level: int, *blocks: Given) -> list[int]:
+    """Decode two blocks, and return the error of each; see `dsq_decode_two` in native/lanes.c."""
+    given = (ctypes.c_size_t * 22)(*(
+        value or 0 for each in blocks for value in (
+            *each.tables.arguments, _address(each.parent), _address(each.out), each.out.size, _address(each.block),
+            each.block.size,
+        )
+    ))
+    errors = (_I * 2)()
+    _library().dsq_decode_two(level, given, errors)
+    return list(errors)
 
 
 def encode(

@@ -117,6 +117,10 @@ class Coder(ABC):
         previous = codes.copy()
         self.decode(data, previous, codes)
 
+    def in_lanes(self, parent: U8 | None) -> Coder | None:
+        """Return the coder of 32 lanes that decodes blocks given `parent`, or without; None: another one does."""
+        return None
+
     @abstractmethod
     def _encode(self, codes: U8, parent: U8 | None) -> bytes: ...
 

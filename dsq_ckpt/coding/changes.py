@@ -144,6 +144,10 @@ class ChangesCoder(Coder):
         elif len(data):
             raise CodingError(f"a block of 0 codes has {len(data)} bytes, expected none")
 
+    def in_lanes(self, parent: U8 | None) -> Coder | None:
+        """See `Coder.in_lanes`."""
+        return self._listed if parent is None else None
+
     def _encode(self, codes: U8, parent: U8 | None) -> bytes:
         if parent is None:
             return self._listed.encode(codes, None)

@@ -12,6 +12,7 @@ Block, with n elements of `bits` bits: ceil(n * bits / 8) bytes are packed symbo
 from __future__ import annotations
 
 import struct
+from collections.abc import Generator
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from dsq_ckpt import kernels
 from dsq_ckpt.coding.lossless import shuffle_decompress
 from dsq_ckpt.coding.pairs import count_pairs
 from dsq_ckpt.coding.rans import RansCoder
+from dsq_ckpt.coding.turns import Wanted
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
@@ -59,8 +61,12 @@ def _entropy(packed: Codes, bits: int, symbols: Codes) -> float:
     return -float((shares * np.log2(shares)).sum())
 
 
-def symbols_of(block: bytes | memoryview, codes: Codes, bits: int, scratch: Scratch) -> tuple[Codes, bool]:
-    """Return the symbols of a block, and whether they are packed: one byte each else, in memory of the thread.
+def symbols_of(
+    block: bytes | memoryview, codes: Codes, bits: int, scratch: Scratch
+) -> Generator[Wanted | None, None, tuple[Codes, bool]]:
+    """Decode the symbols of a block, as `turns.Steps` do; return them and whether they are packed.
+
+    Others have a byte each, in memory of the thread.
 
     Args:
         block: As `encode` made it, or as format version 2 has it.
@@ -83,7 +89,7 @@ def symbols_of(block: bytes | memoryview, codes: Codes, bits: int, scratch: Scra
             raise CodingError(f"a block of refinement has a model of {coder.symbols} symbols, expected {1 << bits}")
         symbols = scratch.array("symbols", len(codes), np.uint8)
         try:
-            coder.decode(block[_HEADER.size + size :], codes, symbols)
+            yield Wanted(coder, block[_HEADER.size + size :], codes, symbols)
         except CodingError as error:  # the coder, which looks at all codes, calls them previous ones
             if (needed := int(codes.max(initial=0)) + 1) <= coder.contexts:
                 raise

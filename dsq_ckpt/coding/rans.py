@@ -118,13 +118,20 @@ class RansCoder(Coder):
             if level < 0:
                 error = _lane_loops.decode(*tables, parent, out, data)
             else:
-                addresses = self._addresses_alone if parent is None else self._addresses
-                error = _native.decode(level, addresses, parent, out, data)
+                error = _native.decode(level, self.addresses(parent), parent, out, data)
         if error:
             raise CodingError(
                 f"damaged rANS block of {data.size} bytes for {out.size} codes: "
                 f"{WRONG.get(error, 'its states are out of range')}, or model or parent are not its own"
             )
+
+    def in_lanes(self, parent: U8 | None) -> Coder | None:
+        """See `Coder.in_lanes`."""
+        return self
+
+    def addresses(self, parent: U8 | None) -> _native.Tables:
+        """Return the tables of a decoder of codes given previous ones, or without."""
+        return self._addresses_alone if parent is None else self._addresses
 
     def unknown_symbol(self, codes: U8, parent: U8 | None, indices: I64 | None = None) -> str:
         """Return a text about the first code that the model has no count for; `indices` are those of the codes."""

@@ -37,12 +37,13 @@ class Workers:
 
     Attributes:
         scratch: memory of each thread, also of the one that asks.
+        other: memory for what a thread does beside that.
     """
 
     def __init__(self, threads: int, block_elements: int) -> None:
         self.threads = threads
         self.block_elements = block_elements
-        self.scratch = Scratch()
+        self.scratch, self.other = Scratch(), Scratch()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dsq") if threads > 1 else None
 
     def __enter__(self) -> Workers:
@@ -57,8 +58,8 @@ class Workers:
         step = self.block_elements
         return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 
-    def map(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """Yield `work` of every item, in order; at most two items per thread are taken ahead, which bounds memory."""
+    def map(self, work: Callable[[_In], _Out], items: Iterable[_In], ahead: int = 2) -> Iterator[_Out]:
+        """Yield `work` of every item, in order; `ahead` items per thread are taken at most, which bounds memory."""
         if self._pool is None:
             yield from map(work, items)
             return
@@ -70,7 +71,7 @@ class Workers:
             except RuntimeError:  # the interpreter is exiting, with a save still in its background thread: do it here;
                 task.run()  # or there can be no more threads: those that there are may take it too
             waiting.append(task.done)
-            if len(waiting) > 2 * self.threads:
+            if len(waiting) > ahead * self.threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

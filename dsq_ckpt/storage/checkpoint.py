@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import coder_class
+from dsq_ckpt.coding import coder_class, turns
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.coding.turns import Steps
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CorruptCheckpoint
@@ -79,7 +80,7 @@ class Checkpoint(CheckpointFiles):
         out = np.empty(count, np.uint8)
 
         def work(where: slice) -> None:
-            decode_chain(layers, where, out[where], workers.scratch)
+            turns.run(decode_chain(layers, where, out[where], workers.scratch))
 
         for _ in workers.map(work, blocks_of(count, step)):
             pass
@@ -140,12 +141,13 @@ class Checkpoint(CheckpointFiles):
             read = partial(self._read_plain, ref, stored)
             if record["size"] > _SMALL:
                 return ChunkLoad(out, [slice(0, out.numel())], read, naming)
-            read(slice(None), out.view(-1))
+            read(slice(None), out.view(-1), workers.scratch)
             return ChunkLoad(out, [], read, naming)
         if (chunk := self._coded_chunk(ref, refined, workers, known or {}, keep)) is not None:
             out = place_for(shape, dtype, into)
-            decode = partial(load_coded, chunk, workers.scratch)
-            return ChunkLoad(out, chunk.blocks(span), decode, naming, chunk.codes, chunk.measure)
+            return ChunkLoad(
+                out, chunk.blocks(span), partial(load_coded, chunk), naming, chunk.codes, chunk.measure
+            )
         codes = self.codes(ref, workers)
         values = np.empty(len(codes), np.float32)
         self._sum(ref, codes, refined, workers, values)
@@ -154,7 +156,7 @@ class Checkpoint(CheckpointFiles):
         convert(torch.from_numpy(values), out.view(-1))
         return ChunkLoad(out, [], load_nothing, naming, codes if keep and record["type"] == "coded" else None)
 
-    def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor) -> None:
+    def _read_plain(self, ref: RecordRef, stored: torch.dtype, _: slice, out: torch.Tensor, __: Scratch) -> None:
         """Read a chunk that is stored as it is, all of it, into a flat tensor."""
         raw = self._raw(ref.file, self.record(ref))
         if out.dtype == stored and raw:
@@ -173,7 +175,7 @@ class Checkpoint(CheckpointFiles):
         layers = [] if ref in known else self._layers(ref)
         if any(layer.step != values.step for layer in layers):
             return None
-        factor: Callable[[slice, F32, Scratch], None] | None = None
+        factor: Callable[[slice, F32, Scratch], Steps | None] | None = None
         if (measure := self._measure_of(record)) is not None:
             times = times_of(record)
             if self.record(measure)["type"] == "plain":
@@ -305,7 +307,8 @@ class Checkpoint(CheckpointFiles):
         def work(place: int) -> None:
             where = blocks[place]
             piece = np.empty_like(out[where]) if onto else out[where]
-            values.decode(where, codes[where], slice(before[place], before[place + 1]), piece, workers.scratch)
+            protected = slice(before[place], before[place + 1])
+            turns.run(values.decode(where, codes[where], protected, piece, workers.scratch))
             if onto:
                 add(out[where], piece, out[where])
 

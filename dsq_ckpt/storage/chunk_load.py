@@ -7,16 +7,20 @@ values is memory that its thread uses again for the next one: fresh memory costs
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import layered
+from dsq_ckpt.coding import layered, turns
+from dsq_ckpt.coding.turns import Steps
 from dsq_ckpt.core.arrays import F32, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
@@ -67,7 +71,7 @@ class RecordValues(NamedTuple):
 
     def decode(
         self, where: slice, codes: Codes, protected: slice, out: F32, scratch: Scratch, last: bool = False
-    ) -> None:
+    ) -> Steps:
         """Write the values of a block to `out`.
 
         Args:
@@ -86,7 +90,7 @@ class RecordValues(NamedTuple):
             if self.refined is not None:
                 block = Block(*self.refined[where.start // self.step])
                 data = self.source.borrow(block, scratch)
-                symbols, packed = layered.symbols_of(data, codes, self.bits, scratch)
+                symbols, packed = yield from layered.symbols_of(data, codes, self.bits, scratch)
             self.dequantizer.block(
                 codes, self.protected[protected], symbols, out, packed, last and self.scales is None
             )
@@ -106,7 +110,7 @@ class CodedChunk:
 
     def __init__(
         self, layers: list[Layer], values: RecordValues, codes: Codes | None, count: int,
-        factor: Callable[[slice, F32, Scratch], None] | None,
+        factor: Callable[[slice, F32, Scratch], Steps | None] | None,
     ) -> None:
         """Make a chunk.
 
@@ -138,7 +142,7 @@ class CodedChunk:
         """Whether all blocks are needed, each begun after the one before."""
         return bool(self._ends) or (isinstance(self._factor, Squares) and self._factor.chunk.in_order)
 
-    def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> None:
+    def decode(self, where: slice, out: F32, scratch: Scratch, last: bool = False) -> Steps:
         """Write the values of a block to `out`; `last`: nothing reads them soon.
 
         Raises:
@@ -147,17 +151,19 @@ class CodedChunk:
         place, count = where.start // self.step, where.stop - where.start
         codes = scratch.array("codes", count, np.uint8) if self.codes is None else self.codes[where]
         if self._layers:
-            decode_chain(self._layers, where, codes, scratch)
+            yield from decode_chain(self._layers, where, codes, scratch)
         first, end = 0, self._values.count(codes)
         if self._ends:
+            if place and not self._ends[place - 1].done():
+                yield None
             first = self._ends[place - 1].result() if place else 0
             end += first
             self._ends[place].set_result(end)
         if where.stop == self._count:
             self._values.check(end)
-        self._values.decode(where, codes, slice(first, end), out, scratch, last and self._factor is None)
+        yield from self._values.decode(where, codes, slice(first, end), out, scratch, last and self._factor is None)
         if self._factor is not None:
-            self._factor(where, out, scratch)
+            yield from self._factor(where, out, scratch) or ()
 
     def fail(self, where: slice, error: BaseException) -> None:
         """End the wait of threads for a block that could not be decoded, wherever that failed."""
@@ -181,10 +187,10 @@ class Squares:
     chunk: CodedChunk
     times: Callable[[F32, F32], None]
 
-    def __call__(self, where: slice, out: F32, scratch: Scratch) -> None:
+    def __call__(self, where: slice, out: F32, scratch: Scratch) -> Steps:
         """Multiply the values of a block."""
         squares = scratch.array("squares", len(out), np.float32)
-        self.chunk.decode(where, squares, scratch)
+        yield from self.chunk.decode(where, squares, scratch)
         self.times(out, squares)
 
 
@@ -194,7 +200,7 @@ class ChunkLoad(NamedTuple):
     Attributes:
         tensor: takes the values, in the dtype and shape in which they were saved; contiguous.
         blocks: blocks of the flat chunk that are to be decoded.
-        decode: decodes a block, by its place, into its part of the flat tensor.
+        decode: decodes a block, by its place, into its part of the flat tensor, with memory of the thread.
         naming: returns a context in which errors name the file.
         codes: take the codes, if they are wanted.
         measure: record and codes of the second moments by whose roots values are multiplied, if these are kept, too.
@@ -202,27 +208,27 @@ class ChunkLoad(NamedTuple):
 
     tensor: torch.Tensor
     blocks: list[slice]
-    decode: Callable[[slice, torch.Tensor], None]
+    decode: Callable[[slice, torch.Tensor, Scratch], Steps | None]
     naming: Callable[[], AbstractContextManager[None]]
     codes: Codes | None = None
     measure: tuple[RecordRef, Codes] | None = None
 
 
-def load_coded(chunk: CodedChunk, scratch: Scratch, where: slice, out: torch.Tensor) -> None:
+def load_coded(chunk: CodedChunk, where: slice, out: torch.Tensor, scratch: Scratch) -> Steps:
     """Decode a block of a chunk into a flat tensor of any floating dtype."""
     try:
         if out.dtype == torch.float32:
-            chunk.decode(where, out.numpy(), scratch, last=True)
+            yield from chunk.decode(where, out.numpy(), scratch, last=True)
             return
         values = scratch.array("values", out.numel(), np.float32)
-        chunk.decode(where, values, scratch)
+        yield from chunk.decode(where, values, scratch)
     except BaseException as error:
         chunk.fail(where, error)
         raise
     convert(torch.from_numpy(values), out)
 
 
-def load_nothing(where: slice, out: torch.Tensor) -> None:
+def load_nothing(where: slice, out: torch.Tensor, scratch: Scratch) -> None:
     """Leave a tensor as it is, which is complete."""
 
 
@@ -231,27 +237,75 @@ def times_known(times: Callable[[F32, F32], None], squares: F32, where: slice, o
     times(out, squares[where])
 
 
+class _Block:
+    """A block of a chunk that is to be decoded, or one without any.
+
+    Attributes:
+        done: ends with it.
+    """
+
+    def __init__(self, load: ChunkLoad, where: slice | None, last: bool) -> None:
+        self.load, self.where, self.last = load, where, last
+        self.done: Future[None] = Future()
+
+    def steps(self, scratch: Scratch) -> Steps:
+        """Decode it."""
+        if self.where is not None:
+            with self.load.naming():
+                yield from self.load.decode(self.where, self.load.tensor.view(-1)[self.where], scratch) or ()
+
+
 def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLoad]:
     """Decode chunks side by side, and yield each in its turn when it is complete.
 
-    Loads are taken as threads need blocks, at most two for each thread ahead. An error of a block is raised in its
-    turn; other threads may be writing until the workers are closed.
+    Loads are taken as threads need blocks, at most four for each thread ahead. A thread decodes two blocks in turns
+    where one is left for each other thread. An error of a block is raised in its turn; other threads
+    may be writing until the workers are closed.
     """
+    waiting, lock = deque[_Block](), threading.Lock()
 
-    def tasks() -> Iterator[tuple[ChunkLoad, slice | None, bool]]:
+    def blocks() -> Iterator[_Block]:
         for load in loads:
-            for where in load.blocks[:-1]:
-                yield load, where, False
-            yield load, load.blocks[-1] if load.blocks else None, True
+            for where in load.blocks[:-1] or ():
+                yield _Block(load, where, False)
+            yield _Block(load, load.blocks[-1] if load.blocks else None, True)
 
-    def work(task: tuple[ChunkLoad, slice | None, bool]) -> ChunkLoad | None:
-        load, where, last = task
-        if where is not None:
-            with load.naming():
-                load.decode(where, load.tensor.view(-1)[where])
-        return load if last else None
+    def queued() -> Iterator[_Block]:
+        for block in blocks():
+            with lock:
+                waiting.append(block)
+            yield block
 
-    yield from (load for load in workers.map(work, tasks()) if load is not None)
+    def work(block: _Block) -> _Block:
+        with lock:
+            if block not in waiting:  # another thread has it beside its own
+                return block
+            waiting.remove(block)
+            taken = [block, waiting.popleft()] if len(waiting) >= workers.threads else [block]
+        _decode(taken, workers)
+        return block
+
+    def by_twos() -> Iterator[_Block]:
+        every = blocks()
+        while taken := list(islice(every, 2)):
+            _decode(taken, workers)
+            yield from taken
+
+    for block in by_twos() if workers.threads == 1 else workers.map(work, queued(), ahead=4):
+        block.done.result()
+        if block.last:
+            yield block.load
+
+
+def _decode(blocks: list[_Block], workers: Workers) -> None:
+    """Decode up to two blocks."""
+    memory = workers.scratch, workers.other
+    errors = turns.run_in_turns([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
+    for block, error in zip(blocks, errors, strict=True):
+        if error is None:
+            block.done.set_result(None)
+        else:
+            block.done.set_exception(error)
 
 
 def blocks_of(count: int, step: int) -> Iterator[slice]:

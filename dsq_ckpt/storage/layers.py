@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.coding.turns import Steps, Wanted
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError, CorruptCheckpoint
@@ -29,7 +30,7 @@ class Layer(NamedTuple):
         """Whether `update` takes less time than `decode`."""
         return self.coder.in_place
 
-    def update(self, where: slice, codes: Codes, scratch: Scratch) -> None:
+    def update(self, where: slice, codes: Codes, scratch: Scratch) -> Steps:
         """Decode the codes `where`, which begins with a block, in place of those of the parent.
 
         Raises:
@@ -38,11 +39,11 @@ class Layer(NamedTuple):
         for place, part in self._parts(where):
             if (block := self.blocks[place]) is not None:
                 try:
-                    self.coder.update(self.reader.borrow(block, scratch), codes[part])
+                    yield Wanted(self.coder, self.reader.borrow(block, scratch), None, codes[part], in_place=True)
                 except (CodingError, ValueError) as error:
                     raise self._named(place, error) from error
 
-    def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> None:
+    def decode(self, where: slice, parent: Codes | None, out: Codes, scratch: Scratch) -> Steps:
         """Decode the codes `where`, which begins with a block, into `out`, given those of the parent there.
 
         Raises:
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
             block, previous = self.blocks[place], None if parent is None else parent[part]
             try:
                 if block is not None:
-                    self.coder.decode(self.reader.borrow(block, scratch), previous, out[part])
+                    yield Wanted(self.coder, self.reader.borrow(block, scratch), previous, out[part])
                 elif previous is not None:
                     out[part] = previous
                 else:
@@ -68,7 +69,7 @@ class Layer(NamedTuple):
         return CorruptCheckpoint(f"'{self.reader.path}' block {place}: {error}")
 
 
-def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scratch) -> None:
+def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scratch) -> Steps:
     """Decode the codes `where` of a chain, from its keyframe on, into `out`.
 
     Raises:
@@ -81,9 +82,9 @@ def decode_chain(layers: Sequence[Layer], where: slice, out: Codes, scratch: Scr
     parent = None
     for layer in layers:
         if parent is not None and layer.in_place:
-            layer.update(where, parent, scratch)
+            yield from layer.update(where, parent, scratch)
         else:
-            layer.decode(where, parent, to, scratch)
+            yield from layer.decode(where, parent, to, scratch)
             parent, to, other = to, other, to
 
 

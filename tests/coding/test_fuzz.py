@@ -45,6 +45,7 @@ def cases():
         yield RansCoder, *common.migrating(n, 40, 0.98, 2), 40, 40, 0
         yield ChangesCoder, *test_changes.mixed(n, 3), 40, 40, 0
         yield ChangesCoder, *common.migrating(n, 40, 0.95, 4), 40, 250, np.arange(250) % 7 == 0
+        yield RansCoder, common.migrating(n, 39, 0.5, 5)[0], None, 0, 39, 0
         codes = np.where(rng.random(n) < 0.01, rng.integers(0, 256, n), 3).astype(np.uint8)
         few = np.where(np.arange(256) == 3, 10**7, 1)
         yield RansCoder, codes, rng.integers(0, 3, n).astype(np.uint8), 3, 256, few

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsq_ckpt import kernels
-from dsq_ckpt.coding import layered, shuffle_compress
+from dsq_ckpt.coding import layered, shuffle_compress, turns
 from dsq_ckpt.core.workers import Scratch
 from dsq_ckpt.errors import CodingError
 from tests.coding import common
@@ -24,7 +24,13 @@ def sample(n: int, bits: int, skew: float, seed: int = 0) -> tuple[np.ndarray, n
 
 
 def decode(block: bytes, codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    symbols, packed = layered.symbols_of(block, codes, bits, Scratch())
+    found = []
+
+    def work():
+        found.extend((yield from layered.symbols_of(block, codes, bits, Scratch())))
+
+    turns.run(work())
+    symbols, packed = found
     if packed:
         kernels.unpack(symbols, bits, out)
     else:

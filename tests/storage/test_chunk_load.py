@@ -79,7 +79,7 @@ def test_a_damaged_chunk_stops_the_others(run, monkeypatch):
 
     def slow(*arguments):
         time.sleep(0.01)
-        decode(*arguments)
+        yield from decode(*arguments)
         writes.append(time.monotonic())
 
     monkeypatch.setattr("dsq_ckpt.storage.checkpoint.load_coded", slow)
@@ -105,7 +105,7 @@ def test_blocks_that_wait_for_a_damaged_one_fail(tmp_path, monkeypatch):
         if where.start == 0:
             time.sleep(0.05)  # later blocks come to wait
             raise dsq_ckpt.CorruptCheckpoint("the first block")
-        decode(self, where, *rest)
+        return decode(self, where, *rest)
 
     monkeypatch.setattr(Layer, "decode", damaged)
     with Checkpoint(tmp_path / "a") as checkpoint, Workers(4, BLOCK) as workers:
@@ -141,16 +141,19 @@ def test_blocks_that_wait_for_second_moments_of_a_damaged_one_fail(tmp_path):
 def test_few_chunks_are_begun_ahead(threads):
     begun, most = [], 0
 
+    def fill(where, out, scratch):
+        out.fill_(1)
+
     def loads():
         for _ in range(50):
             begun.append(1)
-            yield ChunkLoad(torch.zeros(4), [slice(0, 4)], lambda where, out: out.fill_(1), nullcontext)
+            yield ChunkLoad(torch.zeros(4), [slice(0, 4)], fill, nullcontext)
 
     with Workers(threads, BLOCK) as workers:
         for done, chunk in enumerate(decode_all(loads(), workers)):
             assert bool((chunk.tensor == 1).all())
             most = max(most, len(begun) - done)
-    assert len(begun) == 50 and most <= 2 * threads + 1
+    assert len(begun) == 50 and most <= 4 * threads + 1
 
 
 def test_names_with_the_same_memory_are_written_one_after_the_other(run):

@@ -24,7 +24,7 @@ static encode_groups *const encoders[] = {dsq_encode_plain};
 #endif
 
 /* Return the version of the functions here: their arguments, and what tables mean. */
-int dsq_interface(void) { return 4; }
+int dsq_interface(void) { return 5; }
 
 /* Return the hash of the sources that this library was built from (setup.py). */
 const char *dsq_sources(void) { return DSQ_SOURCES; }
@@ -79,6 +79,32 @@ int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *cod
 }
 
 int dsq_has_path(int path) { return path >= 0 && path < PATHS; }
+
+/* Return whether a path has groups of two blocks in turns. */
+int dsq_takes_two(int path)
+{
+#ifdef DSQ_X86
+    __builtin_cpu_init();
+    return path == AVX512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+           __builtin_cpu_supports("bmi");
+#else
+    return path < 0;
+#endif
+}
+
+typedef struct {
+    const uint32_t *rows;
+    const uint16_t *counts;
+    const uint8_t *escaped;
+    size_t n_rows;
+    const uint32_t *entries;
+    size_t n_entries;
+    const uint8_t *parent;
+    uint8_t *out;
+    size_t n;
+    const uint8_t *block;
+    size_t size;
+} given;
 
 int dsq_decode_one(const decoder *d, const uint8_t *parent, uint8_t *out, size_t n, uint32_t *x, const uint8_t **p,
                    const uint8_t *end)
@@ -149,6 +175,41 @@ int dsq_check_decoder(const decoder *d, size_t n_entries)
     return 0;
 }
 
+/* Read the frame of a block. */
+static int open_block(int path, size_t n_entries, size_t n, const uint8_t *block, size_t size, opened *s)
+{
+    if (!dsq_has_path(path) || dsq_check_decoder(&s->d, n_entries) ||
+        (s->parent && largest_of(s->parent, n) >= s->d.n_rows))
+        return BAD_TABLES;
+    s->single = n < SINGLE_CODES;
+    if (size < (s->single ? 4 : HEAD) || size % 2)
+        return BAD_SIZE;
+    s->tail = s->single ? 0 : load16(block);
+    if (s->tail > n)
+        return BAD_SIZE;
+    s->n = n - s->tail, s->p = block + (s->single ? 4 : HEAD), s->end = block + size;
+    for (int j = 0; j < (s->single ? 1 : LANES); j++)
+        if ((s->states[j] = load32(block + (s->single ? 0 : 2 + 4 * j))) < LOW)
+            return BAD_STATE;
+    return 0;
+}
+
+/* Decode what is left of a block. */
+static int close_block(int path, opened *s)
+{
+    int error;
+    if (s->single) {
+        error = dsq_decode_one(&s->d, s->parent, s->out, s->n, s->states, &s->p, s->end);
+        return error ? error : s->p == s->end && s->states[0] == LOW ? 0 : LEFT;
+    }
+    const uint8_t *parent = s->parent;
+    if ((error = dsq_decode_turns(path, &s->d, parent ? parent + s->done : NULL, s->out + s->done, s->n - s->done,
+                                  s->states, &s->p, s->end)))
+        return error;
+    return s->p != s->end ? LEFT
+                          : dsq_decode_tail(&s->d, parent ? parent + s->n : NULL, s->out + s->n, s->tail, s->states);
+}
+
 /* Decode a block of n codes.
  *
  * path: as `dsq_best_path` returns, or a lower one. rows, counts: n_rows each; escaped: 256 n_rows. parent: n codes,
@@ -158,33 +219,28 @@ int dsq_decode(int path, const uint32_t *rows, const uint16_t *counts, const uin
                const uint32_t *entries, size_t n_entries, const uint8_t *parent, uint8_t *out, size_t n,
                const uint8_t *block, size_t size)
 {
-    const decoder d = {rows, entries, counts, escaped, n_rows};
-    const uint8_t *end = block + size;
-    int error = dsq_has_path(path) ? dsq_check_decoder(&d, n_entries) : BAD_TABLES;
-    if (error || (parent && largest_of(parent, n) >= n_rows))
-        return BAD_TABLES;
-    uint32_t states[LANES];
-    if (n < SINGLE_CODES) {
-        if (size < 4 || size % 2)
-            return BAD_SIZE;
-        const uint8_t *p = block + 4;
-        states[0] = load32(block);
-        error = dsq_decode_one(&d, parent, out, n, states, &p, end);
-        return error ? error : p == end && states[0] == LOW ? 0 : LEFT;
+    opened s = {.d = {rows, entries, counts, escaped, n_rows}, .parent = parent, .out = out};
+    int error = open_block(path, n_entries, n, block, size, &s);
+    return error ? error : close_block(path, &s);
+}
+
+/* Decode two blocks, which have nothing in common but the time they take: arguments of each as of `dsq_decode`, and
+ * errors as it returns them. */
+void dsq_decode_two(int path, const given blocks[2], int errors[2])
+{
+    opened two[2];
+    for (int i = 0; i < 2; i++) {
+        const given *b = blocks + i;
+        two[i] = (opened){.d = {b->rows, b->entries, b->counts, b->escaped, b->n_rows}, .parent = b->parent,
+                          .out = b->out};
+        errors[i] = open_block(path, b->n_entries, b->n, b->block, b->size, two + i);
     }
-    if (size < HEAD || size % 2)
-        return BAD_SIZE;
-    size_t tail = load16(block);
-    if (tail > n)
-        return BAD_SIZE;
-    size_t start = n - tail;
-    for (int j = 0; j < LANES; j++)
-        if ((states[j] = load32(block + 2 + 4 * j)) < LOW)
-            return BAD_STATE;
-    const uint8_t *p = block + HEAD;
-    if ((error = dsq_decode_turns(path, &d, parent, out, start, states, &p, end)))
-        return error;
-    return p != end ? LEFT : dsq_decode_tail(&d, parent ? parent + start : NULL, out + start, tail, states);
+#ifdef DSQ_X86
+    if (!errors[0] && !errors[1] && !two[0].single && !two[1].single && dsq_takes_two(path))
+        dsq_decode_two_avx512(two, two + 1);
+#endif
+    for (int i = 0; i < 2; i++)
+        errors[i] = errors[i] ? errors[i] : two[i].error ? two[i].error : close_block(path, two + i);
 }
 
 /* Encode codes of one lane from the last one down; 0, or an error. */

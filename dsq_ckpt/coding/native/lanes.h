@@ -147,6 +147,20 @@ typedef int64_t decode_groups(const decoder *d, const uint8_t *parent, uint8_t *
 typedef int encode_groups(const encoder *e, const uint8_t *parent, const uint8_t *codes, size_t groups,
                               uint32_t *states, uint8_t **p);
 
+/* A block under way: the first n codes, which the lanes take in turn, `done` of them decoded, or one lane has (`single`);
+ * and the `tail`. */
+typedef struct {
+    decoder d;
+    const uint8_t *parent, *p, *end;
+    uint8_t *out;
+    size_t n, done, tail;
+    int single, error;
+    uint32_t states[LANES];
+} opened;
+
+/* Whole groups of two blocks, as many as both have: `done` and `error` tell how far they are. */
+typedef void decode_two(opened *s, opened *t);
+
 /* Of one group, of `count` codes: */
 int dsq_decode_escapes(const decoder *d, const uint8_t *parent, uint8_t *out, int count, uint32_t *states,
                        const uint8_t **p, const uint8_t *end);
@@ -174,6 +188,7 @@ encode_groups dsq_encode_plain;
 #define DSQ_X86 1
 decode_groups dsq_decode_avx2, dsq_decode_avx512;
 encode_groups dsq_encode_avx2, dsq_encode_avx512;
+decode_two dsq_decode_two_avx512;
 #endif
 
 #endif
