@@ -41,7 +41,7 @@ native = "dsq_ckpt/coding/native"
 texts = [file.read_bytes() for file in sorted((ROOT / native).glob("*.[ch]"))]
 sources = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 _NAMES = (
-    "lanes", "model", "plain", "avx2", "avx512", "two_avx512", "changes", "changes_avx2", "changes_avx512", "values",
+    "lanes", "model", "plain", "avx2", "avx512", "words_avx512", "changes", "changes_avx2", "changes_avx512", "values",
     "scales",
 )
 coder = Extension(

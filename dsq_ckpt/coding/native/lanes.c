@@ -80,7 +80,7 @@ int dsq_encode_group(const encoder *e, const uint8_t *parent, const uint8_t *cod
 
 int dsq_has_path(int path) { return path >= 0 && path < PATHS; }
 
-/* Return whether a path has groups of two blocks in turns. */
+/* Return whether a path has groups of two blocks in turns (words_avx512.c). */
 int dsq_takes_two(int path)
 {
 #ifdef DSQ_X86
@@ -203,6 +203,12 @@ static int close_block(int path, opened *s)
         return error ? error : s->p == s->end && s->states[0] == LOW ? 0 : LEFT;
     }
     const uint8_t *parent = s->parent;
+#ifdef DSQ_X86
+    if (!s->done && dsq_takes_two(path))
+        dsq_decode_in_words(s, NULL);
+#endif
+    if (s->error)
+        return s->error;
     if ((error = dsq_decode_turns(path, &s->d, parent ? parent + s->done : NULL, s->out + s->done, s->n - s->done,
                                   s->states, &s->p, s->end)))
         return error;
@@ -237,10 +243,10 @@ void dsq_decode_two(int path, const given blocks[2], int errors[2])
     }
 #ifdef DSQ_X86
     if (!errors[0] && !errors[1] && !two[0].single && !two[1].single && dsq_takes_two(path))
-        dsq_decode_two_avx512(two, two + 1);
+        dsq_decode_in_words(two, two + 1);
 #endif
     for (int i = 0; i < 2; i++)
-        errors[i] = errors[i] ? errors[i] : two[i].error ? two[i].error : close_block(path, two + i);
+        errors[i] = errors[i] ? errors[i] : close_block(path, two + i);
 }
 
 /* Encode codes of one lane from the last one down; 0, or an error. */

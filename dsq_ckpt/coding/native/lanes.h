@@ -158,8 +158,9 @@ typedef struct {
     uint32_t states[LANES];
 } opened;
 
-/* Whole groups of two blocks, as many as both have: `done` and `error` tell how far they are. */
-typedef void decode_two(opened *s, opened *t);
+/* Whole groups of one block, where that is faster than by `decode_groups`, or of two blocks in turns, as many as both
+   have, where `t` is not NULL: `done` and `error` tell how far they are. */
+typedef void decode_in_words(opened *s, opened *t);
 
 /* Of one group, of `count` codes: */
 int dsq_decode_escapes(const decoder *d, const uint8_t *parent, uint8_t *out, int count, uint32_t *states,
@@ -188,7 +189,7 @@ encode_groups dsq_encode_plain;
 #define DSQ_X86 1
 decode_groups dsq_decode_avx2, dsq_decode_avx512;
 encode_groups dsq_encode_avx2, dsq_encode_avx512;
-decode_two dsq_decode_two_avx512;
+decode_in_words dsq_decode_in_words;
 #endif
 
 #endif

@@ -1,5 +1,5 @@
-/* Groups of two blocks in turns, those of one in the waits of the other. A state is two words, in a vector each, so
- * that one vector has a half of all 32 lanes, and four places of a table are 64 bits. */
+/* Groups of two blocks in turns, those of one in the waits of the other, or of one. A state is two words, in a vector
+ * each, so that one vector has a half of all 32 lanes, and four places of a table are 64 bits. */
 #include "lanes.h"
 
 #ifdef DSQ_X86
@@ -48,8 +48,8 @@ static int make_small(const decoder *d, small_row *row)
 
 static int kind_of(const opened *s, small_row *row)
 {
-    if (s->parent && s->d.n_rows > 64)
-        return NEITHER;
+    if (s->parent && (s->d.n_rows > 64 || (size_t)(s->end - s->p) < s->n / LANES / 3))
+        return NEITHER;  /* or most groups have the first symbols of their rows, which dsq_decode_avx512 is fast at */
     for (size_t r = 0; r < (s->parent ? s->d.n_rows : 1); r++)
         if ((s->d.rows[r] >> 16 << 4) + (s->d.rows[r] >> 4 & 0xFFF) > 0xFFFF)
             return NEITHER;
@@ -192,34 +192,42 @@ INLINE int finish(one *x, const opened *s, size_t at)
     return 0;
 }
 
+/* Decode groups of a block, and of another one if there is one. */
 INLINE void decode(opened *s, opened *t, const small_row *small, int kind)
 {
     one x, y;
-    size_t at = 0, n = (s->n < t->n ? s->n : t->n) / LANES * LANES;
+    size_t at = 0, n = (!t || s->n < t->n ? s->n : t->n) / LANES * LANES;
     begin(&x, s, small, kind);
-    begin(&y, t, small + 1, kind);
-    for (; at < n && s->end - x.p >= 2 * LANES && t->end - y.p >= 2 * LANES; at += LANES) {
+    if (t)
+        begin(&y, t, small + 1, kind);
+    for (; at < n && s->end - x.p >= 2 * LANES && (!t || t->end - y.p >= 2 * LANES); at += LANES) {
         step(&x, &s->d, small, kind == FEW ? s->parent + at : NULL, kind);
-        step(&y, &t->d, small + 1, kind == FEW ? t->parent + at : NULL, kind);
-        s->error = finish(&x, s, at);
-        t->error = finish(&y, t, at);
-        if (__builtin_expect(s->error | t->error, 0))
+        if (t)
+            step(&y, &t->d, small + 1, kind == FEW ? t->parent + at : NULL, kind);
+        if (__builtin_expect(s->error = finish(&x, s, at), 0))
+            n = 0;
+        if (t && __builtin_expect(t->error = finish(&y, t, at), 0))
             n = 0;
     }
     end(&x, s);
-    end(&y, t);
-    s->done = t->done = at;
+    s->done = at;
+    if (t) {
+        end(&y, t);
+        t->done = at;
+    }
 }
 
-TARGET void dsq_decode_two_avx512(opened *s, opened *t)
+TARGET void dsq_decode_in_words(opened *s, opened *t)
 {
     small_row small[2];
-    int kind = kind_of(s, small), other = kind_of(t, small + 1);
-    if (kind == SMALL && other == SMALL)
+    int kind = kind_of(s, small), other = t ? kind_of(t, small + 1) : kind;
+    if (!t && kind == SMALL)
+        decode(s, NULL, small, SMALL);
+    else if (t && kind == SMALL && other == SMALL)
         decode(s, t, small, SMALL);
-    else if (kind <= ALONE && other <= ALONE)
+    else if (t && kind <= ALONE && other <= ALONE)
         decode(s, t, small, ALONE);
-    else if (kind == FEW && other == FEW)
+    else if (t && kind == FEW && other == FEW)
         decode(s, t, small, FEW);
 }
 #endif
