@@ -4,8 +4,9 @@
     python scripts/bench_coder.py --former ../former --json coder.json
 
 The codes are those of `dsq bench` and those of checkpoints of a recorded run, which `--workload` names: the largest
-group of weights and of each moment, in a keyframe and in a late delta. Where few of them change, they are also coded as
-lists of changes ("lists"), as a save would; those are decoded in place. Each checkout fits its own models, in a process
+group of weights and of each moment, in a keyframe and in a late delta. Two blocks of them are also decoded in turns
+("two"), as by a load. Where few of them change, they are also coded as lists of changes ("lists"), as by a save; those
+are decoded in place. Each checkout fits its own models, in a process
 of its own; the processes take turns, so that other work on the machine slows all of them. htscodecs (a library of
 Debian, `libhtscodecs2`) codes the same codes given the code before in the same block, in 32 lanes with AVX2;
 `--htscodecs` names its file where the system does not find it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import ctypes.util
+import importlib.util
 import json
 import os
 import statistics
@@ -36,7 +38,7 @@ _CHILD = "--child"
 
 
 def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> dict[str, dict[str, float]]:
-    """Return ns per code of the coders that this process imports, least of several, and bits per code: lanes, lists."""
+    """Return ns per code of the coders that this process imports, least of several, and bits per code, by way."""
     from dsq_ckpt import coding
 
     symbols = int(codes.max()) + 1
@@ -51,6 +53,13 @@ def measure(codes: np.ndarray, parent: np.ndarray | None, repeats: int = 5) -> d
     found = {
         "lanes": {"encode": encode / codes.size, "decode": decode / codes.size, "bits": 8 * len(data) / codes.size},
     }
+    if importlib.util.find_spec("dsq_ckpt.coding.turns"):  # former versions have none
+        from dsq_ckpt.coding import turns
+
+        wanted = [turns.Wanted(coder, data, parent, np.empty_like(codes)) for _ in range(2)]
+        decode = _least(lambda: turns.decode_blocks(wanted), repeats)
+        assert all(np.array_equal(one.out, codes) for one in wanted)
+        found["two"] = {**found["lanes"], "decode": decode / codes.size / 2}
     if parent is None or not hasattr(coding, "fit_fastest"):
         return found
     lists = coding.fit_fastest(counts.astype(np.int64))
@@ -213,7 +222,9 @@ def main() -> None:
          "decode_ns": round(statistics.median(row["decode"] for row in timings[name, who]), 4),
          "bits": round(timings[name, who][0]["bits"], 5)}
         for name, codes, _ in streams
-        for who in (*(name for path in paths for name in (path, f"{path}, lists")), "former", "htscodecs")
+        for who in (
+            *(name for path in paths for name in (path, f"{path}, two", f"{path}, lists")), "former", "htscodecs"
+        )
         if (name, who) in timings
     ]
     for row in rows:

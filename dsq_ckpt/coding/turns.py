@@ -71,11 +71,12 @@ def run_in_turns(works: list[Steps]) -> list[BaseException | None]:
 
 def decode_blocks(blocks: list[Wanted]) -> list[BaseException | None]:
     """Decode up to two blocks, and return what is wrong with each."""
-    errors = [-1] * len(blocks)
-    if len(blocks) == 2 and _native.takes_two(_native.level()):
-        given = [_arguments(block) for block in blocks]
-        if given[0] is not None and given[1] is not None:
-            errors = _native.decode_two(_native.level(), given[0], given[1])
+    errors, level = [-1] * len(blocks), _native.level()
+    if len(blocks) == 2 and _native.takes_two(level):
+        first = _arguments(blocks[0])
+        second = None if first is None else _arguments(blocks[1])
+        if first is not None and second is not None:
+            errors = _native.decode_two(level, first, second)
     return [_decoded(block) if error else None for block, error in zip(blocks, errors, strict=True)]
 
 
@@ -90,13 +91,13 @@ def _decoded(block: Wanted) -> BaseException | None:
 
 def _arguments(block: Wanted) -> _native.Given | None:
     """Return the arguments of a block of 32 lanes; None if it is none, or it is wrong."""
-    _, data, parent, out, in_place = block
-    coder = block.coder.in_lanes(parent)
-    if in_place or not isinstance(coder, RansCoder) or not len(data):
+    coder, data, parent, out, in_place = block
+    lanes = None if in_place else coder.in_lanes(parent)
+    if not isinstance(lanes, RansCoder) or not len(data):
         return None
     for array in (out,) if parent is None else (out, parent):
         if array.dtype != np.uint8 or array.shape != (out.size,) or not array.flags.c_contiguous:
             return None
     if not out.flags.writeable or (parent is not None and np.may_share_memory(parent, out)):
         return None
-    return _native.Given(coder.addresses(parent), parent, out, np.frombuffer(data, np.uint8))
+    return _native.Given(lanes.addresses(parent), parent, out, np.frombuffer(data, np.uint8))
