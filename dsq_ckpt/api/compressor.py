@@ -122,7 +122,7 @@ class Compressor:
         if is_lossy(self.config):
             warmup.start()
         self.model, self.optimizer = model, optimizer
-        self._options = StateDictOptions(ignore_frozen_params=not frozen, strict=frozen)
+        self._frozen, self._options = frozen, StateDictOptions(strict=frozen)
         self.quality: dict[str, Any] | None = None
         """What the last search measured; it is in the checkpoint's manifest too."""
         self._group = process_group
@@ -172,9 +172,9 @@ class Compressor:
         if taken:
             raise ConfigError(f"extra has the key '{taken[0]}', which the compressor fills itself; choose another")
         if self.optimizer is None:
-            return {"model": get_model_state_dict(self.model, options=self._options), **extra}
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options)
-        return {"model": model, "optimizer": optimizer, **extra}
+            return {"model": self._chosen(get_model_state_dict(self.model)), **extra}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": self._chosen(model), "optimizer": optimizer, **extra}
 
     @held_signals()
     def save(
@@ -266,6 +266,14 @@ class Compressor:
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+
+    def _chosen(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of the model's state dict that are saved; torch's own option keeps tied frozen ones."""
+        frozen = {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
+        kept = {name: value for name, value in model.items() if name not in frozen}
+        if model and not kept:  # a load would fill the empty dict with frozen weights
+            raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
+        return kept
 
     def _gradients(self) -> dict[str, Any]:
         if self._average is None:

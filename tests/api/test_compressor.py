@@ -10,7 +10,7 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.api.save_load import save_async_with
 from dsq_ckpt.dcp.staging import staged_payloads
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import ConfigError, SaveFailed
 from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.manifest import Manifest
@@ -149,6 +149,25 @@ def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
     whole = dsq_ckpt.Compressor(model, used)
     with pytest.raises(dsq_ckpt.DSQError, match=r"model.embed.weight"):
         whole.load(tmp_path / "a")
+
+
+def test_frozen_parameters_are_left_out_by_all_their_names(tmp_path):
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), linear(64, 64), linear(64, 64, bias=False))
+    model[2].weight = model[0].weight.requires_grad_(False)
+    compressor = dsq_ckpt.Compressor(model, frozen=False)
+    compressor.save(tmp_path / "a")
+    assert set(dsq_ckpt.DSQStorageReader(tmp_path / "a").read_metadata().state_dict_metadata) == {
+        "model.1.weight", "model.1.bias"
+    }
+    dsq_ckpt.Compressor(model).save(tmp_path / "whole")
+    with torch.no_grad():
+        frozen = model[0].weight.fill_(1).clone()
+    compressor.load(tmp_path / "whole")
+    assert model[0].weight.equal(frozen)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="all of the model is frozen"):
+        compressor.load(tmp_path / "whole")
 
 
 def test_a_load_of_the_base_layer_is_said_or_asked_for(tmp_path):
