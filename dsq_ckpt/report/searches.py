@@ -44,7 +44,8 @@ def chosen_of(manifest: Manifest) -> str:
     record = manifest.quality or {}
     chosen = record.get("chosen")
     if not chosen:
-        return f"none: {manifest.setting('search', 'fallback') or '-'}"
+        bounded = manifest.setting("search", "max_run_loss") is not None
+        return f"none: {'exact' if bounded else manifest.setting('search', 'fallback') or '-'}"
     variant = str(chosen.get(VARIANT, "default"))
     bits = manifest.setting("quantize", "weights", "refinement_bits")
     return ", ".join([

@@ -171,29 +171,32 @@ class ConfigManager:
         candidate = save.candidate(last if point is None else point, variant)
         found = None if point is None else save.degradations[point, variant]
         codebook = candidate.config.quantize.weights.codebook
+        steps: dict[str, float] = {}
         if self._probes and isinstance(codebook, Lattice):
             candidate, found = self._allocated(save, candidate, codebook.step, found)
-            record["steps"] = {
+            steps = {
                 group: own.codebook.step for group, own in candidate.groups.items() if isinstance(own.codebook, Lattice)
             }
         if found is None:
-            record.pop("steps", None)
             both = ", by `evaluate` and by `check`" if len(self.folds) > 1 else ""
             why = f"no configuration keeps the metric within {search.epsilon:.2%}{both}"
             return self._unbounded(save, record, why)
+        bits = self._refined(save, candidate, record)
+        if bits is None:
+            return self._exact(save, record, f"no refinement of {_MOST_BITS} bits keeps to search.max_run_loss")
+        # What follows is of weights that are stored so; before this, no configuration is chosen yet.
         point, lost = point or last, found["evaluate"]
         record |= {
             "chosen": save.space.describe(point, save.space.variants[variant]), "degradation": lost,
-            "predicted_bytes": candidate.bits / 8, "satisfied": True,
+            "predicted_bytes": candidate.bits / 8, "satisfied": record.get("satisfied", True),
         }
+        if steps:
+            record["steps"] = steps
         if len(self.folds) > 1:
             record["check_degradation"] = found["check"]
         distortion = save.distortion(candidate)
         if known.degradation is not None and known.distortion:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
-        bits = self._refined(save, candidate, record)
-        if bits is None:
-            return self._exact(save, record, f"no refinement of {_MOST_BITS} bits keeps to search.max_run_loss")
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         analysis = save.refined(candidate, bits)
         self._known = _Known(point, variant, bits, known.comfortable, lost, distortion)

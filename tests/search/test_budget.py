@@ -9,6 +9,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.report.searches import chosen_of
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.training import Net, loss_of, train
 
@@ -87,7 +88,9 @@ def test_no_refinement_is_fine_enough(tmp_path):
     model, optimizer = trained()
     compressor = compressor_of(model, optimizer, max_run_loss=1e-9)
     with pytest.warns(UserWarning, match=r"no refinement of 8 bits keeps to search.max_run_loss; .* stored exactly"):
-        compressor.save(tmp_path / "a")
+        saved = compressor.save(tmp_path / "a")
+    assert saved.degradation is None and not {"predicted_bytes", "refinement_bits"} & saved.quality.keys()
+    assert chosen_of(Manifest.read(tmp_path / "a")) == "none: exact"
     exact = loss_of(model)
     compressor.load(tmp_path / "a")
     assert loss_of(model) == exact
