@@ -107,8 +107,13 @@ online-frequent         evaluate.py online llama --systems dsq --per-failure 2 -
 online-frequent         evaluate.py online llama-bf16 --systems dsq --per-failure 2
 online-frequent         evaluate.py online vit --systems dsq --per-failure 2 --seed 0
 online-frequent         evaluate.py online vit --systems dsq --per-failure 2 --seed 1
-online-frequent         evaluate.py online lstm --systems dsq --per-failure 2
-online-frequent         evaluate.py online moe --systems dsq --per-failure 2
+online-frequent         evaluate.py online vit --systems dsq --per-failure 2 --seed 2
+online-frequent         evaluate.py online lstm --systems dsq --per-failure 2 --seed 0
+online-frequent         evaluate.py online lstm --systems dsq --per-failure 2 --seed 1
+online-frequent         evaluate.py online lstm --systems dsq --per-failure 2 --seed 2
+online-frequent         evaluate.py online moe --systems dsq --per-failure 2 --seed 0
+online-frequent         evaluate.py online moe --systems dsq --per-failure 2 --seed 1
+online-frequent         evaluate.py online moe --systems dsq --per-failure 2 --seed 2
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 0
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 1
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 2
@@ -117,9 +122,15 @@ online-kinds            evaluate.py online vit --systems dsq,inshrinkerator,nois
 online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 online-kinds            evaluate.py online moe --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 online-kinds            evaluate.py online finetune --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
-online-kinds            evaluate.py online vgg --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online bert --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
-online-kinds            evaluate.py online lora --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-new-kinds        evaluate.py online vgg --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-new-kinds        evaluate.py online vgg --systems dsq,noise --per-failure 2 --seed 1
+online-new-kinds        evaluate.py online vgg --systems dsq,noise --per-failure 2 --seed 2
+online-new-kinds        evaluate.py online bert --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-new-kinds        evaluate.py online bert --systems dsq,noise --per-failure 2 --seed 1
+online-new-kinds        evaluate.py online bert --systems dsq,noise --per-failure 2 --seed 2
+online-new-kinds        evaluate.py online lora --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
+online-new-kinds        evaluate.py online lora --systems dsq --per-failure 2 --seed 1
+online-new-kinds        evaluate.py online lora --systems dsq --per-failure 2 --seed 2
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator --epsilons 0.05 --failures 5
                           --per-failure 4
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --failures 20
