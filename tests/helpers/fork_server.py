@@ -17,7 +17,6 @@ import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +27,6 @@ from multiprocessing import util as processes
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsq_ckpt.lowdiff import worker_client
 from tests.helpers import forks
 
 _MODULES = (
@@ -102,7 +100,6 @@ def become(
     tempfile.tempdir = platform._uname_cache = None  # type: ignore[attr-defined]
     os.chdir(directory)
     sys.executable = environment.get(forks.EXECUTABLE, sys.executable)
-    worker_client.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen})  # type: ignore
     popen_spawn_posix.Popen = _Spawned  # type: ignore[misc]
     processes.spawnv_passfds = _Spawned.start  # type: ignore[assignment]
     if arguments[0] == "-u":

@@ -3,7 +3,7 @@
 A server (`fork_server`) imports and compiles what all of them need, and forks whenever it is asked to. A fork has a
 session of its own, and the environment, directory and output that it is given; it runs a script, `-m module` or
 `-c text`, as Python would. What a fork starts by `torchrun` or `multiprocessing` is started in the same way, ranks from
-two servers in turn: sets are ordered otherwise in each. So are the checkpointing processes of its gradient logs.
+two servers in turn: sets are ordered otherwise in each.
 A fork is in the namespaces of who asks for it, which the server need not be in: hosts in `tests/multinode` are made so.
 """
 
@@ -131,7 +131,6 @@ def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
         name: value for name, value in environment.items()
         if not f"{name}=".startswith(_USED_LATE) and not _of_a_rank(name)
     }
-    base["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(base.get("PYTHONPATH", "").split(os.pathsep)))  # each place once
     base["PYTHONHASHSEED"] = str(1 + turn % 2)
     base["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which DeepSpeed finds by way of MLflow
     directory = Path(environment[VARIABLE])
