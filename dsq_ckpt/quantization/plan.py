@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
 
@@ -48,8 +49,18 @@ class ConfigPolicy(Protocol):
 def as_configured(
     sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
 ) -> QuantizationPlan:
-    """Return the plan of the configuration as it is; a policy."""
-    return QuantizationPlan(sketches.fit(), config)
+    """Return the plan of the configuration as it is; a policy.
+
+    Raises:
+        ConfigError: the configuration bounds what restores cost, which only a search measures.
+    """
+    plan = QuantizationPlan(sketches.fit(), config)
+    if config.search.max_run_loss is not None and any(name.startswith("weights/") for name in plan.analysis.fitted):
+        raise ConfigError(
+            "search.max_run_loss is set, and no search measures what a restore of this checkpoint costs: save with a "
+            "Compressor that has `evaluate` (DeepSpeed: of `initialize`) and a system that searches, or leave it out"
+        )
+    return plan
 
 
 def all_exact(

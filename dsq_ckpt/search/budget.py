@@ -33,15 +33,18 @@ class RunBudget:
             refined: its refinement layer was loaded too.
         """
         record = manifest.quality or {}
+        lost = record.get("run_lost")
+        if lost is None:  # a save without a search, or loads that no search was told of, if the run was restored before
+            lost = _UNMEASURED if manifest.lossy_resumes else 0.0
         cost = 0.0
         if any(group.startswith("weights/") for group in manifest.groups):
-            metric, loses, degradation = (record.get(key) for key in ("metric", "restore_loses", "degradation"))
+            metric, loses = record.get("metric"), record.get("restore_loses")
+            bases = [abs(record[key]) for key in ("degradation", "check_degradation") if record.get(key) is not None]
             metric = record.get("check_metric", metric)  # `restore_loses` is measured there
+            cost = max(bases, default=_UNMEASURED)
             if refined and metric and loses is not None:
                 cost = abs(loses / metric)
-            else:
-                cost = _UNMEASURED if degradation is None else abs(degradation)
-        return cls(record.get("run_lost", 0.0) + cost, manifest.lossy_resumes + manifest.lossy)
+        return cls(lost + cost, manifest.lossy_resumes + manifest.lossy)
 
     def allowed(self, search: SearchConfig, before: float | None, exact: float) -> float:
         """Return by how much a restore may change the metric, in its units.

@@ -30,7 +30,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk
-from dsq_ckpt.quantization.plan import QuantizationPlan
+from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
@@ -128,7 +128,9 @@ class ConfigManager:
             group for group in sketches.layout.groups if group.startswith("weights/") and sketches.joint[group].any()
         ]  # a keyframe of value deltas quantizes nothing
         usual = sketches.fit()
-        if space is None or not groups:
+        if space is None:
+            return as_configured(sketches, local, config, comm, workers)
+        if not groups:
             return QuantizationPlan(usual, config)
         record: dict[str, Any] = {"system": config.system, "bound": config.search.bound}
         if self._budget.restores:
@@ -156,6 +158,8 @@ class ConfigManager:
             check_fold(save, fold, record)
         if not self._budget.share(search):
             spent = f"restores of this run have cost {figures.percent(self._budget.lost)} of the metric"
+            if self._budget.lost >= 1:
+                spent = "what restores of this run have cost was not measured"
             return self._exact(save, record, f"{spent}, and search.max_run_loss is {search.max_run_loss:g}")
         point, variant = self._base(save, record)
         best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
@@ -298,7 +302,7 @@ class ConfigManager:
             metric = measure(save, fold, [save.refined(candidate, bits)], bits)[0]
             # Also where the metric improves: rounding averages out the noise of late steps, and with it what they
             # learned; such a restore looks good and the run ends worse.
-            lost = abs(degradation(metric, exact, search)) * abs(exact)
+            lost = abs(metric - exact) if math.isfinite(metric) else math.inf
             if lost <= allowed or bits == _MOST_BITS:
                 break
             bits += 1

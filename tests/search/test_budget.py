@@ -122,7 +122,7 @@ def test_what_a_restore_has_cost_is_what_was_loaded(tmp_path, measured):
         later.save(tmp_path / "c")
         assert later.quality["run_lost"] == pytest.approx(changed, abs=1e-6) and later.quality["satisfied"]
     else:
-        with pytest.warns(UserWarning, match=r"restores of this run have cost 100 % of the metric"):
+        with pytest.warns(UserWarning, match=r"what restores of this run have cost was not measured"):
             later.save(tmp_path / "c")
         assert not any(group.startswith("weights/") for group in Manifest.read(tmp_path / "c").groups)
 
@@ -134,3 +134,28 @@ def test_what_a_restore_has_cost_is_what_was_loaded(tmp_path, measured):
 def test_settings_that_bound_nothing_are_refused(key, value, named):
     with pytest.raises(ConfigError, match=f"search.{named}"):
         dsq_ckpt.DSQConfig.create({"search": {"max_run_loss": 0.005, key: value}})
+
+
+def test_restores_that_no_search_was_told_of_count_as_unmeasured(tmp_path):
+    model, optimizer = trained()
+    compressor = compressor_of(model, optimizer, max_run_loss=0.5)
+    compressor.save(tmp_path / "a")
+    dsq_ckpt.load(compressor.state(), tmp_path / "a")
+    compressor.save(tmp_path / "b")
+    assert Manifest.read(tmp_path / "b").lossy_resumes == 1
+    compressor.load(tmp_path / "b")
+    with pytest.warns(UserWarning, match=r"was not measured, and search.max_run_loss is 0\.5; the weights .* exactly"):
+        compressor.save(tmp_path / "c")
+
+
+@pytest.mark.parametrize("system", ["dsq", "exact"])
+def test_saves_that_measure_nothing_are_refused(tmp_path, system):
+    model, optimizer = trained()
+    config = {"system": system, "search": {"max_run_loss": 0.005}}
+    compressor = dsq_ckpt.Compressor(model, optimizer, config)
+    if system == "exact":
+        compressor.save(tmp_path / "a")
+        return
+    with pytest.raises(dsq_ckpt.DSQError, match="is set, and no search measures"):
+        compressor.save(tmp_path / "a")
+    assert not (tmp_path / "a" / "manifest.json").exists()
