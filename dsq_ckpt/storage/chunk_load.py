@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -300,7 +300,11 @@ def decode_all(loads: Iterable[ChunkLoad], workers: Workers) -> Iterator[ChunkLo
 def _decode(blocks: list[_Block], workers: Workers) -> None:
     """Decode up to two blocks."""
     memory = workers.scratch, workers.other
-    errors = turns.run_in_turns([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
+    errors: Sequence[BaseException | None]
+    try:
+        errors = turns.run_in_turns([block.steps(own) for block, own in zip(blocks, memory, strict=False)])
+    except BaseException as beside:  # of neither block, but whoever waits for them would wait without end
+        errors = [beside] * len(blocks)
     for block, error in zip(blocks, errors, strict=True):
         if error is None:
             block.done.set_result(None)

@@ -178,3 +178,16 @@ def test_views_with_gaps_and_other_dtypes_are_filled(run):
     double = {name: tensor.double() * 0 for name, tensor in expected.items()}
     torch.distributed.checkpoint.load(double, storage_reader=reader, no_dist=True)
     assert all(torch.equal(double[name], expected[name].double()) for name in expected)
+
+
+def test_an_error_beside_the_blocks_is_that_of_each(monkeypatch):
+    """A block that another thread has taken would else be waited for without end."""
+    def fails(works):
+        raise MemoryError("no room for tables")
+
+    monkeypatch.setattr(chunk_load.turns, "run_in_turns", fails)
+    load = ChunkLoad(torch.zeros(4), [slice(0, 2), slice(2, 4)], lambda *_: None, nullcontext)
+    blocks = [chunk_load._Block(load, where, False) for where in load.blocks]
+    with Workers(2, BLOCK) as workers:
+        chunk_load._decode(blocks, workers)
+    assert [str(block.done.exception(timeout=0)) for block in blocks] == ["no room for tables"] * 2
