@@ -246,15 +246,13 @@ def resume(
     chosen = _known(workload, names())
     configs = {text: json.loads(text) if text.startswith("{") else text for text in config}
     kept = _rows_in(json_path, "resume", {"workload": chosen, "config": config, "seed": seed, "share": share})
-    for name in chosen:
-        for number in seed:
-            settings = {"workload": name, "seed": number, "config": config, "share": share}
-            if kept.find(settings) is None:
-                plan = create(name, number).plan
-                points = sorted({round(part * plan.steps / plan.checkpoint_every) * plan.checkpoint_every
-                                 for part in share})
-                kept.add(settings, {"rows": resumed.compare(name, number, configs, points, console.print)})
-    rows = [row for part in kept.rows for row in part["rows"]]
+
+    def compared(name: str, number: int) -> list[results.Row]:
+        plan = create(name, number).plan
+        points = {round(part * plan.steps / plan.checkpoint_every) * plan.checkpoint_every for part in share}
+        return resumed.compare(name, number, configs, sorted(points), console.print)
+
+    rows = kept.of_each_run(chosen, seed, {"config": config, "share": share}, compared)
     results.show("restarts, against the exact state", resumed.COLUMNS, resumed.summary(rows), resumed.NOTES)
 
 
@@ -268,12 +266,10 @@ def oneshot(
     """Compress trained models by themselves with every system: the size at a bound on the loss."""
     chosen, own = _known(workload, names()), list(one_shot.SYSTEMS)
     kept = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
-    for name in chosen:
-        for number in seed:
-            settings = {"workload": name, "seed": number, "bound": bound, "systems": own}
-            if kept.find(settings) is None:
-                kept.add(settings, {"rows": list(one_shot.compare(name, number, bound, own, console.print))})
-    rows = [row for part in kept.rows for row in part["rows"]]
+    rows = kept.of_each_run(
+        chosen, seed, {"bound": bound, "systems": own},
+        lambda name, number: one_shot.compare(name, number, bound, own, console.print),
+    )
     results.show("one checkpoint by itself", one_shot.COLUMNS, rows, one_shot.NOTES)
 
 
@@ -286,13 +282,10 @@ def transfer(
     """Fine-tune on another task from what every system's compressed checkpoint gives back, at three bounds."""
     chosen, own = _known(workload, transferred.TASKS), list(transferred.SYSTEMS)
     kept = _rows_in(json_path, "transfer", {"workload": chosen, "seed": seed, "systems": own})
-    for name in chosen:
-        for number in seed:
-            settings = {"workload": name, "seed": number, "bounds": list(transferred.BOUNDS), "systems": own}
-            if kept.find(settings) is None:
-                made = transferred.compare(name, number, transferred.BOUNDS, own, console.print)
-                kept.add(settings, {"rows": list(made)})
-    rows = [row for part in kept.rows for row in part["rows"]]
+    rows = kept.of_each_run(
+        chosen, seed, {"bounds": list(transferred.BOUNDS), "systems": own},
+        lambda name, number: transferred.compare(name, number, transferred.BOUNDS, own, console.print),
+    )
     results.show("fine-tuning from compressed checkpoints", transferred.COLUMNS, rows, transferred.NOTES)
 
 

@@ -261,8 +261,7 @@ class Compressor:
             _tell_left_out(directory, state, extra)
         if self._manager is not None:
             manifest = Manifest.read(directory)
-            refined = refinement is not False and manifest.refinement == "kept"
-            self._manager.resume(manifest, refined=refined)
+            self._manager.resume(manifest, refined=refinement is not False)
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}

@@ -290,7 +290,7 @@ class DSQCheckpointEngine(CheckpointEngine):
     def _resume(self, manifest: Manifest) -> None:
         resume = getattr(self._policy, "resume", None)
         if resume is not None:
-            resume(manifest, refined=manifest.refinement == "kept")
+            resume(manifest, refined=True)
 
 
 def _write_stored(stream: IO[bytes], save_id: str, *, found: Inventory, unlike: set[str], state: Any) -> None:

@@ -14,7 +14,7 @@ _UNMEASURED = 1.0
 
 @dataclass(frozen=True)
 class RunBudget:
-    """What the restores of a run have cost.
+    """Cost of the restores of a run so far.
 
     Attributes:
         lost: sum of the relative changes of the metric by these restores, in either direction.
@@ -30,7 +30,7 @@ class RunBudget:
 
         Args:
             manifest: of the checkpoint.
-            refined: its refinement layer was loaded too.
+            refined: the load took the refinement layer, where there is one.
         """
         record = manifest.quality or {}
         lost = record.get("run_lost")
@@ -42,7 +42,7 @@ class RunBudget:
             bases = [abs(record[key]) for key in ("degradation", "check_degradation") if record.get(key) is not None]
             metric = record.get("check_metric", metric)  # `restore_loses` is measured there
             cost = max(bases, default=_UNMEASURED)
-            if refined and metric and loses is not None:
+            if refined and manifest.refinement == "kept" and metric and loses is not None:
                 cost = abs(loses / metric)
         return cls(lost + cost, manifest.lossy_resumes + manifest.lossy)
 

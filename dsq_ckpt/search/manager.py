@@ -91,7 +91,7 @@ class ConfigManager:
 
         Args:
             manifest: of the checkpoint.
-            refined: its refinement layer was loaded too, if it was saved with one.
+            refined: the load took the refinement layer, where there is one.
         """
         self._budget = RunBudget.after(manifest, refined)
         quality = manifest.quality

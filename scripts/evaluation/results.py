@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ class Results:
         if self._path is not None:
             json_files.write(self._path, made)
         return self.rows[-1]
+
+    def of_each_run(
+        self, workloads: Sequence[str], seeds: Sequence[int], settings: Mapping[str, Any],
+        compare: Callable[[str, int], Iterable[Row]],
+    ) -> list[Row]:
+        """Return the rows of every workload and seed; `compare` makes those of a run that are not in the file."""
+        for name in workloads:
+            for seed in seeds:
+                own = {"workload": name, "seed": seed, **settings}
+                if self.find(own) is None:
+                    self.add(own, {"rows": list(compare(name, seed))})
+        return [row for part in self.rows for row in part["rows"]]
 
     def _document(self) -> Row:
         with _one_thread():  # it says with how many threads torch ran

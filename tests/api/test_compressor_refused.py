@@ -6,14 +6,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
-from tests.helpers.training import Net, train
-
-
-def trained(steps=40, kind=torch.optim.AdamW, **options):
-    model = Net()
-    optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
-    train(model, optimizer, 0, steps)
-    return model, optimizer
+from tests.helpers.training import Net, trained
 
 
 def test_a_search_that_does_not_fit_the_codebook_is_refused():

@@ -22,7 +22,7 @@ def test_a_process_alone():
 
 
 def test_several_processes(tmp_path):
-    """Of torch.distributed; those of MPI are in `test_mpi_compress.py`."""
+    """Launches by torch.distributed; those of MPI are in `test_mpi_compress.py`."""
     assert "ok 3" in torchrun("contract", 3, tmp_path / "out")
     state = plain_state()
     dsq_ckpt.compress(state, tmp_path / "alone")

@@ -50,3 +50,14 @@ def train(
             after()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def trained(
+    steps: int = 40, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: object
+) -> tuple[Net, torch.optim.Optimizer]:
+    """Return a model after some steps, the same each time, and its optimizer."""
+    torch.manual_seed(0)  # of dropout
+    model = Net()
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
+    train(model, optimizer, 0, steps)
+    return model, optimizer

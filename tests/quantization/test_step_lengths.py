@@ -207,7 +207,7 @@ def test_memory_of_a_device_is_bounded(monkeypatch) -> None:
 
 
 def test_parts_that_have_rows_and_columns_of_their_own_are_not_corrected_twice(tmp_path) -> None:
-    """What a row's scale was moved by is not what its columns are off by, though these have no other rows."""
+    """An error of a row is corrected by its scale, and not by those of columns too that have no other rows."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.where(torch.rand(256, 256, generator=generator) < 0.15, 0.45, -0.1)
     mixed[128:] = 0.5 * torch.randn(128, 256, generator=generator)

@@ -10,21 +10,13 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import printed
-from tests.helpers.training import Net, loss_of, train
+from tests.helpers.training import Net, loss_of, train, trained
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 OTHER = 10_001
 """A batch that no `evaluate` of these tests looks at."""
-
-
-def trained(steps=60):
-    torch.manual_seed(0)  # of dropout
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 0, steps)
-    return model, optimizer
 
 
 def overfitted(model, seed, elements=6):
@@ -76,7 +68,7 @@ def test_what_suits_evaluate_alone_is_not_chosen(tmp_path, system, seed, epsilon
 
 
 def test_a_check_that_nothing_keeps_is_said(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = trained(60)
     exact = {name: value.clone() for name, value in model.state_dict().items()}
 
     def check():
@@ -95,7 +87,7 @@ def test_a_check_that_nothing_keeps_is_said(tmp_path):
 
 
 def test_a_snapshot_keeps_its_bound_by_both(tmp_path):
-    model, _ = trained()
+    model, _ = trained(60)
     result = dsq_ckpt.compress(
         model, tmp_path / "a", evaluate=overfitted(model, 0), check=lambda: loss_of(model, OTHER), max_degradation=0.03
     )
@@ -128,7 +120,7 @@ def test_two_evaluations_more_and_the_same_choice_where_both_agree(tmp_path):
 
 
 def test_a_search_continues_by_what_its_checkpoint_says_of_check(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = trained(60)
     compressor = dsq_ckpt.Compressor(
         model, optimizer, evaluate=overfitted(model, 3), check=lambda: loss_of(model, OTHER)
     )
@@ -153,7 +145,7 @@ def test_a_search_continues_by_what_its_checkpoint_says_of_check(tmp_path):
     ("blind", "`check` gave 1 for the model and for one whose weights are nearly gone"),
 ])
 def test_a_check_that_tells_nothing(tmp_path, bad, says):
-    model, optimizer = trained()
+    model, optimizer = trained(60)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def check():
@@ -172,7 +164,7 @@ def test_a_check_that_tells_nothing(tmp_path, bad, says):
 
 
 def test_a_check_that_changes_the_model(tmp_path):
-    model, optimizer = trained()
+    model, optimizer = trained(60)
     before = model.hidden.weight.detach().clone()
 
     def check():

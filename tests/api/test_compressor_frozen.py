@@ -1,0 +1,48 @@
+"""`Compressor(frozen=False)`: parameters without gradients are left out, by all their names, and left as they are."""
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.errors import ConfigError
+from tests.helpers.training import loss_of, train, trained
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_frozen_parameters_can_be_left_out(tmp_path, with_optimizer):
+    model, _ = trained()
+    model.embed.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    train(model, optimizer, 60, 70)
+    used = optimizer if with_optimizer else None
+    compressor = dsq_ckpt.Compressor(model, used, evaluate=lambda: loss_of(model), frozen=False)
+    compressor.save(tmp_path / "a")
+    names = set(dsq_ckpt.DSQStorageReader(tmp_path / "a").read_metadata().state_dict_metadata)
+    assert "model.hidden.weight" in names and not any("embed" in name for name in names)
+    saved, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
+    train(model, optimizer, 70, 80)
+    moved = (model.hidden.weight - saved).norm()
+    compressor.load(tmp_path / "a")
+    assert model.embed.weight.equal(frozen) and (model.hidden.weight - saved).norm() < moved / 4
+    whole = dsq_ckpt.Compressor(model, used)
+    with pytest.raises(dsq_ckpt.DSQError, match=r"model.embed.weight"):
+        whole.load(tmp_path / "a")
+
+
+def test_frozen_parameters_are_left_out_by_all_their_names(tmp_path):
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), linear(64, 64), linear(64, 64, bias=False))
+    model[2].weight = model[0].weight.requires_grad_(False)
+    compressor = dsq_ckpt.Compressor(model, frozen=False)
+    compressor.save(tmp_path / "a")
+    assert set(dsq_ckpt.DSQStorageReader(tmp_path / "a").read_metadata().state_dict_metadata) == {
+        "model.1.weight", "model.1.bias"
+    }
+    dsq_ckpt.Compressor(model).save(tmp_path / "whole")
+    with torch.no_grad():
+        frozen = model[0].weight.fill_(1).clone()
+    compressor.load(tmp_path / "whole")
+    assert model[0].weight.equal(frozen)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="all of the model is frozen"):
+        compressor.load(tmp_path / "whole")
