@@ -1,4 +1,4 @@
-"""Chains of checkpoints: the parent of a save, its codes and values, retention of refinements, the latest one."""
+"""Chains of checkpoints: the parent of a save, its codes and values, the latest one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import (
     ChunkCache,
@@ -280,55 +279,6 @@ class Parent:
 
     def _find(self, key: ChunkKey) -> RecordRef | None:
         return self.checkpoint.find_chunk(key, self._cache.refs)
-
-
-def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
-    """Delete the refinement of all but the newest checkpoints of a run; pinned checkpoints keep theirs.
-
-    Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
-    the same directory; and none, if it is lossy and has no refinement, or holds NaN, since the one before it is then
-    the one to go back to. The older manifest says "dropped" before its file goes, so that a crash in between leaves an
-    orphan, never a promise that is not kept.
-
-    Args:
-        newest: the checkpoint just committed.
-        keep_last: how many of the newest checkpoints keep their refinement.
-        fsync: flush what is written.
-
-    Returns:
-        The directories whose refinement was dropped.
-    """
-    manifest = Manifest.read(newest)
-    if (manifest.refinement != "kept" and manifest.lossy) or manifest.nonfinite:
-        return []
-    dropped: list[Path] = []
-    directory, age = newest, 0
-    while manifest.previous_name is not None:
-        directory, expected, age = directory.parent / manifest.previous_name, manifest.previous, age + 1
-        try:
-            manifest = Manifest.read(directory)
-        except DSQError:
-            break
-        if directory.is_symlink():
-            break  # it leads to another run
-        if manifest.save_id != expected or (age >= keep_last and manifest.refinement == "dropped"):
-            break  # replaced by another; or what is older was dropped before
-        if age >= keep_last and manifest.refinement == "kept" and not manifest.pinned:
-            _drop(directory, manifest, fsync)
-            dropped.append(directory)
-    return dropped
-
-
-def _drop(directory: Path, manifest: Manifest, fsync: bool) -> None:
-    times = None if is_remote(directory) else directory.stat()
-    names = [file.name for file in manifest.files if file.role == "refinement"]
-    kept = [file for file in manifest.files if file.role != "refinement"]
-    manifest.model_copy(update={"refinement": "dropped", "files": kept}).write(directory, exclusive=False, fsync=fsync)
-    for name in names:  # if a power failure takes that back, the file is an orphan that `dsq gc` removes
-        storage_of(directory).remove(directory / name)
-    if times is not None:  # trainers that remove old checkpoints take the time of a directory for that of its save
-        with suppress(OSError):  # of another user
-            os.utime(directory, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def what_the_base_costs(directory: Path, manifest: Manifest) -> str:

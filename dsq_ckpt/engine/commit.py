@@ -16,7 +16,6 @@ from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.hints import pattern_hint
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.engine import chain
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ParentRef
 from dsq_ckpt.engine.options import SaveOptions
@@ -259,14 +258,6 @@ def _publish(path: Path, manifest: Manifest, overwrite: bool, config: DSQConfig,
         except OSError as error:  # the checkpoint is complete; `dsq gc` tries again
             warn_safely(f"'{old}' of the checkpoint that was replaced was not deleted: {error}")
     return True
-
-
-def retire(directory: Path, config: DSQConfig) -> None:
-    """Delete the refinement of older checkpoints, as `config.refinement` asks; after the commit."""
-    try:
-        chain.drop_refinements(directory, config.refinement.keep_last, config.storage.fsync)
-    except (DSQError, OSError) as error:  # the checkpoint is safe; only space is lost, and `dsq gc` wins it back
-        warn_safely(f"old refinement layers below '{directory.parent}' were not dropped: {error}")
 
 
 def _warn_of_idle(directory: Path, config: DSQConfig, names: Collection[str], settings: Collection[str]) -> None:

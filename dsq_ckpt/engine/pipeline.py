@@ -22,7 +22,7 @@ from typing import Any
 
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
-from dsq_ckpt.engine.commit import Committed, SaveContents, commit, retire
+from dsq_ckpt.engine.commit import Committed, SaveContents, commit
 from dsq_ckpt.engine.consistency import RankSettings
 from dsq_ckpt.engine.context import SaveContext, negotiate
 from dsq_ckpt.engine.history import ChunkCache
@@ -30,6 +30,7 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.quantizing import QuantizedState, quantize
 from dsq_ckpt.engine.result import SaveResult, announce
+from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured

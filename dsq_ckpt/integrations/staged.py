@@ -24,9 +24,9 @@ from dsq_ckpt.api import background
 from dsq_ckpt.api.save_load import async_save, save
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
-from dsq_ckpt.engine.commit import retire
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
+from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
 from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory
 from dsq_ckpt.storage.gc import is_ours

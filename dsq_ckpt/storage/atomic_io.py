@@ -7,6 +7,7 @@ power failure once the directory was flushed; callers flush directories themselv
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
@@ -19,6 +20,8 @@ from types import TracebackType
 from typing import IO
 
 NOT_ALL = "not all of which was written"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _HIDDEN = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # names without the mark: of earlier versions
 
 
@@ -196,6 +199,31 @@ def relink(source: Path, target: Path) -> None:
         os.replace(hidden, target)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+def exchange(source: Path, target: Path) -> bool:
+    """Let two files exchange their names; where the system cannot (only Linux does), let `source` replace `target`.
+
+    A file that another process removes meanwhile does not come back, as it would by `os.replace`.
+
+    Returns:
+        Whether there was a `target`; if not, nothing is changed.
+
+    Raises:
+        OSError: neither can be done.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+            return True
+        if ctypes.get_errno() not in _NO_EXCHANGE:
+            with contextlib.suppress(FileNotFoundError):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(target))
+            return False
+    if not target.exists():
+        return False
+    os.replace(source, target)
+    return True
 
 
 def _rename_new(source: Path, target: Path) -> None:

@@ -232,7 +232,7 @@ def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
             continue  # it was just completed
         age = time.time() - max(max(state.st_mtime, state.st_ctime) for state in states)
         size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
-        found.append((Orphan(entry, size, "replaced" if replaced else "a copy or an export did not complete"), age))
+        found.append((Orphan(entry, size, "replaced" if replaced else "what was being written did not complete"), age))
     return found
 
 

@@ -258,14 +258,17 @@ class Manifest(BaseModel):
             OSError: it cannot be written, and is not there.
         """
         with storage_of(directory).create(directory / MANIFEST, fsync=fsync) as file:
-            unsealed = self.model_copy(update={"checksum": NO_CHECKSUM})
-            file.stream.write(sealed(unsealed.model_dump_json(indent=1).encode()))
+            file.stream.write(self.text())
             file.publish(exclusive)
             if fsync:
                 try:
                     storage_of(directory).flush(directory)
                 except OSError as error:
                     raise Unflushed(error.errno, error.strerror, str(directory)) from error
+
+    def text(self) -> bytes:
+        """Return the content of its file."""
+        return sealed(self.model_copy(update={"checksum": NO_CHECKSUM}).model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

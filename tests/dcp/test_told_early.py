@@ -155,7 +155,7 @@ def test_what_could_not_be_dropped_never_fails_a_save(tmp_path, monkeypatch, cap
     def stuck(*_, **__):
         raise OSError("read-only")
 
-    monkeypatch.setattr("dsq_ckpt.engine.chain.drop_refinements", stuck)
+    monkeypatch.setattr("dsq_ckpt.engine.retention.drop_refinements", stuck)
     with warnings.catch_warnings(record=not errors) as told:
         warnings.simplefilter("error" if errors else "always")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import dsq_ckpt
-from dsq_ckpt.engine import chain
+from dsq_ckpt.engine import retention
 from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import ContainerWriter, write_index
@@ -198,7 +198,7 @@ def test_a_save_that_was_committed_has_not_failed(tmp_path, monkeypatch):
     def fails(newest, keep_last, fsync):
         raise dsq_ckpt.LoadFailed(f"'{newest}' cannot be read: Input/output error")
 
-    monkeypatch.setattr(chain, "drop_refinements", fails)
+    monkeypatch.setattr(retention, "drop_refinements", fails)
     with pytest.warns(UserWarning, match="old refinement layers .* were not dropped: .*Input/output error"):
         dsq_ckpt.save(mixed_state(), tmp_path / "0")
     check_whole(tmp_path / "0")

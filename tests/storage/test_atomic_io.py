@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 
 import pytest
 
-from dsq_ckpt.storage.atomic_io import AtomicFile, hidden_name, is_hidden, make_directory, new_directory, new_file
+from dsq_ckpt.storage.atomic_io import (
+    AtomicFile,
+    exchange,
+    hidden_name,
+    is_hidden,
+    make_directory,
+    new_directory,
+    new_file,
+)
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -89,3 +98,21 @@ def test_names(tmp_path):
     assert hidden_name(tmp_path / "a") != hidden_name(tmp_path / "a")
     make_directory(tmp_path / "one" / "two", fsync=True)
     assert (tmp_path / "one" / "two").is_dir()
+
+
+@pytest.mark.parametrize("system", ["renameat2", "neither", "not on this file system"])
+def test_files_exchange_their_names_or_nothing_changes(tmp_path, monkeypatch, system):
+    """A file that is gone does not come back."""
+    if system == "neither":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    elif system != "renameat2":
+        monkeypatch.setattr("dsq_ckpt.storage.atomic_io._RENAME_EXCHANGE", 1 << 20)  # flags it does not know: EINVAL
+    new, old = tmp_path / "new", tmp_path / "old"
+    new.write_bytes(b"new")
+    assert not exchange(new, old)
+    assert os.listdir(tmp_path) == ["new"] and new.read_bytes() == b"new"
+    old.write_bytes(b"old")
+    assert exchange(new, old)
+    assert old.read_bytes() == b"new"
+    if system == "renameat2":
+        assert new.read_bytes() == b"old"

@@ -138,7 +138,7 @@ def test_a_refinement_that_is_dropped_meanwhile(place, monkeypatch):
     def transfer(origin, *arguments, **options):
         if origin.name.endswith(".refinement"):
             monkeypatch.setattr(transferring, "transfer", sent)
-            from dsq_ckpt.engine.chain import drop_refinements
+            from dsq_ckpt.engine.retention import drop_refinements
 
             assert drop_refinements(paths[1], 1, False) == [paths[0]]
         sent(origin, *arguments, **options)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
 from dsq_ckpt.dcp import quantized_staging, writer
-from dsq_ckpt.engine import chain, commit, inheritance, pipeline, quantizing
+from dsq_ckpt.engine import chain, commit, inheritance, pipeline, quantizing, retention
 from dsq_ckpt.storage.container import ContainerWriter
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -149,7 +149,7 @@ def committing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
         assert not path.exists(), "nothing is left"
     earlier.read(earlier.paths[1])
     path = root / "committing-retention"
-    with broken(rank == 0, chain, "drop_refinements", fault()):  # the checkpoint is whole by then
+    with broken(rank == 0, retention, "drop_refinements", fault()):  # the checkpoint is whole by then
         dsq_ckpt.save(state_at(2, rank, size), path)
     assert depth(path) == 2
     earlier.check()

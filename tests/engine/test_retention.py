@@ -1,0 +1,95 @@
+"""Refinements of older checkpoints are dropped, while a trainer may be removing the checkpoints that they are of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+
+import pytest
+
+import dsq_ckpt
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.engine import retention
+from dsq_ckpt.storage.gc import collect
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from tests.helpers.states import mixed_state
+
+
+def saved(run, count=2):
+    """Return the directories of checkpoints of one state, whose refinements are all there."""
+    config = DSQConfig.model_validate({"refinement": {"keep_last": 100}, "storage": {"fsync": False}})
+    paths = [run / f"step-{number}" for number in range(count)]
+    for path in paths:
+        dsq_ckpt.save(mixed_state(), path, config=config)
+    return paths
+
+
+@pytest.mark.parametrize("gone", ["directory", "manifest"])
+def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(tmp_path, monkeypatch, gone):
+    """Its manifest was written again into a directory that was being emptied, and named files that are not there."""
+    older, newest = saved(tmp_path)
+    exchange = retention.exchange
+
+    def after_removal(*names):
+        shutil.rmtree(older) if gone == "directory" else (older / MANIFEST).unlink()
+        return exchange(*names)
+
+    monkeypatch.setattr(retention, "exchange", after_removal)
+    assert retention.drop_refinements(newest, 1, False) == []
+    assert not (older / MANIFEST).exists() and older.exists() == (gone == "manifest")
+    assert sorted(os.listdir(tmp_path)) == sorted({older.name, newest.name} & set(os.listdir(tmp_path)))
+    dsq_ckpt.load({}, newest)
+
+
+def test_who_empties_the_directory_meets_no_new_name(tmp_path):
+    """Else `shutil.rmtree` fails in the trainer, as the directory is not empty when it comes to remove it."""
+    config = DSQConfig.model_validate({"storage": {"fsync": False}})
+    dsq_ckpt.save(mixed_state(), tmp_path / "original", config=config)
+    manifest = Manifest.read(tmp_path / "original")
+    for number in range(200):
+        run = tmp_path / str(number)
+        shutil.copytree(tmp_path / "original", run / "step-1")
+        begin, failed = threading.Barrier(2), []
+
+        def remove(begin=begin, path=run / "step-1", failed=failed):
+            names = sorted(os.listdir(path))
+            begin.wait()
+            try:
+                for name in names:
+                    (path / name).unlink(missing_ok=True)
+                path.rmdir()
+            except OSError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=remove)
+        thread.start()
+        begin.wait()
+        retention._drop(run / "step-1", manifest, False)
+        thread.join()
+        assert not failed and os.listdir(run) == []
+
+
+def test_the_time_of_its_save_stays(tmp_path):
+    older, newest = saved(tmp_path)
+    os.utime(older, (1, 1))
+    assert retention.drop_refinements(newest, 1, True) == [older]
+    assert older.stat().st_mtime == 1
+    assert Manifest.read(older).refinement == "dropped"
+    assert not [name for name in os.listdir(older) if name.endswith(".refinement")]
+    dsq_ckpt.load({}, older, refinement=False)
+
+
+def test_what_a_killed_process_left_is_collected(tmp_path, monkeypatch):
+    older, newest = saved(tmp_path)
+
+    def killed(hidden, target):
+        shutil.copy(hidden, tmp_path / ".step-0.dsq-01234567.tmp")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(retention, "exchange", killed)
+    with pytest.raises(KeyboardInterrupt):
+        retention.drop_refinements(newest, 1, False)
+    assert [orphan.path.name for orphan in collect(tmp_path, 0)] == [".step-0.dsq-01234567.tmp"]
+    assert Manifest.read(older).refinement == "kept"
+    dsq_ckpt.load({}, older)
