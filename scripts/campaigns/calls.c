@@ -190,6 +190,10 @@ int rename(const char *one, const char *two) {
     if (!inside(two)) return REAL(rename)(one, two);
     CALL(RENAME, REAL(rename)(one, two), 'R', 0, one, two)
 }
+int renameat2(int a, const char *one, int b, const char *two, unsigned flags) {
+    if (!inside(two)) return REAL(renameat2)(a, one, b, two, flags);
+    CALL(RENAME, REAL(renameat2)(a, one, b, two, flags), flags & RENAME_EXCHANGE ? 'X' : 'R', 0, one, two)
+}
 int link(const char *one, const char *two) {
     if (!inside(two)) return REAL(link)(one, two);
     CALL(LINK, REAL(link)(one, two), 'L', 0, one, two)

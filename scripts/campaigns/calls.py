@@ -66,8 +66,8 @@ class Operation(NamedTuple):
     """A call that changed files.
 
     Attributes:
-        what: C created, T truncated, W written, F flushed, R renamed, L linked, U unlinked, M made and D removed a
-            directory.
+        what: C created, T truncated, W written, F flushed, R renamed, X exchanged, L linked, U unlinked, M made and
+            D removed a directory.
         inode: of the file, of C, T, W and F, or of the new directory.
     """
 

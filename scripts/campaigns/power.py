@@ -102,6 +102,8 @@ def _change(call: Operation, now: dict[str, int]) -> list[tuple[str, int | None]
         return [(call.one, _DIRECTORY)]
     if call.what == "R":
         return [(call.two, now[call.one]), (call.one, None)]
+    if call.what == "X":
+        return [(call.two, now[call.one]), (call.one, now[call.two])]
     if call.what == "L":
         return [(call.two, now[call.one])]
     return [(call.one, None)]
