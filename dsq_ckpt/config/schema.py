@@ -106,6 +106,10 @@ class QuantizeConfig(_Strict):
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
     )
     rules: tuple[Rule, ...] = Field(default=(), description="first match wins; exact: true means bit for bit")
+    frozen: Literal["exact", "lossy"] = Field(
+        "exact", description="weights that need no gradient, and buffers, as long as they stay as they are; where the "
+        "model is known"
+    )
     granularity: Literal["layer", "tensor"] = Field(
         "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,13 +40,7 @@ from dsq_ckpt.dcp.staging import (
     refuse_mixed,
     staged_payloads,
 )
-from dsq_ckpt.distributed.comm import (
-    Communicator,
-    SingleProcess,
-    communicator,
-    gather_from_all_ranks,
-    run_on_all_ranks,
-)
+from dsq_ckpt.distributed.comm import Communicator, SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.consistency import RankSettings, refuse_different
 from dsq_ckpt.engine.context import SaveContext
@@ -57,7 +52,8 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.groups import is_lossy, layer_types
+from dsq_ckpt.quantization.frozen import layer_types_now
+from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage.backend import storage_of
@@ -74,7 +70,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         parent: "auto" (the last checkpoint this process committed or loaded in the same run directory), None (a
             keyframe) or the path of a checkpoint.
         overwrite: replace a complete checkpoint at `path`.
-        model: its module tree defines layer types; without it they are inferred from names and shapes.
+        model: its module tree defines layer types, without it they are inferred from names and shapes; and it tells
+            what is frozen, which `quantize.frozen` stores exactly.
         process_group: the group DCP saves on, where it is not the default one.
         pinned: keep this checkpoint's refinement layer for good.
         no_dist: this rank saves alone; pass the same `no_dist` to DCP's function.
@@ -119,9 +116,10 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         if is_lossy(self.config):
             warmup.start()
         self._options = SaveOptions(
-            self.config, parent, overwrite, pinned, layer_types(model) if model is not None else None, policy,
-            fractions or Fractions(), default_history() if history is None else history, on_save,
+            self.config, parent, overwrite, pinned, None, policy, fractions or Fractions(),
+            default_history() if history is None else history, on_save,
         )
+        self._model = None if model is None else weakref.ref(model)
         self._gradients = dict(gradients or {})
         self._group = process_group
         self.no_dist = no_dist
@@ -144,7 +142,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
         options = replace(self._options, policy=as_configured) if staged else self._options
-        left: dict[str, Any] = {"_group": None, "_cached": None, "_copy": {}, "async_call": None}
+        left: dict[str, Any] = {"_group": None, "_cached": None, "_copy": {}, "async_call": None, "_model": None}
         return {**self.__dict__, **left, "_options": options, "_gradients": gradients}
 
     def storage_meta(self) -> StorageMeta | None:
@@ -388,6 +386,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     def _begin(self) -> SavePipeline:
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
+        if self._model is not None and (model := self._model()) is not None:  # in the background it is not known
+            self._options = replace(self._options, layer_types=layer_types_now(model))
         return SavePipeline(self.path, self._options)
 
     @property

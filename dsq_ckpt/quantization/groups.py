@@ -2,8 +2,9 @@
 
 A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
 kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
-one-dimensional, small and non-float tensors, and what lies below a key such as `state` or `optimizer` without being a
-moment we know. All other float tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
+one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
+moment we know, and what is known to be frozen. All other float tensors of two or more dimensions count as weights,
+buffers too: rules say otherwise.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
 _OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+FROZEN = "frozen "
+"""What stands before the layer type of tensors that training leaves as they are."""
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 
@@ -87,7 +90,8 @@ def assign(
     """Return kind, group and storage of the tensor `fqn` of global `shape`.
 
     `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
-    ends with it (state dicts put prefixes such as `model.` before it). `measured`: the tensor is a first moment,
+    ends with it (state dicts put prefixes such as `model.` before it); of frozen tensors `FROZEN` stands before the
+    type. `measured`: the tensor is a first moment,
     and its second moment is in the same save, in the same chunks; one without it is stored by its size alone.
     """
     kind, parameter = _kind(fqn)
@@ -99,6 +103,10 @@ def assign(
     group = rule.group if rule is not None else None
     if group is None:
         layer = _layer_from_tree(parameter, types) if types else None
+        if layer is not None and layer.startswith(FROZEN):
+            if kind == "weights" and config.frozen == "exact":
+                return Assignment(EXACT, EXACT, None)
+            layer = layer.removeprefix(FROZEN)
         if layer in (None, "other"):
             layer = _layer_from_name(parameter, shape)
         one_dimensional = len([size for size in shape if size > 1]) < 2

@@ -65,12 +65,17 @@ class Packed(NamedTuple):
 
     @classmethod
     def smallest(cls, raw: memoryview | bytes, itemsize: int, level: int, link: Callable[[], Link | None]) -> Packed:
-        """Compress a pack by itself and, if that is smaller, given what `link` returns."""
-        alone = shuffle_compress(raw, itemsize, level)
-        if itemsize in difference.ITEM_SIZES and (earlier := link()) is not None:
+        """Compress a pack by itself and, if that is smaller, given what `link` returns.
+
+        Not by itself if nothing has changed, as in frozen weights.
+        """
+        earlier = link() if itemsize in difference.ITEM_SIZES else None
+        alone = None if earlier is not None and earlier.data == raw else shuffle_compress(raw, itemsize, level)
+        if earlier is not None:
             given = difference.encode(raw, earlier.data, itemsize, level)
-            if len(given) < _WORTH * len(alone):
+            if alone is None or len(given) < _WORTH * len(alone):
                 return cls(given, earlier._replace(data=b""))  # which is large
+        assert alone is not None
         return cls(alone, None)
 
     def entry(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:

@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.thin = nn.Linear(203, 1)
         self.wide = nn.Parameter(torch.randn(2, 2500) * 0.02)
         self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.randn(203, 64), requires_grad=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.up(self.norm(self.embed(tokens))).relu()
@@ -83,6 +84,7 @@ def save(run: Path, size: int) -> None:
         dsq_ckpt.save(state, run / str(number), config=FINE, model=net, pinned=True)
         got = read(run / str(number), state)
         close(whole(flatten_state_dict(state)[0]), got)
+        assert torch.equal(got["model.frozen"], whole(state["model"])["frozen"]), "frozen weights are exact"
         unseen = got["optim.state.embed.weight.exp_avg"][60:]
         assert not unseen.any(), "moments of what never had a gradient must come back as zero"
         assert depth(run / str(number)) == number

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine.chain import _drop
+from dsq_ckpt.engine.retention import _drop
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
 from tests.storage.format import independent_reader as independent

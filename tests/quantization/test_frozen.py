@@ -1,0 +1,125 @@
+"""Frozen tensors: those that need no gradient, beside others that do, as long as they stay as they are."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+import dsq_ckpt
+from dsq_ckpt.quantization import frozen
+from dsq_ckpt.quantization.frozen import layer_types_now
+from dsq_ckpt.quantization.groups import FROZEN
+
+
+class Model(nn.Module):
+    """A frozen and a trained layer, and a table that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(256, 512, bias=False).requires_grad_(False)
+        self.head = nn.Linear(128, 64, bias=False)
+        self.register_buffer("table", torch.randn(64, 128))
+
+
+def told(model: nn.Module) -> set[str]:
+    return {name for name, layer in layer_types_now(model).items() if layer.startswith(FROZEN)}
+
+
+def test_what_needs_no_gradient_is_frozen_beside_what_is_trained():
+    model = Model()
+    assert told(model) == {"base.weight", "table"}
+    model.requires_grad_(False)
+    assert told(model) == set()  # a model that is not in training, to be made small as any other
+    model.requires_grad_(True)
+    assert told(model) == {"table"}
+
+
+def test_what_changes_twice_in_a_row_is_not():
+    """The average of a student's weights; a layer that was loaded anew once is still frozen."""
+    model = Model()
+    for frozen_still in ({"base.weight", "table"}, {"base.weight", "table"}, {"base.weight"}, {"base.weight"}):
+        assert told(model) == frozen_still
+        model.table += 1
+    assert told(model) == {"base.weight"}
+    assert told(model) == {"base.weight", "table"}
+    nn.init.normal_(model.base.weight)
+    assert told(model) == {"base.weight", "table"}
+
+
+def test_models_are_let_go():
+    model = Model()
+    told(model)
+    reference, known = weakref.ref(model), len(frozen._looks)
+    del model
+    gc.collect()
+    assert reference() is None and len(frozen._looks) < known
+
+
+def saves(model, tmp_path, config=None, count=3):
+    """Save, train and save again; return the results."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    results = []
+    for number in range(count):
+        model.head.weight.grad = torch.randn_like(model.head.weight)
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        results.append(dsq_ckpt.save(state, tmp_path / f"step-{number}", config=config, model=model))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_are_exact_and_cost_nothing_more(dtype, tmp_path):
+    model = Model().to(dtype)
+    keyframe, *deltas = saves(model, tmp_path)
+    assert all(delta.bytes_written < 0.5 * keyframe.bytes_written for delta in deltas)
+    for number in range(3):
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        dsq_ckpt.load(found, tmp_path / f"step-{number}")
+        assert found["model"]["base.weight"].equal(model.base.weight)
+        assert found["model"]["table"].equal(model.table)
+        assert not found["model"]["head.weight"].equal(model.head.weight)
+
+
+@pytest.mark.parametrize("config", [
+    {"quantize": {"frozen": "lossy"}}, {"quantize": {"rules": [{"pattern": "*.base.weight", "group": "linear"}]}},
+])
+def test_they_are_lossy_where_asked_to(config, tmp_path):
+    model = Model()
+    saves(model, tmp_path, config, 1)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    dsq_ckpt.load(found, tmp_path / "step-0")
+    assert not found["model"]["base.weight"].equal(model.base.weight)
+    assert found["model"]["table"].equal(model.table) == ("rules" in config["quantize"])
+
+
+@pytest.mark.parametrize("how", ["anew", "plans cached", "in the background", "quantized when staged"])
+def test_a_teacher_that_moves_is_lossy_until_it_rests(how, tmp_path):
+    """Each save tells by itself, with one writer for all of them."""
+    model = Model()
+    optimizer = torch.optim.AdamW([model.head.weight])
+    stage = "quantize" if how.startswith("quantized") else "copy"
+    writer = dsq_ckpt.DSQStorageWriter(config={"storage": {"stage": stage}}, model=model, no_dist=True)
+    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        getattr(dcp.planner.SavePlanner, f"_cached_{cache}").clear()
+    for number, exact in enumerate([True, True, False, False, True]):
+        if number < 4:
+            with torch.no_grad():
+                model.base.weight.add_(0.01)
+        model.head.weight.grad = torch.randn_like(model.head.weight)
+        optimizer.step()
+        path = tmp_path / f"step-{number}"
+        options = {"storage_writer": writer, "checkpoint_id": path, "no_dist": True}
+        if how in ("anew", "plans cached"):
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=how == "plans cached")
+            dcp.save({"model": model.state_dict()}, planner=planner, **options)
+        else:
+            dcp.async_save({"model": model.state_dict()}, **options).result()
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        dsq_ckpt.load(found, path)
+        assert found["model"]["base.weight"].equal(model.base.weight) == exact
+        assert found["model"]["table"].equal(model.table)
