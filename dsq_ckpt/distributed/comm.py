@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dsq_ckpt.core.arrays import Counts
+from dsq_ckpt.distributed.lasting import keep
 from dsq_ckpt.errors import DSQError, LoadFailed, SaveFailed, described
 
 _T = TypeVar("_T")
@@ -88,7 +89,7 @@ class TorchCommunicator:
     def sum(self, counts: Counts) -> None:
         device = self._device()
         tensor = torch.from_numpy(counts)
-        with _reaching(self.rank):
+        with self._reaching():
             if device.type == "cpu":
                 with _lent(tensor):
                     dist.all_reduce(tensor, group=self.group)
@@ -99,7 +100,7 @@ class TorchCommunicator:
 
     def gather(self, value: Any) -> list[Any]:
         data = pickle.dumps(value)
-        with _reaching(self.rank):
+        with self._reaching():
             found = self._all_gather(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
             sizes = [int.from_bytes(one[:_HEAD], "little") for one in found]
             if (longest := max(sizes)) > _SHORT:  # all ranks see that alike
@@ -117,14 +118,12 @@ class TorchCommunicator:
         return [one.cpu().numpy().tobytes() for one in everything]
 
     def _device(self) -> torch.device:
-        group = self.group if self.group is not None else dist.group.WORLD
-        assert group is not None
-        kinds = [device.type for device in group._device_types]
+        kinds = [device.type for device in self._used()._device_types]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def broadcast(self, value: Any) -> Any:
         data = pickle.dumps(value) if self.rank == 0 else b""
-        with _reaching(self.rank):
+        with self._reaching():
             found = self._broadcast(len(data).to_bytes(_HEAD, "little") + data[:_SHORT], _HEAD + _SHORT)
             size = int.from_bytes(found[:_HEAD], "little")
             if size > _SHORT:
@@ -139,14 +138,29 @@ class TorchCommunicator:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor.cpu().numpy().tobytes()
 
+    def _used(self) -> dist.ProcessGroup:
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        return group
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        keep(self._used())
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankUnreachable(
+                f"rank {self.rank}: {error}; if it could not reach another rank, that one or its host is gone, or took "
+                "longer than the timeout of the process group"
+            ) from error
+
 
 @contextmanager
 def _lent(*tensors: torch.Tensor) -> Iterator[None]:
     """Wait, after a collective, until the thread of gloo that ran it has let go of its tensors too.
 
     It signals the end before it frees them, and needs the interpreter for that. A process that exits meanwhile, as
-    after a last save, aborts (pytorch/pytorch#190489). One that drops DDP meanwhile hangs: DDP's reducer may be the
-    last to hold the group, and waits for that thread while it holds the interpreter's lock.
+    after a last save, aborts (pytorch/pytorch#190489).
     """
     before = [sys.getrefcount(tensor) for tensor in tensors]
     try:
@@ -155,17 +169,6 @@ def _lent(*tensors: torch.Tensor) -> Iterator[None]:
         deadline = time.monotonic() + _FREED_WITHIN
         while [sys.getrefcount(tensor) for tensor in tensors] > before and time.monotonic() < deadline:
             time.sleep(0)
-
-
-@contextmanager
-def _reaching(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankUnreachable(
-            f"rank {rank}: {error}; if it could not reach another rank, that one or its host is gone, or took longer "
-            "than the timeout of the process group"
-        ) from error
 
 
 _inherited: dist.ProcessGroup | None = None  # the default group of the process that this one was forked from

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
 from dsq_ckpt.api import background
 from dsq_ckpt.distributed import comm as comms
+from dsq_ckpt.distributed import lasting
 
 lent: list[weakref.ref[torch.Tensor]] = []
 
@@ -34,6 +36,7 @@ def recorded(collective: Any) -> Any:
 
 
 dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
 for name in ("all_gather", "all_reduce", "broadcast"):
     setattr(dist, name, recorded(getattr(dist, name)))
 comms._FREED_WITHIN = 300.0  # a machine may be busy
@@ -54,3 +57,21 @@ del made
 dist.destroy_process_group()
 assert left() is None
 print("ok groups", flush=True)
+
+# DDP drops the group last, while gloo's thread wants the lock: this one gives it to nobody, where it need not.
+sys.setswitchinterval(1000)
+for number in range(20):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{number}", rank=rank, world_size=size)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    comms.TorchCommunicator().gather(None)
+    dist.broadcast_object_list([number], src=0)  # as DCP ends a save
+    dist.destroy_process_group()
+    del model
+print("ok reducers", flush=True)
+kept = len(lasting._kept)
+lasting._expire()
+assert len(lasting._kept) == kept >= 20 and lasting._timer is not None
+lasting._kept.update(dict.fromkeys(lasting._kept, 0.0))
+lasting._expire()
+assert not lasting._kept and lasting._timer is None
+print("ok released", flush=True)
