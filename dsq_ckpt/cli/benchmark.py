@@ -5,6 +5,7 @@ Every figure is a median with its spread, and a peer is measured in the same run
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -12,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,10 @@ _CODER_TARGETS = {  # of its paths with vectors
 }
 
 
+_COPIES = 4
+"""States in memory at once: the saved one, a later one, one to load into, and the copy of an asynchronous save."""
+
+
 def run_bench(
     parameters: int, threads: int, directory: Path, moments: bool = True, repeats: int = 5, stall_only: bool = False
 ) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def run_bench(
         parameters: size of the model; with `moments` the state has three times as many elements.
         threads: worker threads of saves and loads (0: as a save would choose).
         directory: where checkpoints are written, so on the disk that is to be measured.
-        moments: whether the state holds Adam's moments.
+        moments: whether to measure a state with Adam's moments too, where there is memory for it.
         repeats: runs per figure.
         stall_only: only measure how long training waits for asynchronous saves.
     """
@@ -80,12 +86,18 @@ def run_bench(
         _kernels(min(parameters, 25_000_000), repeats, rows)
         _coding(max(repeats, 15), rows)
         _clustering(repeats, rows)
+    left_out = ""
     for with_moments in (False, True) if moments else (False,):
+        needed, there = _COPIES * 4 * parameters * (3 if with_moments else 1), _available()
+        if with_moments and needed > there:
+            left_out = f"weights + moments, which need {needed / 2**30:.1f} GiB of memory of {there / 2**30:.1f} left"
+            break
         if not stall_only:
             _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
         _stalls(parameters, with_moments, threads, directory, repeats, rows)
     return {
         "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
+        **({"left_out": left_out} if left_out else {}),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
         "coder": _native.path(),
         "versions": {"dsq_ckpt": __version__, "torch": torch.__version__, "numpy": np.__version__},
@@ -105,6 +117,8 @@ def print_bench(result: dict[str, Any], console: Console) -> None:
         aim = "" if target is None else f"{'≥' if target[1] else '≤'} {target[0]:g}"
         table.add_row(name, *(f"{row[key]:.3g}" for key in ("median", "min", "max")), aim)
     console.print(table)
+    if "left_out" in result:
+        console.print(f"left out: {result['left_out']}")
 
 
 def _kernels(count: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
@@ -319,6 +333,15 @@ def _drop_from_cache(root: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+def _available() -> float:
+    """Return the bytes of memory that may be taken; infinite where the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return math.inf
 
 
 def _resident() -> int:

@@ -195,6 +195,18 @@ def test_bench(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "bench.json").read_text()) == {"x": 1}
 
 
+def test_bench_leaves_out_what_memory_is_too_small_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_available", lambda: 4.1 * 4 * 2e6)
+    monkeypatch.setattr(bench, "_stalls", lambda parameters, moments, *_: measured.append(moments))
+    measured: list[bool] = []
+    output = printed("bench", "--stall", "--parameters", "2e6", "--dir", tmp_path, "--json", tmp_path / "bench.json")
+    assert measured == [False] and "left out: weights + moments, which need 0.1 GiB" in output
+    assert "moments" in json.loads((tmp_path / "bench.json").read_text())["left_out"]
+    measured.clear()
+    assert "left out" not in printed("bench", "--stall", "--parameters", "5e5", "--dir", tmp_path)
+    assert measured == [False, True]
+
+
 def test_units():
     assert [output.size(n) for n in (0, 999, 1000, 1023, 1 << 20, 1023 << 20, int(12.34 * 2**30), 10**15)] == [
         "0 B", "999 B", "0.98 KiB", "1.00 KiB", "1.00 MiB", "1.00 GiB", "12.3 GiB", "909 TiB",
