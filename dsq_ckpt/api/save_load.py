@@ -241,6 +241,7 @@ def save_async_with(
         )
     inner = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     outer: Future[SaveResult] = Future()
+    outer.set_running_or_notify_cancel()  # a save that has begun is not cancelled, as by a timeout of asyncio
 
     def pass_on(done: Future[Any]) -> None:
         error = done.exception()

@@ -1,12 +1,15 @@
-"""Saves of two threads, such as torchft's and the training's, that wait for the one before."""
+"""Saves that wait for the one before, as of two threads, such as torchft's and the training's."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dsq_ckpt
 from dsq_ckpt.api import background
 
 
@@ -21,3 +24,12 @@ def test_another_thread_begins_a_save_meanwhile(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(background, "_future", Ending())
     background.wait()
     assert background._future is meanwhile
+
+
+def test_a_save_that_is_cancelled_goes_on(tmp_path: Path) -> None:
+    """As `asyncio.wait_for` cancels what takes too long; the next save waits for it as for any other."""
+    state = {"w": torch.randn(80, 80)}
+    future = dsq_ckpt.async_save(state, tmp_path / "1")
+    assert not future.cancel()
+    assert dsq_ckpt.save(state, tmp_path / "2").depth == 1
+    assert future.result().depth == 0 and not future.cancelled()
