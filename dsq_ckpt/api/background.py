@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 
 from dsq_ckpt.distributed.comm import timeout_of
+from dsq_ckpt.engine.result import is_telling
 from dsq_ckpt.errors import described
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ def begun(future: Future[Any]) -> None:
 def wait() -> None:
     """Wait for the previous save. Its failure is its future's to raise; it is logged too, should nobody ask."""
     global _future
+    if is_telling():  # its own save, which is complete, and would wait for what waits here
+        return
     if (pending := _future) is not None:
         failure = pending.exception()
         if _future is pending:  # another thread, such as torchft's, may have waited too, and begun the next

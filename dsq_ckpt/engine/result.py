@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
 
+_telling: ContextVar[bool] = ContextVar("this thread is in a function of the caller's, in on_save", default=False)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -110,9 +112,18 @@ def announce(path: Path, committed: Callable[[], SaveResult], on_save: OnSave | 
         result = committed()
         logger.info("%s", result)
         if on_save is not None:
-            on_save(result)
+            token = _telling.set(True)
+            try:
+                on_save(result)
+            finally:
+                _telling.reset(token)
     except Exception as error:
         warn_safely(f"'{path}' is complete, but after its commit on_save raised {described(error)}")
+
+
+def is_telling() -> bool:
+    """Return whether this thread is in `on_save`; the save that it tells of is complete, but has not returned."""
+    return _telling.get()
 
 
 def _size(count: float) -> str:

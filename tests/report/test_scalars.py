@@ -62,6 +62,24 @@ def test_what_it_raises_harms_nothing(tmp_path, state, errors, caplog):
     assert dsq_ckpt.latest(tmp_path) == str(tmp_path / "2")
 
 
+@pytest.mark.timeout(100)
+def test_it_may_load_and_save(tmp_path, state):
+    """Also in the thread of a save in the background, which it does not wait for."""
+    found: list[dict[str, object]] = []
+
+    def on_save(result: dsq_ckpt.SaveResult) -> None:
+        found.append({})
+        dsq_ckpt.load(found[-1], result.path)
+        dsq_ckpt.compress(state, tmp_path / "apart" / result.path.name)
+        dsq_ckpt.save(state, tmp_path / "copies" / result.path.name)
+
+    result = dsq_ckpt.async_save(state, tmp_path / "run" / "1", on_save=on_save).result()
+    dsq_ckpt.save(state, tmp_path / "run" / "2", on_save=on_save)
+    assert [one["step"] for one in found] == [1, 1] and result.path.name == "1"
+    for directory in ("apart", "copies"):
+        assert dsq_ckpt.latest(tmp_path / directory) == str(tmp_path / directory / "2")
+
+
 def test_a_failed_save_tells_nothing(tmp_path, state):
     told: list[object] = []
     dsq_ckpt.save(state, tmp_path / "1")
