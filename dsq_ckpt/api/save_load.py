@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
@@ -129,7 +130,14 @@ def _begun(
 def _storable(begin: Begin) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
     writer, state = begin()
     assert writer.path is not None
-    return writer, storable(state), writer.path
+    return writer, storable(_told(state)), writer.path
+
+
+def _told(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
+    if not any(isinstance(value, Stateful) for value in state.values()):
+        return state
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
 @held_signals()
@@ -294,7 +302,7 @@ def load(
     CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
     which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
     arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
-    dict.
+    dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs.
 
     Raises:
         ConfigError: an argument is not what it must be.
@@ -330,23 +338,24 @@ def load(
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
 
-    def prepare() -> tuple[list[Path], list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]]:
+    def prepare() -> tuple[dict[Any, Any], list[Path], list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]]:
         """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
         directory = existing_path(path)
         Manifest.read(directory)
-        refuse_cycles(state_dict)
-        empty = [own for own, _ in empty_dicts(state_dict)]
+        told = _told(state_dict)
+        refuse_cycles(told)
+        empty = [own for own, _ in empty_dicts(told)]
         if not empty:
-            return [], []
+            return told, [], []
         with Checkpoint(directory) as checkpoint:
-            return empty, fillings(state_dict, checkpoint)
+            return told, empty, fillings(told, checkpoint)
 
-    empty, to_fill = run_on_all_ranks(comm, prepare, LoadFailed)
+    told, empty, to_fill = run_on_all_ranks(comm, prepare, LoadFailed)
     try:
         for target, placeholders in to_fill:
             target.update(placeholders)
         with (
-            plain_errors(LoadFailed, comm.rank), without_warning(no_dist), loading(state_dict) as inner,
+            plain_errors(LoadFailed, comm.rank), without_warning(no_dist), loading(told) as inner,
             _sortable(inner) as sortable,
         ):
             dcp.load(
@@ -361,6 +370,11 @@ def load(
         if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path
             raise type(error)(f"'{reader.path}': {error}") from error
         raise
+    for key, value in told.items() if told is not state_dict else ():
+        if isinstance(own := state_dict[key], Stateful):
+            own.load_state_dict(value)
+        else:
+            state_dict[key] = value
 
 
 @contextmanager

@@ -161,6 +161,30 @@ def test_an_optimizer_that_has_not_stepped_is_filled(tmp_path):
     check_moments(other, optimizer)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
+    """As DCP takes modules and optimizers; of one that has not stepped it would load the hyperparameters alone."""
+    model, optimizer, _ = plain()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, 7: "seven"}
+    if background:
+        dsq_ckpt.async_save(state, tmp_path / "a", config=EXACT).result()
+    else:
+        dsq_ckpt.save(state, tmp_path / "a", config=EXACT)
+    assert state["optimizer"] is optimizer
+    twin, _, _ = plain()
+    other = torch.optim.AdamW(twin.parameters(), lr=1)
+    for parameter in twin.parameters():
+        parameter.data.zero_()
+    target = {"model": twin, "optimizer": other, "scheduler": {}, 7: ""}
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert target["model"] is twin and target["optimizer"] is other and target[7] == "seven"
+    assert differences(dict(twin.state_dict()), dict(model.state_dict())) == []
+    check_moments(other, optimizer)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert target["scheduler"] == scheduler.state_dict()
+
+
 @pytest.mark.parametrize("target", [
     {}, {"model": {}}, {"model": {}, "step": 0, "deep": {"er": {}}}, {"many": [{}, {}, {"x": torch.zeros(3)}]},
 ], ids=["all", "a part", "several", "in a list"])
