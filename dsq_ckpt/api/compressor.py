@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -269,7 +270,9 @@ class Compressor:
     def _chosen(self, model: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of the model's state dict that are saved; torch's own option keeps tied frozen ones."""
         frozen = {name for name, one in names_of(self.model).items() if not (one.requires_grad or self._frozen)}
-        kept = {name: value for name, value in model.items() if name not in frozen}
+        kept = copy.copy(model)  # with the versions of modules, which a load tells them
+        for name in frozen & kept.keys():
+            del kept[name]
         if model and not kept:  # a load would fill the empty dict with frozen weights
             raise ConfigError("frozen is False, but all of the model is frozen: there is nothing of it to save or load")
         return kept

@@ -60,7 +60,7 @@ def _state_of(value: Any, call: str) -> dict[str, Any]:
         ConfigError: it is neither.
     """
     if isinstance(value, nn.Module):
-        return dict(value.state_dict())
+        return value.state_dict()  # with the versions of its modules
     expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
     found: dict[str, Any] = value
     return found

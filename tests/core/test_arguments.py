@@ -76,6 +76,31 @@ def test_a_module_stands_for_its_state_dict(tmp_path, background):
     assert all(same(value, other.state_dict()[name]) for name, value in state.items())
 
 
+class Transposed(torch.nn.Linear):
+    """A module whose older versions had another weight, which it takes as torch's documentation shows it."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("how", ["module", "value", "compressor"])
+def test_a_module_is_told_that_the_state_is_of_its_own_version(tmp_path, how):
+    model, other = (torch.nn.Sequential(Transposed(80, 80), torch.nn.Linear(80, 8)) for _ in range(2))
+    other[1].requires_grad_(False)
+    if how == "compressor":
+        dsq_ckpt.Compressor(model, config="exact").save(tmp_path / "a")
+        dsq_ckpt.Compressor(other, frozen=False).load(tmp_path / "a")
+    else:
+        dsq_ckpt.save(model if how == "module" else {"m": model}, tmp_path / "a", config="exact")
+        dsq_ckpt.load(other if how == "module" else {"m": other}, tmp_path / "a")
+    assert same(other[0].weight, model[0].weight)
+    assert same(other[1].weight, model[1].weight) == (how != "compressor")
+
+
 def test_a_key_that_is_not_there(tmp_path):
     state = {"model": {f"layers.{n}.weight": torch.ones(3) for n in range(9)}, "step": 3}
     dsq_ckpt.save(state, tmp_path / "a")
