@@ -1,4 +1,4 @@
-"""`Compressor(frozen=False)`: parameters without gradients are left out, by all their names, and left as they are."""
+"""Parameters without gradients are exact; with `Compressor(frozen=False)` they are left out, by all their names."""
 
 import pytest
 import torch
@@ -6,6 +6,23 @@ import torch
 import dsq_ckpt
 from dsq_ckpt.errors import ConfigError
 from tests.helpers.training import loss_of, train, trained
+
+
+def test_frozen_parameters_are_exact_beside_what_is_searched(tmp_path):
+    model, _ = trained()
+    model.embed.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    train(model, optimizer, 60, 70)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model))
+    for name in ("a", "b"):
+        compressor.save(tmp_path / name)
+        saved, frozen = model.hidden.weight.detach().clone(), model.embed.weight.detach().clone()
+        train(model, optimizer, 70, 80)
+        with torch.no_grad():
+            model.embed.weight.zero_()
+        compressor.load(tmp_path / name)
+        assert model.embed.weight.equal(frozen) and not model.hidden.weight.equal(saved)
+    assert compressor.quality is not None and compressor.quality["satisfied"]
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
