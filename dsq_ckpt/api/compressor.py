@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from dsq_ckpt.api.moments import ask_for_saved
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
@@ -48,7 +49,6 @@ from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
-from dsq_ckpt.storage.paths import existing_path
 
 
 class Compressor:
@@ -248,17 +248,14 @@ class Compressor:
             CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
             DSQError: what else failed, on every rank.
         """
-        state = self.state(extra)
+        state, comm = self.state(extra), communicator(self._group)
+        directory = ask_for_saved(path, state.get("optimizer"), names_of(self.model), comm)
         load(state, path, refinement=refinement, process_group=self._group, history=self._history)
-        directory = existing_path(path)
-        if self.optimizer is None:
-            set_model_state_dict(self.model, state["model"], options=self._options)
-        else:
-            set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-                options=self._options,
-            )
-        if communicator(self._group).rank == 0:
+        set_model_state_dict(self.model, state["model"], options=self._options)
+        if self.optimizer is not None:
+            options = StateDictOptions(strict=False)  # of some parameters nothing was saved
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        if comm.rank == 0:
             _tell_left_out(directory, state, extra)
         if self._manager is not None:
             manifest = Manifest.read(directory)

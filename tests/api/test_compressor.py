@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt.api.save_load import save_async_with
@@ -376,3 +377,43 @@ def test_the_most_conservative_configuration_is_close(tmp_path):
         compressor.save(tmp_path / "a")
     assert Manifest.read(tmp_path / "a").config["quantize"]["weights"]["codebook"]["rate_distortion"] == 0.0
     assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["new", "other", "gradients"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_that_no_step_has_changed_yet(tmp_path, target, frozen):
+    """They have no moments, when a run is saved and after it was restored, whatever the optimizer had in between."""
+    def made():
+        model = nn.ModuleDict({name: nn.Linear(80, 80) for name in ("a", "b", "c")})
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model, optimizer, *names):
+        optimizer.zero_grad()
+        sum(model[name](torch.ones(4, 80)).square().mean() for name in names).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model, optimizer, "a", "b")
+    dsq_ckpt.Compressor(model, optimizer, config="exact", frozen=frozen).save(tmp_path / "a")
+    model_too, restored = made()
+    if target == "other":
+        step(model_too, restored, "b", "c")
+    elif target == "gradients":  # with which torch initializes no moments
+        model_too["c"](torch.ones(4, 80)).sum().backward()
+    dsq_ckpt.Compressor(model_too, restored, frozen=frozen).load(tmp_path / "a")
+    for (name, parameter), other in zip(model.named_parameters(), model_too.parameters(), strict=True):
+        before, now = optimizer.state.get(parameter, {}), restored.state.get(other, {})
+        assert before.keys() == now.keys() and bool(now) == (name[0] != "c")
+        assert all(before[key].equal(now[key]) for key in before)
+    step(model, optimizer, "b", "c")
+    step(model_too, restored, "b", "c")
+    assert all(one.equal(other) for one, other in zip(model.parameters(), model_too.parameters(), strict=True))
+
+
+def test_moments_under_other_names_are_not_left_out(tmp_path):
+    model, optimizer = trained()
+    dsq_ckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbers")
+    dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "none")
+    for name in ("numbers", "none"):
+        with pytest.raises(dsq_ckpt.LoadFailed, match=r"the checkpoint has no 'optimizer.state.embed.weight.step'"):
+            dsq_ckpt.Compressor(model, optimizer).load(tmp_path / name)
