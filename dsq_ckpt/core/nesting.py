@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any
 
 from dsq_ckpt.errors import LoadFailed
@@ -41,11 +42,12 @@ class Nesting(dict[str, Path]):
     def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path], *, all_keys: bool = False) -> Nesting:
         """Return the nesting of a state dict with DCP's flat names; `all_keys` adds keys that an index cannot hold."""
         found = list(_dicts((), state))
-        typed = {
-            path: key for path, key, _ in found
-            if (all_keys and type(key) is not str)
-            or type(key) in (int, bool, type(None)) or (type(key) is float and math.isfinite(key))
-        }
+        typed: dict[Path, Hashable] = {}
+        for path, key, _ in found:
+            if all_keys and type(key) is not str:
+                typed[path] = key
+            elif (own := _plain(key)) is not None or key is None:
+                typed[path] = own
         return cls(paths, typed, [path for path, _, value in found if isinstance(value, Mapping) and not value])
 
     @classmethod
@@ -125,6 +127,19 @@ class Nesting(dict[str, Path]):
             [own[deep:] for own in self.empty or () if own[:deep] == path and len(own) > deep],
         )
         return found if found or found.empty or path in (self.empty or ()) else None
+
+
+def _plain(key: Any) -> int | float | None:
+    """Return a key that is a finite number as an equal one of Python's own classes, as JSON has it; None: it is none.
+
+    Others are those of NumPy, and members of an `IntEnum`, as far as they have the same text, by which DCP names them.
+    """
+    if isinstance(key, bool):
+        return key
+    if not isinstance(key, Integral | Real) or not math.isfinite(key):
+        return None
+    found = int(key) if isinstance(key, Integral) else float(key)
+    return found if found == key and str(found) == str(key) else None
 
 
 def put(root: dict[Any, Any], steps: list[Step], value: Any, *, keep: bool = False) -> None:

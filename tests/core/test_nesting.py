@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import enum
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,10 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 EXACT = DSQConfig.preset("exact")
+
+
+class Color(enum.IntEnum):
+    RED = 9
 
 
 class Payload:
@@ -132,6 +138,18 @@ def test_every_kind_of_key(tmp_path):
     found = read(tmp_path / "a")
     assert set(found["d"]) == {0, -3, True, None, 0.5, "7", "inf", "(1, 2)"}  # JSON has no infinity, nor tuples
     assert [type(key) for key in found["d"]][:5] == [int, int, bool, type(None), float] and found[5] == "five"
+
+
+def test_keys_that_are_numbers_of_other_classes(tmp_path):
+    """They come back as equal numbers, which find the same entries: those of NumPy, and members of an enumeration."""
+    keys = [np.int64(3), np.uint8(4), np.float32(0.5), Color.RED]
+    others = [np.float32(0.1), Fraction(1, 4)]  # of another text than the equal float has
+    state = {"d": {key: place for place, key in enumerate([*keys, *others])}, np.int32(7): {"x": torch.ones(3)}}
+    dsq_ckpt.save(state, tmp_path / "a")
+    found = {}
+    dsq_ckpt.load(found, tmp_path / "a")
+    assert [found["d"][key] for key in (*keys, *map(str, others))] == list(range(6))
+    assert {type(key) for key in found["d"]} == {int, float, str} and found[7]["x"].equal(torch.ones(3))
 
 
 def test_loading_in_place_finds_keys_that_are_numbers(tmp_path):
