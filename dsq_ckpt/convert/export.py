@@ -293,7 +293,7 @@ class Opened:
             CorruptCheckpoint: its chunks do not cover it.
         """
         with self.checkpoint.naming():
-            whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn))
+            whole = torch.empty(self.tensors[fqn]["shape"], dtype=self.dtype(fqn), device="cpu")
             filled = 0
             for offsets, shape, _, _ in self.tensors[fqn]["chunks"]:
                 target = whole

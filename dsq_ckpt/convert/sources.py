@@ -132,7 +132,7 @@ def whole_state(source: Source) -> State:
         if len(parts) == 1:
             flat[name] = parts[0][2]
             continue
-        flat[name] = torch.empty(stored.shape, dtype=stored.dtype)
+        flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for offsets, shape, part in parts:
             flat[name][tuple(slice(start, start + n) for start, n in zip(offsets, shape, strict=True))] = part
     return source.nesting.nested({name: flat[name] for name in source.nesting if name in flat})
@@ -239,7 +239,7 @@ class _DCP:
             self.nesting = Nesting({name: known.get(name, (name,)) for name in held}, empty=())
 
     def read(self, keys: Iterable[ChunkKey]) -> Values:
-        values = {key: torch.empty(key.shape, dtype=self.tensors[key.fqn].dtype) for key in keys}
+        values = {key: torch.empty(key.shape, dtype=self.tensors[key.fqn].dtype, device="cpu") for key in keys}
         wanted = {MetadataIndex(key.fqn, torch.Size(key.offsets)): key for key in values if key.elements}
         self._load(
             [_item(LoadItemType.TENSOR, index, key.shape) for index, key in wanted.items()],

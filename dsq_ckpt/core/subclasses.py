@@ -114,7 +114,7 @@ def _is_copied(dtype: torch.dtype) -> bool:
     """Return whether DCP can plan with a dtype and torch can copy it; bits without a meaning are no such dtype."""
     try:
         _element_size(dtype)
-        torch.empty(64, 64, dtype=dtype).t().contiguous()  # large enough for the path of large ones
+        torch.empty(64, 64, dtype=dtype, device="cpu").t().contiguous()  # large enough for the path of large ones
     except (TypeError, RuntimeError):  # NotImplementedError is one
         return False
     return True

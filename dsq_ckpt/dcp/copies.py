@@ -169,7 +169,7 @@ class _Stager(StateDictStager):
         start = storage.data_ptr() - region[1]
         target = self._leased[region][start : start + storage.nbytes()]
         if storage.nbytes() < _ALONE and storage.device.type == "cpu":
-            target[:] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            target[:] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             return torch.from_numpy(target).untyped_storage()
         copy = torch.from_numpy(target).untyped_storage()
         copy.copy_(storage, non_blocking)
@@ -180,7 +180,7 @@ class _Stager(StateDictStager):
         try:
             whole = self._spare[size].pop()
         except LookupError:
-            whole = torch.empty(size, dtype=torch.uint8)
+            whole = torch.empty(size, dtype=torch.uint8, device="cpu")
         lease = whole.numpy()
         weakref.finalize(lease, _give_back, whole).atexit = False
         return lease

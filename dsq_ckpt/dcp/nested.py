@@ -126,7 +126,7 @@ def fillings(
             if found is None or not isinstance(target, MutableMapping):
                 continue
             found_all.append((target, found.nested({
-                name: torch.empty(tensors[name]["shape"], dtype=dtype_of(tensors[name]["dtype"]))
+                name: torch.empty(tensors[name]["shape"], dtype=dtype_of(tensors[name]["dtype"]), device="cpu")
                 if name in tensors else None for name in found
             })))
     return found_all

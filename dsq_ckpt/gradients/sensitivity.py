@@ -352,7 +352,7 @@ class GradientAverage:
             self.skipped[entry.name] += 1
             return
         if entry.average is None:
-            entry.average = torch.empty(entry.staged.shape, dtype=torch.float32).copy_(entry.staged)
+            entry.average = torch.empty(entry.staged.shape, dtype=torch.float32, device="cpu").copy_(entry.staged)
         else:
             offload.blend(entry.average, entry.staged, self.beta)
         entry.steps += 1

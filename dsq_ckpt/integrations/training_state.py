@@ -181,7 +181,7 @@ def _empty(parameter: nn.Parameter | None, shape: torch.Size, dtype: torch.dtype
     """Return a tensor for the state of a parameter, placed and sharded as the parameter if it has its shape."""
     if parameter is not None and parameter.shape == shape:
         return torch.empty_like(parameter.detach(), dtype=dtype)
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _same_tensors(

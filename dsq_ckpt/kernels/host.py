@@ -69,7 +69,7 @@ class HostBackend:
         if bf16:
             halves = self._do.to_bf16(bits)
             bits = np.where((halves & 0x7FFF) == 0x7F80, halves - 1, halves).astype(np.uint16)
-        return torch.from_numpy(bits), torch.tensor(len(bits))
+        return torch.from_numpy(bits), torch.tensor(len(bits), device="cpu")
 
     def refine(
         self, x: Tensor, codes: Tensor, inv_scale: float, low: Tensor, inv_width: Tensor, bits: int, log_domain: bool,
@@ -115,7 +115,7 @@ class HostBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Implement ``kernels.changed_codes.changed_codes``.  All elements are returned, whatever the capacity."""
         positions, changed = changes.changed_codes(_array(codes), _array(parent))
-        return torch.from_numpy(positions), torch.from_numpy(changed), torch.tensor(len(changed))
+        return torch.from_numpy(positions), torch.from_numpy(changed), torch.tensor(len(changed), device="cpu")
 
     def apply_changes(self, parent: Tensor, positions: Tensor, changed: Tensor, out: Tensor) -> None:
         """Implement ``kernels.changed_codes.apply_changes``."""
@@ -176,10 +176,10 @@ def _floats(tensor: Tensor) -> Array:
 
 def _decoded(out: Tensor) -> Tensor:
     """Return the tensor to decode fp32 values into: `out`, or for other dtypes one that is then rounded into `out`."""
-    return torch.empty(out.shape, dtype=torch.float32) if out.dtype in _HALVES else out
+    return torch.empty(out.shape, dtype=torch.float32, device="cpu") if out.dtype in _HALVES else out
 
 
 def _finished(values: Tensor, out: Tensor, used: int) -> Tensor:
     if values is not out:
         out.copy_(values)
-    return torch.tensor(used)
+    return torch.tensor(used, device="cpu")

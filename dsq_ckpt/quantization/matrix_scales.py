@@ -177,7 +177,7 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
         values = part.to(torch.float32).contiguous()
         held = (values >= _TINY) & values.isfinite()
         logs = torch.where(held, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - _ONE, 0)
-        numbers = torch.zeros(1, dtype=torch.float64)
+        numbers = torch.zeros(1, dtype=torch.float64, device="cpu")
         if by_row:
             numbers = (logs.sum(1, dtype=torch.float64) / held.sum(1).clamp(min=1)).round()
             logs = torch.where(held, logs - numbers[:, None].to(torch.float32), 0)

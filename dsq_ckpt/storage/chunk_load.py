@@ -327,7 +327,7 @@ def place_for(shape: list[int], dtype: torch.dtype, into: torch.Tensor | None) -
     if into is None or not fits or not into.is_contiguous() or into.is_conj() or into.is_neg():
         count = math.prod(shape)
         flat = torch.from_numpy(np.empty(count * dtype.itemsize, np.uint8))
-        return (flat.view(dtype) if count else torch.empty(0, dtype=dtype)).view(shape)
+        return (flat.view(dtype) if count else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
     return into
 
 

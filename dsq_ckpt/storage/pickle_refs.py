@@ -123,7 +123,7 @@ def decode(spec: dict[str, Any]) -> torch.Tensor:
     checkpoint = _opened(directory, spec["save_id"])
     if file is not None and file.parent == directory:
         _check(file, checkpoint)
-    out = torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]))
+    out = torch.empty(spec["shape"], dtype=dtype_of(spec["dtype"]), device="cpu")
     flat = out.view(-1)
     for gap in _gaps(flat.numel(), [slice(at, at + length) for *_, length, at in spec["pieces"]]):
         flat[gap].zero_()
