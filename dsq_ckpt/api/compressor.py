@@ -249,7 +249,7 @@ class Compressor:
             DSQError: what else failed, on every rank.
         """
         state, comm = self.state(extra), communicator(self._group)
-        directory = ask_for_saved(path, state.get("optimizer"), names_of(self.model), comm)
+        directory = ask_for_saved(path, state, names_of(self.model), comm)
         load(state, path, refinement=refinement, process_group=self._group, history=self._history)
         set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:

@@ -16,17 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.api import background
 from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.subclasses import refuse_meta
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import existing_path
 
-_OPTIMIZER = "optimizer"
-
 
 def ask_for_saved(
-    path: str | os.PathLike[str], optimizer: dict[str, Any] | None, parameters: Mapping[str, nn.Parameter],
-    comm: Communicator,
+    path: str | os.PathLike[str], state: dict[str, Any], parameters: Mapping[str, nn.Parameter], comm: Communicator
 ) -> Path:
     """Change the state dict of an optimizer so that a load fills all of what was saved, and asks for nothing else.
 
@@ -34,7 +32,7 @@ def ask_for_saved(
 
     Args:
         path: the checkpoint.
-        optimizer: as of `get_state_dict`, by names of parameters; None: there is none.
+        state: as of `Compressor.state`: with an optimizer's state by names of parameters, if there is one.
         parameters: parameters of the model, by name.
         comm: communicator of the ranks that load.
 
@@ -43,16 +41,18 @@ def ask_for_saved(
 
     Raises:
         CheckpointNotFound: nothing is at `path`, or it is None.
-        LoadFailed: the state of a sharded parameter was saved, and the optimizer has none that tells how to shard it.
+        LoadFailed: the state of a sharded parameter was saved, and the optimizer has none that tells how to shard it;
+            or the model is on the meta device.
         DSQError: what else failed, on every rank.
     """
     background.wait()
 
     def ask() -> Path:
         directory = existing_path(path)
-        if optimizer is not None:
+        refuse_meta(state["model"])
+        if "optimizer" in state:
             with CheckpointFiles(directory) as files, files.naming():
-                _ask(optimizer["state"], parameters, directory, Nesting.from_json(files.index))
+                _ask(state["optimizer"]["state"], parameters, directory, Nesting.from_json(files.index))
         return directory
 
     return run_on_all_ranks(comm, ask, LoadFailed)
@@ -63,7 +63,7 @@ def _ask(
 ) -> None:
     if nesting is None:
         return
-    saved = [path for path in (*nesting.values(), *(nesting.empty or ())) if path[0] == _OPTIMIZER]
+    saved = [path for path in (*nesting.values(), *(nesting.empty or ())) if path[0] == "optimizer"]
     if not saved:  # as of a model alone, which the load tells
         return
     names = {str(path[2]) for path in saved if path[1:2] == ("state",) and len(path) > 2}

@@ -24,7 +24,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.nesting import Path, empty_dicts
-from dsq_ckpt.core.subclasses import loading, refuse_cycles, storable
+from dsq_ckpt.core.subclasses import loading, refuse_cycles, refuse_meta, storable
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
@@ -133,11 +133,15 @@ def _storable(begin: Begin) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.P
     return writer, storable(_told(state)), writer.path
 
 
-def _told(state: dict[Any, Any]) -> dict[Any, Any]:
+def _told(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
     """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
     if not any(isinstance(value, Stateful) for value in state.values()):
         return state
-    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    told = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    for key, value in state.items() if loads else ():
+        if isinstance(value, nn.Module):
+            refuse_meta(told[key])
+    return told
 
 
 @held_signals()
@@ -322,8 +326,10 @@ def load(
         >>> list(everything["model"])
         ['weight', 'bias']
     """
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    comm = SingleProcess() if no_dist else communicator(process_group)
     if isinstance(state_dict, nn.Module):
-        own = _state_of(state_dict, _LOAD)
+        own = run_on_all_ranks(comm, lambda: _told({"": state_dict}, loads=True)[""], LoadFailed)
         load(
             own, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
             no_dist=no_dist, history=history,
@@ -335,14 +341,12 @@ def load(
     reader = DSQStorageReader(
         path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history
     )
-    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
-    comm = SingleProcess() if no_dist else communicator(process_group)
 
     def prepare() -> tuple[dict[Any, Any], list[Path], list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]]:
         """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
         directory = existing_path(path)
         Manifest.read(directory)
-        told = _told(state_dict)
+        told = _told(state_dict, loads=True)
         refuse_cycles(told)
         empty = [own for own, _ in empty_dicts(told)]
         if not empty:

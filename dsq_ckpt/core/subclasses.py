@@ -53,6 +53,20 @@ def storable(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def refuse_meta(state: Mapping[str, Any]) -> None:
+    """Refuse the state dict of a module whose tensors are on the meta device, into which nothing can be loaded.
+
+    Raises:
+        LoadFailed: one of them is.
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise LoadFailed(
+                f"'{name}' of the module is on the meta device, so there is no memory to load it into: make it first, "
+                "by module.to_empty(device=...)"
+            )
+
+
 @contextmanager
 def loading(state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     """Yield a state dict to load into, with inner tensors in place of subclasses; then put the results into `state`.

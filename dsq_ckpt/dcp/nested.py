@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -53,7 +54,12 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         # Only ShardedTensors of ShardedTensors need it, and it makes None of empty dicts in lists.
-        flat, _ = flatten_state_dict(state_dict)
+        flat, paths = flatten_state_dict(state_dict)
+        if not (dist.is_available() and dist.is_initialized()):  # torch asks it where to put these
+            own = Nesting.of(state_dict, paths, all_keys=True)
+            for name, value in flat.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    put(state_dict, own.steps(paths[name]), torch.empty_like(value, device="cpu"))
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)

@@ -76,6 +76,31 @@ def test_a_module_stands_for_its_state_dict(tmp_path, background):
     assert all(same(value, other.state_dict()[name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize("how", ["module", "value", "compressor"])
+def test_a_module_without_memory_is_refused(tmp_path, how):
+    """Torch would leave it as it is, on the meta device."""
+    model = Net(0)
+    dsq_ckpt.save({"model": model, **model.state_dict()}, tmp_path / "a")
+    with torch.device("meta"):
+        other = Net(1)
+    with pytest.raises(LoadFailed, match=r"'embed.weight' of the module is on the meta device, .*to_empty"):
+        if how == "compressor":
+            dsq_ckpt.Compressor(other, config="exact").load(tmp_path / "a")
+        else:
+            dsq_ckpt.load(other if how == "module" else {"model": other}, tmp_path / "a")
+
+
+def test_tensors_without_memory_are_replaced(tmp_path):
+    state = {"a": [torch.randn(80, 80), {3: torch.ones(4)}], "b": torch.zeros(0)}
+    dsq_ckpt.save(state, tmp_path / "a", config="exact")
+    target = {
+        "a": [torch.empty(80, 80, device="meta"), {3: torch.empty(4, device="meta")}], "b": torch.ones(0, device="meta")
+    }
+    dsq_ckpt.load(target, tmp_path / "a")
+    assert same(target["a"][0], state["a"][0]) and same(target["a"][1][3], state["a"][1][3])
+    assert target["b"].device.type == "cpu"
+
+
 class Transposed(torch.nn.Linear):
     """A module whose older versions had another weight, which it takes as torch's documentation shows it."""
 
