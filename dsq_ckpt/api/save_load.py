@@ -24,7 +24,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.nesting import Path, empty_dicts
-from dsq_ckpt.core.subclasses import loading, refuse_cycles, refuse_meta, storable
+from dsq_ckpt.core.subclasses import loading, refuse_cycles, refuse_meta, storable, warn_of_objects
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
@@ -127,10 +127,12 @@ def _begun(
     return begin
 
 
-def _storable(begin: Begin) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
+def _storable(begin: Begin, rank: int) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
     writer, state = begin()
     assert writer.path is not None
-    return writer, storable(_told(state)), writer.path
+    stored = storable(_told(state))
+    warn_of_objects(stored, rank)
+    return writer, stored, writer.path
 
 
 def _told(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
@@ -152,7 +154,7 @@ def save_with(
     background.wait()
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
-    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin))
+    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin, comm.rank))
     if staged:
         writer.async_call = AsyncCall(default_planner=True, no_dist=no_dist, process_group=process_group)
         state_dict = writer.stage(state_dict)
@@ -237,7 +239,7 @@ def save_async_with(
     if processes and (lacking := without_cpu(dist.get_backend_config())) is not None:
         raise SaveFailed(lacking)
     comm = SingleProcess() if no_dist else communicator(process_group)
-    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin))
+    writer, state_dict, path = run_on_all_ranks(comm, lambda: _storable(begin, comm.rank))
     on_save = writer.take_on_save() if processes else None
     background.wait()
     kind = AsyncCheckpointerType.PROCESS if processes else AsyncCheckpointerType.THREAD
@@ -348,6 +350,7 @@ def load(
         Manifest.read(directory)
         told = _told(state_dict, loads=True)
         refuse_cycles(told)
+        warn_of_objects(told, comm.rank)
         empty = [own for own, _ in empty_dicts(told)]
         if not empty:
             return told, [], []

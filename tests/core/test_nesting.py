@@ -203,6 +203,19 @@ def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
     assert target["scheduler"] == scheduler.state_dict()
 
 
+def test_an_optimizer_below_the_top_level_is_said_to_be_an_object(tmp_path):
+    """As in DCP; a load would leave it as it is, without a word."""
+    model, optimizer, _ = plain()
+    for number, (state, name) in enumerate((
+        ({"app": {"model": model, "step": 1}}, "'app.model' is a Net"),
+        ({"optimizers": ([optimizer],), "model": model}, "'optimizers.0.0' is a AdamW"),
+    )):
+        with pytest.warns(UserWarning, match=name):
+            dsq_ckpt.save(state, tmp_path / str(number))
+        with pytest.warns(UserWarning, match=f"{name}.* leaves this one as it is"):
+            dsq_ckpt.load(state, tmp_path / str(number))
+
+
 @pytest.mark.parametrize("target", [
     {}, {"model": {}}, {"model": {}, "step": 0, "deep": {"er": {}}}, {"many": [{}, {}, {"x": torch.zeros(3)}]},
 ], ids=["all", "a part", "several", "in a list"])
