@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import zstandard
@@ -40,6 +41,8 @@ def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, 
     now, earlier = _items(data, itemsize), _items(before, itemsize)
     if now.size != earlier.size:
         raise CodingError(f"{now.nbytes} bytes cannot be coded given {earlier.nbytes}, expected as many")
+    if now.size and np.array_equal(now, earlier):
+        return _packed([_unchanged(now.size)] * itemsize)
     planes = np.empty((itemsize, now.size), np.uint8)
     for where in _steps(now.size):
         changes = _changes(now[where], earlier[where])
@@ -55,6 +58,8 @@ def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int)
         CodingError: the block is damaged, or of another number of items.
     """
     earlier, block = _items(before, itemsize), memoryview(block).cast("B")
+    if earlier.size and block == _packed([_unchanged(earlier.size)] * itemsize):
+        return bytes(before)
     context = _contexts(earlier)
     planes = [_decode_plane(model, coded, context) for model, coded in _parts(block, itemsize)]
     now = np.empty_like(earlier)
@@ -77,6 +82,13 @@ def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
         coder = RansCoder.fit(rows)
         forms.append((coder.to_bytes(), coder.encode(plane, context if coder.contexts else None)))
     return min(forms, key=lambda form: len(form[0]) + len(form[1]))
+
+
+@lru_cache(8)
+def _unchanged(size: int) -> tuple[bytes, bytes]:
+    """Return the model and the coded bytes of a plane of zeros, whatever comes before them."""
+    coder = RansCoder.fit(np.array([[size]]))
+    return coder.to_bytes(), coder.encode(np.zeros(size, np.uint8), None)
 
 
 def _decode_plane(model: memoryview, coded: memoryview, context: U8) -> U8:

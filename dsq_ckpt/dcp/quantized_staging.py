@@ -22,6 +22,7 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.layout import Layout
 
 
 def stage_codes(
@@ -43,19 +44,21 @@ def stage_codes(
     """
     planner, options = DefaultSavePlanner(), pipeline.options
 
-    def plan_untied() -> tuple[SavePlan, TiedItems]:
+    def plan_untied() -> tuple[SavePlan, Layout, TiedItems]:
         """Find tied items before replicas are assigned to ranks, or two ranks would get one name each."""
         planner.set_up_planner(state_dict, is_coordinator=comm.rank == 0)
         whole = replace(planner.create_local_plan(), planner_data=None)
         found = TiedItems.of(items_of_plan(whole.items, planner, options))
         items = [item for item in whole.items if item.tensor_data is None or key_of(item) not in found.stored_as]
         others = [item for item in whole.items if item.tensor_data is not None and key_of(item) in found.stored_as]
-        return replace(whole, items=items, storage_data=others), found
+        frozen = layout_of_plan(whole.items, options, False).only_frozen()
+        return replace(whole, items=items, storage_data=others), frozen, found
 
-    own_plan, tied_items = run_on_all_ranks(comm, plan_untied)
+    own_plan, frozen, tied_items = run_on_all_ranks(comm, plan_untied)
     others, own_plan = own_plan.storage_data, replace(own_plan, storage_data=None)
     local = own_plan.items
-    plans = dedup_save_plans(comm.gather(own_plan))  # as DCP would: each replica is coded once
+    found = comm.gather((own_plan, frozen))
+    plans = dedup_save_plans([plan for plan, _ in found])  # as DCP would: each replica is coded once
     written = {key_of(item) for item in plans[comm.rank].items if item.tensor_data is not None}
     tied = {key: first for key, first in tied_items.stored_as.items() if first in written}
     mine = [*plans[comm.rank].items, *(item for item in others if key_of(item) in tied)]
@@ -64,7 +67,9 @@ def stage_codes(
         if comm.rank:
             return None
         whole = [item for plan in plans for item in plan.items]
-        layouts = [layout_of_plan(plan.items, options, bool(gradients), whole) for plan in plans]
+        unknown = replace(options, frozen=None)  # each rank knows of its own
+        layouts = [layout_of_plan(plan.items, unknown, bool(gradients), whole) for plan in plans]
+        layouts += [frozen for _, frozen in found]
         return pipeline.agree(len(plans), layouts, staged=True)
 
     context = gather_from_all_ranks(comm, agreed)[0]

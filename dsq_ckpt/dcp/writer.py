@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -52,8 +51,8 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.frozen import layer_types_now
-from dsq_ckpt.quantization.groups import is_lossy
+from dsq_ckpt.quantization.frozen import look
+from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 from dsq_ckpt.storage.backend import storage_of
@@ -116,10 +115,10 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         if is_lossy(self.config):
             warmup.start()
         self._options = SaveOptions(
-            self.config, parent, overwrite, pinned, None, policy, fractions or Fractions(),
-            default_history() if history is None else history, on_save,
+            self.config, parent, overwrite, pinned, None if model is None else layer_types(model), None, policy,
+            fractions or Fractions(), default_history() if history is None else history, on_save,
         )
-        self._model = None if model is None else weakref.ref(model)
+        self._model = model if self.config.quantize.frozen == "exact" else None
         self._gradients = dict(gradients or {})
         self._group = process_group
         self.no_dist = no_dist
@@ -186,7 +185,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             return replace(plan, storage_data=Offer(self._pipeline.settings, self._staged.staged))
         items = plan.items if self._cached is None else self._cached.items
         self._names = {item.index.fqn for item in items}
-        offer = Offer(self._pipeline.settings, self._layout(items))
+        offer = Offer(self._pipeline.settings, layout_of_plan(items, self._options, bool(self._gradients)))
         return replace(plan, storage_data=offer) if self._cached is None else self._cached.offered(plan, offer)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -214,7 +213,9 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             else:  # a planner may give other names in its global plan, and other ranks may have other tensors
                 named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
                 others = [item for name, item in named.items() if name not in self._names]
-                layouts.append(self._layout(others, [item for plan in plans for item in plan.items]))
+                unknown = replace(self._options, frozen=None)
+                everything = [item for plan in plans for item in plan.items]
+                layouts.append(layout_of_plan(others, unknown, bool(self._gradients), everything))
             save_id = None if self._staged is None else self._staged.save_id
             context = self._pipeline.agree(len(plans), layouts, save_id=save_id)
         return found.with_context(context)
@@ -386,14 +387,11 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     def _begin(self) -> SavePipeline:
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
-        if self._model is not None and (model := self._model()) is not None:  # in the background it is not known
-            self._options = replace(self._options, layer_types=layer_types_now(model))
+        if self._model is not None:  # as in the process that trains
+            self._options = replace(self._options, frozen=look(self._model))
         return SavePipeline(self.path, self._options)
 
     @property
     def _pipeline(self) -> SavePipeline:
         assert self._save is not None, "DCP calls set_up_storage_writer or stage first"
         return self._save
-
-    def _layout(self, items: list[WriteItem], others: Iterable[WriteItem] = ()) -> Layout:
-        return layout_of_plan(items, self._options, bool(self._gradients), others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Protocol
 
@@ -15,7 +15,7 @@ from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
-from dsq_ckpt.quantization.groups import QUANTIZABLE, Assignments, kind_of, second_moment_of
+from dsq_ckpt.quantization.groups import EXACT, QUANTIZABLE, Assignments, in_tree, kind_of, second_moment_of
 from dsq_ckpt.quantization.layout import Layout
 
 
@@ -122,6 +122,17 @@ class LocalItems:
     tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
     gradients: Mapping[str | ChunkKey, torch.Tensor] | Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    def as_agreed(self, layout: Layout) -> LocalItems:
+        """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact."""
+        return replace(self, items=_as_agreed(self.items, layout), replicas=_as_agreed(self.replicas, layout))
+
+
+def _as_agreed(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
+    return [
+        replace(item, kind=EXACT, group=EXACT, config=None) if item.quantized and layout.is_frozen(item.key.fqn)
+        else item for item in items
+    ]
+
 
 def layout_of(
     shards: Sequence[LocalShard], options: SaveOptions, averaged: bool = False,
@@ -139,6 +150,7 @@ def layout_of(
     tensors, groups, state = {}, {}, {}
     settings: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
+    rests: dict[str, bool] = {}
     residual = config.delta.against == "values"
     assignments = Assignments.under(config.quantize, options.layer_types)
     chunks = {**(others or {}), **{shard.key: shard.dtype for shard in shards}}
@@ -156,7 +168,14 @@ def layout_of(
         if chosen.config is not None and lossy:
             tensors[fqn] = chosen.group
             groups[chosen.group] = chosen.config
-    return Layout(tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes)
+            if options.frozen is not None and chosen.kind == "weights" and not chosen.by_rule:
+                found = in_tree(fqn, options.frozen.rests)
+                if found is not None:
+                    rests[fqn] = found
+    trains = options.frozen is not None and options.frozen.trains
+    return Layout(
+        tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, trains, rests
+    )
 
 
 def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory, default_history
 from dsq_ckpt.engine.result import OnSave
+from dsq_ckpt.quantization.frozen import Frozen
 from dsq_ckpt.quantization.layout import Fractions
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
 
@@ -23,6 +24,7 @@ class SaveOptions:
         overwrite: whether to replace a complete checkpoint.
         pinned: whether to keep its refinement layer for good.
         layer_types: layer types by tensor name; None: names and shapes tell.
+        frozen: tensors of the model that training leaves as they are; None: nothing is known of them.
         policy: chooses the configuration when the global sketch is known.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after.
@@ -34,6 +36,7 @@ class SaveOptions:
     overwrite: bool = False
     pinned: bool = False
     layer_types: Mapping[str, str] | None = None
+    frozen: Frozen | None = None
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)

@@ -72,6 +72,7 @@ def quantize(
         SaveFailed: on all ranks, when any rank failed, or the state changed while the policy evaluated it.
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
+    local = local.as_agreed(context.layout)
     context = with_sound_parent(context, comm, workers, options.history)
     policy = all_exact if context.exact else options.policy
     if context.parent is None and context.previous is not None:

@@ -1,60 +1,102 @@
 """Frozen tensors of a model: parameters without a gradient and buffers, beside parameters that are trained.
 
 No step of the optimizer repairs what a restore would change in them, so they are stored exactly. As they stay as they
-are, this costs next to nothing after a keyframe. Those that do change, such as the weights of a teacher that averages
-its student's, are told by their checksums: after two changes in a row they are stored like trained weights, until they
-rest again.
+are, this costs few bytes after a keyframe. Those that do change, such as the weights of a teacher that averages its
+student's, are told by their checksums: what has changed twice is stored like trained weights, until it rests again.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from dsq_ckpt.core.unchanged import checksum
-from dsq_ckpt.quantization.groups import FROZEN, QUANTIZABLE, layer_types, unwrapped
+from dsq_ckpt.quantization.groups import QUANTIZABLE, unwrapped
 
 _CHANGES = 2
+_SEEN = 1 << 20  # elements of trained parameters that tell whether training went on since the last look
 
 
-class _Look(NamedTuple):
-    """A tensor at a save: its checksum, and how often in a row it had changed since the save before."""
+class Frozen(NamedTuple):
+    """What one rank knows of the tensors of its model; plain data.
 
-    checksum: Hashable
-    changes: int
-
-
-_looks: weakref.WeakKeyDictionary[nn.Module, dict[str, _Look]] = weakref.WeakKeyDictionary()
-
-
-def layer_types_now(model: nn.Module) -> dict[str, str]:
-    """Return the layer types of a model that is about to be saved, those of frozen tensors after `FROZEN`.
-
-    To be called once per save, since tensors are compared with what they held at the call before. Of a model without
-    any gradient nothing is told to be frozen: it is not in training.
-
-    Args:
-        model: a module; checksums are of the parts of its tensors that lie on this rank.
+    Attributes:
+        trains: whether any parameter is trained.
+        rests: whether a tensor is frozen and stays as it is, by its name in the module; of trained ones False.
     """
-    types = layer_types(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return types
-    before = _looks.get(model, {})
-    looks: dict[str, _Look] = {}
-    for name, tensor in itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    ):
-        if tensor.requires_grad or tensor.dtype not in QUANTIZABLE:
+
+    trains: bool
+    rests: dict[str, bool]
+
+    @classmethod
+    def agreed(cls, parts: Iterable[Frozen | None]) -> Frozen:
+        """Return what all ranks know together: a tensor rests if it does wherever it, or a shard of it, lies."""
+        known = [part for part in parts if part is not None]
+        rests: dict[str, bool] = {}
+        for part in known:
+            for name, one in part.rests.items():
+                rests[name] = one and rests.get(name, True)
+        return cls(any(part.trains for part in known), rests)
+
+
+class _Looks(NamedTuple):
+    """The last look at a model: a checksum of what is trained; checksums and changes of other tensors, by name."""
+
+    trained: Hashable
+    seen: dict[str, tuple[Hashable, int]]
+
+
+_last: weakref.WeakKeyDictionary[nn.Module, _Looks] = weakref.WeakKeyDictionary()
+
+
+def look(model: nn.Module) -> Frozen:
+    """Look which tensors of a model are frozen, and whether they hold what they held at earlier looks.
+
+    To be called at each save. A look at a state that training has not changed since the last one tells nothing new: a
+    trainer may save twice at a step. What is on the meta device or not initialized is not looked at.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    mark, last = _mark(trained), _last.get(model, _Looks(None, {}))
+    seen: dict[str, tuple[Hashable, int]] = {}
+    rests: dict[str, bool] = {}
+    for name, tensor in _tensors(model):
+        if tensor.requires_grad:
+            rests[unwrapped(name)] = False
             continue
-        found, last = None if tensor.is_meta else checksum(tensor), before.get(name)
-        changes = 0 if last is None or last.checksum == found else last.changes + 1
-        looks[name] = _Look(found, changes)
-        if changes < _CHANGES:
-            key = unwrapped(name)
-            types[key] = FROZEN + types.get(key, "other")
-    _looks[model] = looks
-    return types
+        known = last.seen.get(name)
+        if known is None:
+            known = checksum(tensor), 0
+        elif mark != last.trained:
+            found = checksum(tensor)
+            known = found, min(known[1] + 1, _CHANGES) if found != known[0] else 0
+        seen[name] = known
+        rests[unwrapped(name)] = known[1] < _CHANGES
+    _last[model] = _Looks(mark, seen)
+    return Frozen(bool(trained), rests)
+
+
+def _mark(trained: Iterable[nn.Parameter]) -> Hashable:
+    """Return a checksum of the first of the trained parameters."""
+    found, left = [], _SEEN
+    for parameter in trained:
+        if left > 0 and _is_there(parameter):
+            found.append(checksum(parameter))
+            left -= parameter.numel()
+    return tuple(found)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model that may be quantized, by all their names."""
+    named = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return ((name, tensor) for name, tensor in named if _is_there(tensor) and tensor.dtype in QUANTIZABLE)
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    return not (nn.parameter.is_lazy(tensor) or tensor.is_meta)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
 
+T = TypeVar("T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
 _SMALL = QuantizeConfig.model_fields["min_elements"].default
@@ -36,8 +38,6 @@ _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
 _OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-FROZEN = "frozen "
-"""What stands before the layer type of tensors that training leaves as they are."""
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
 
@@ -51,6 +51,7 @@ class Assignment:
         config: None where it is exact.
         settings: the entry of `groups` it looked at.
         second_moment: name of the tensor that its values are measured by, or None.
+        by_rule: whether a rule names its group.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Assignment:
     config: TensorConfig | None
     settings: str | None = None
     second_moment: str | None = None
+    by_rule: bool = False
 
 
 def layer_types(model: nn.Module) -> dict[str, str]:
@@ -90,8 +92,7 @@ def assign(
     """Return kind, group and storage of the tensor `fqn` of global `shape`.
 
     `types` maps parameter names to layer types (see `layer_types`); a name matches when the fully qualified name
-    ends with it (state dicts put prefixes such as `model.` before it); of frozen tensors `FROZEN` stands before the
-    type. `measured`: the tensor is a first moment,
+    ends with it (state dicts put prefixes such as `model.` before it). `measured`: the tensor is a first moment,
     and its second moment is in the same save, in the same chunks; one without it is stored by its size alone.
     """
     kind, parameter = _kind(fqn)
@@ -102,11 +103,7 @@ def assign(
         return Assignment(EXACT, EXACT, None)
     group = rule.group if rule is not None else None
     if group is None:
-        layer = _layer_from_tree(parameter, types) if types else None
-        if layer is not None and layer.startswith(FROZEN):
-            if kind == "weights" and config.frozen == "exact":
-                return Assignment(EXACT, EXACT, None)
-            layer = layer.removeprefix(FROZEN)
+        layer = in_tree(parameter, types) if types else None
         if layer in (None, "other"):
             layer = _layer_from_name(parameter, shape)
         one_dimensional = len([size for size in shape if size > 1]) < 2
@@ -131,7 +128,8 @@ def assign(
             chosen = chosen.model_copy(update={"codebook": alone})
     if chosen.codebook.coordinates != "values":
         own += f"/{chosen.codebook.fit}"  # its codes mean other things than those of a parent without it
-    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second)
+    by_rule = rule is not None and rule.group is not None
+    return Assignment(kind, f"{kind}/{group}{own}", chosen, settings, second, by_rule)
 
 
 class Assignments:
@@ -260,11 +258,12 @@ def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
     return config.groups.get(layer.partition("/")[0], chosen) if kind == "weights" else chosen
 
 
-def _layer_from_tree(parameter: str, types: Mapping[str, str]) -> str | None:
-    tail = unwrapped(parameter)
+def in_tree(fqn: str, tree: Mapping[str, T]) -> T | None:
+    """Return what a mapping has by the name of a parameter in its module, with which a fully qualified name ends."""
+    tail = unwrapped(fqn)
     while tail:
-        if tail in types:
-            return types[tail]
+        if tail in tree:
+            return tree[tail]
         tail = tail.partition(".")[2]
     return None
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from dsq_ckpt.coding import difference, shuffle_compress
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.container import ContainerWriter
@@ -70,7 +72,8 @@ class Packed(NamedTuple):
         Not by itself if nothing has changed, as in frozen weights.
         """
         earlier = link() if itemsize in difference.ITEM_SIZES else None
-        alone = None if earlier is not None and earlier.data == raw else shuffle_compress(raw, itemsize, level)
+        unchanged = earlier is not None and np.array_equal(np.frombuffer(earlier.data, "u1"), np.frombuffer(raw, "u1"))
+        alone = None if unchanged else shuffle_compress(raw, itemsize, level)
         if earlier is not None:
             given = difference.encode(raw, earlier.data, itemsize, level)
             if alone is None or len(given) < _WORTH * len(alone):
