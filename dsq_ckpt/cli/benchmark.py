@@ -89,8 +89,9 @@ def run_bench(
     left_out = ""
     for with_moments in (False, True) if moments else (False,):
         needed, there = _COPIES * 4 * parameters * (3 if with_moments else 1), _available()
-        if with_moments and needed > there:
-            left_out = f"weights + moments, which need {needed / 2**30:.1f} GiB of memory of {there / 2**30:.1f} left"
+        if needed > there:
+            what = "weights + moments" if with_moments else "all saves"
+            left_out = f"{what}, which need {needed / 2**30:.1f} GiB of memory of {there / 2**30:.1f} left"
             break
         if not stall_only:
             _checkpoints(parameters, with_moments, threads, directory, repeats, rows)
@@ -336,12 +337,17 @@ def _drop_from_cache(root: Path) -> None:
 
 
 def _available() -> float:
-    """Return the bytes of memory that may be taken; infinite where the system does not tell."""
+    """Return the bytes of memory that may be taken, also by a container; infinite where the system does not tell."""
+    found = math.inf
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return math.inf
+                found = int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):  # "max": no limit; the group of a process in a container is the root
+        group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip())
+        used = int((group / "memory.current").read_text())
+        found = min(found, int((group / "memory.max").read_text()) - used)
+    return found
 
 
 def _resident() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -80,19 +81,31 @@ def _drop(directory: Path, manifest: Manifest, fsync: bool) -> bool:
 
 
 def _replace(directory: Path, manifest: Manifest, fsync: bool) -> bool:
-    """Replace a manifest, if it is there still; who empties the directory meanwhile meets no new name in it."""
+    """Replace a manifest, if it is there still and no other; who empties the directory meets no new name in it."""
     with AtomicFile(directory, fsync) as file:  # beside the directory
         file.stream.write(manifest.text())
         file.complete()
-        if not exchange(file.hidden, directory / MANIFEST):
+        if not _is_there(directory, manifest) or not exchange(file.hidden, directory / MANIFEST):
+            return False
+        replaced = file.hidden.read_bytes() if file.hidden.exists() else manifest.text()
+        if json.loads(replaced)["save_id"] != manifest.save_id:  # of a save that came here meanwhile: back with it
+            exchange(file.hidden, directory / MANIFEST)
             return False
     if fsync:
         sync_directory(directory)
     return True
 
 
+def _is_there(directory: Path, manifest: Manifest) -> bool:
+    with suppress(DSQError):
+        return Manifest.read(directory).save_id == manifest.save_id
+    return False
+
+
 def _replace_remote(directory: Path, manifest: Manifest) -> bool:
     """Replace a manifest, and take it back if files that it names were removed meanwhile."""
+    if not _is_there(directory, manifest):
+        return False
     manifest.write(directory, exclusive=False, fsync=False)
     there = {entry.name for entry in storage_of(directory).entries(directory)}
     if there.issuperset(file.name for file in manifest.files if file.held_by is None):

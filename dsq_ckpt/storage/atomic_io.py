@@ -21,7 +21,7 @@ from typing import IO
 
 NOT_ALL = "not all of which was written"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)  # a container's filter may refuse it
 _HIDDEN = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # names without the mark: of earlier versions
 
 
@@ -204,7 +204,8 @@ def relink(source: Path, target: Path) -> None:
 def exchange(source: Path, target: Path) -> bool:
     """Let two files exchange their names; where the system cannot (only Linux does), let `source` replace `target`.
 
-    A file that another process removes meanwhile does not come back, as it would by `os.replace`.
+    A file that another process removes meanwhile does not come back, as it would by `os.replace`. Where names were
+    exchanged, `source` has what was at `target`; else it is gone.
 
     Returns:
         Whether there was a `target`; if not, nothing is changed.

@@ -21,6 +21,10 @@ def test_fsdp_on_other_numbers_of_ranks(tmp_path):
         assert checks(torchrun("fsdp", ranks, run, "load")) == 2
 
 
+def test_ranks_agree_about_what_is_frozen(tmp_path):
+    assert checks(torchrun("frozen", 2, tmp_path)) == 2
+
+
 def test_an_evaluation_before_the_state_is_set(tmp_path):
     assert checks(torchrun("evaluated", 2, tmp_path)) == 2
 

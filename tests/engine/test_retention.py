@@ -42,6 +42,23 @@ def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(tmp_path, mon
     dsq_ckpt.load({}, newest)
 
 
+def test_a_checkpoint_that_is_replaced_meanwhile_stays(tmp_path, monkeypatch):
+    """Its manifest came to be that of the one before, whose files are gone."""
+    older, newest = saved(tmp_path)
+    exchange, state = retention.exchange, mixed_state(seed=1)
+
+    def after_another_save(*names):
+        monkeypatch.setattr(retention, "exchange", exchange)
+        dsq_ckpt.save(state, older, overwrite=True, parent=None)
+        return exchange(*names)
+
+    monkeypatch.setattr(retention, "exchange", after_another_save)
+    assert retention.drop_refinements(newest, 1, False) == []
+    assert Manifest.read(older).refinement == "kept"
+    dsq_ckpt.load({}, older)
+    assert sorted(os.listdir(tmp_path)) == [older.name, newest.name]
+
+
 def test_who_empties_the_directory_meets_no_new_name(tmp_path):
     """Else `shutil.rmtree` fails in the trainer, as the directory is not empty when it comes to remove it."""
     config = DSQConfig.model_validate({"storage": {"fsync": False}})

@@ -1,0 +1,57 @@
+"""Ranks agree about what is frozen: argv = run directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import done, world
+from torch import nn
+
+import dsq_ckpt
+
+
+def pipeline(run: Path, rank: int) -> None:
+    """One stage is frozen as a whole, the other in part; their modules have the same names."""
+    torch.manual_seed(rank)
+    stage = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80)).requires_grad_(False)
+    if rank:
+        stage[1].requires_grad_(True)
+    state = {f"stage{rank}": stage.state_dict()}
+    dsq_ckpt.save(state, run / "sync", model=stage)
+    for how in ("copy", "quantize"):
+        dsq_ckpt.async_save(state, run / how, config={"storage": {"stage": how}}, model=stage, parent=None).result()
+    for how in ("sync", "copy", "quantize"):
+        got = {f"stage{rank}": {name: torch.zeros_like(value) for name, value in stage.state_dict().items()}}
+        dsq_ckpt.load(got, run / how)
+        exact = [got[f"stage{rank}"][f"{number}.weight"].equal(stage[number].weight) for number in range(2)]
+        assert exact == [True, not rank], (how, exact)
+    done("a frozen stage")
+
+
+def replicas(run: Path, rank: int) -> None:
+    """A table that moves on one rank is lossy on both, whichever writes it."""
+    torch.manual_seed(0)
+    model = nn.Linear(80, 80)
+    model.register_buffer("table", torch.randn(80, 80))
+    for number, exact in enumerate([True, True, False]):
+        with torch.no_grad():
+            model.weight.add_(0.01)
+            if rank:
+                model.table += 1
+        dsq_ckpt.save({"model": model.state_dict()}, run / str(number), model=model)
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        dsq_ckpt.load(found, run / str(number), no_dist=True)
+        tables = [torch.empty(80, 80) for _ in range(2)]
+        dist.all_gather(tables, model.table.clone())
+        assert any(found["model"]["table"].equal(table) for table in tables) == exact, number
+    done("replicas")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with world() as (own, _):
+        pipeline(Path(sys.argv[1]) / "pipeline", own)
+        replicas(Path(sys.argv[1]) / "replicas", own)
