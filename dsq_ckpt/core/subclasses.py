@@ -28,7 +28,7 @@ from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
 _SETTINGS = "<settings>"
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
-_LEAVES = (*_PLAIN, torch.Tensor)
+_LEAVES = (*_PLAIN, bytes, torch.Tensor, type)
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 """Classes of nearly all tensors, which are no subclasses."""
 _KNOWN = (DTensor, ShardedTensor, AsyncCollectiveTensor)
@@ -75,9 +75,11 @@ def _stateful(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]
     """Yield names and values of what has a state dict of its own, in nested dicts, lists and tuples."""
     entries = node.items() if isinstance(node, Mapping) else enumerate(node)
     for key, value in entries:
+        if isinstance(value, _LEAVES):
+            continue
         if isinstance(value, Mapping | list | tuple):
             yield from _stateful(value, (*way, str(key)))
-        elif not isinstance(value, (*_LEAVES, type)) and isinstance(value, Stateful):
+        elif isinstance(value, Stateful):
             yield ".".join((*way, str(key))), value
 
 
