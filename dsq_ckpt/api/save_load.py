@@ -257,32 +257,31 @@ def save_async_with(
     outer: Future[SaveResult] = Future()
     outer.set_running_or_notify_cancel()  # a save that has begun is not cancelled, as by a timeout of asyncio
 
-    def pass_on(done: Future[Any]) -> None:
+    def outcome(done: Future[Any]) -> SaveResult:
         error = done.exception()
         planner.state_dict = {}  # the ending thread keeps planner and copy, whose memory the next save needs
         writer.release()
         if isinstance(error, CheckpointException):
             writer.discard()
-            plain = plain_error(error, SaveFailed, None if processes else comm.rank)
-            plain.__cause__ = error
-            error = plain
-        elif isinstance(error, Exception) and not isinstance(error, DSQError):
+            raise plain_error(error, SaveFailed, None if processes else comm.rank) from error
+        if isinstance(error, Exception) and not isinstance(error, DSQError):
             ended = how_it_ended(after_error=True) if processes else None
             where = "in DCP's background process: " if processes else ""
-            plain = SaveFailed(
+            raise SaveFailed(
                 f"{where}{described(error)}" if ended is None
                 else f"DCP's background process {ended}; the next save starts another"
-            )
-            plain.__cause__ = error
-            error = plain
+            ) from error
+        if error is not None:
+            raise error
+        result = _committed(path)
+        if processes and comm.rank == 0:  # what the background process told is not heard here
+            announce(path, lambda: result, on_save)
+        return result
+
+    def pass_on(done: Future[Any]) -> None:
         try:
-            if error is not None:
-                raise error
-            result = _committed(path)
-            if processes and comm.rank == 0:  # what the background process told is not heard here
-                announce(path, lambda: result, on_save)
-            outer.set_result(result)
-        except BaseException as failure:
+            outer.set_result(outcome(done))
+        except BaseException as failure:  # of whatever kind, or the next save would wait without end
             outer.set_exception(failure)
 
     inner.add_done_callback(pass_on)

@@ -33,3 +33,17 @@ def test_a_save_that_is_cancelled_goes_on(tmp_path: Path) -> None:
     assert not future.cancel()
     assert dsq_ckpt.save(state, tmp_path / "2").depth == 1
     assert future.result().depth == 0 and not future.cancelled()
+
+
+@pytest.mark.timeout(100)
+def test_what_fails_after_a_failure_ends_the_save_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save waited for it without end."""
+    def fails(*_: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("dsq_ckpt.engine.pipeline.write_rank", fails)
+    monkeypatch.setattr("dsq_ckpt.dcp.writer.SavePipeline.discard", fails)
+    future = dsq_ckpt.async_save({"w": torch.ones(3)}, tmp_path / "1")
+    assert "no such thing" in str(future.exception(60))
+    monkeypatch.undo()
+    dsq_ckpt.save({"w": torch.ones(3)}, tmp_path / "2")
