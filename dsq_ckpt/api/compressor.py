@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.moments import ask_for_saved
+from dsq_ckpt.api.asking import ask_for_saved
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
@@ -249,7 +249,7 @@ class Compressor:
             DSQError: what else failed, on every rank.
         """
         state, comm = self.state(extra), communicator(self._group)
-        directory = ask_for_saved(path, state, names_of(self.model), comm)
+        directory = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
         load(state, path, refinement=refinement, process_group=self._group, history=self._history)
         set_model_state_dict(self.model, state["model"], options=self._options)
         if self.optimizer is not None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.asking import tell_of_more
 from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
@@ -336,6 +337,8 @@ def load(
             no_dist=no_dist, history=history,
         )
         state_dict.load_state_dict(own)
+        if comm.rank == 0:
+            tell_of_more(own, path)
         return
     _state_of(state_dict, _LOAD)
     background.wait()

@@ -417,3 +417,20 @@ def test_moments_under_other_names_are_not_left_out(tmp_path):
     for name in ("numbers", "none"):
         with pytest.raises(dsq_ckpt.LoadFailed, match=r"the checkpoint has no 'optimizer.state.embed.weight.step'"):
             dsq_ckpt.Compressor(model, optimizer).load(tmp_path / name)
+
+
+def test_a_model_with_less_than_was_saved_is_refused(tmp_path):
+    """It took what it has, without a word: a model of six of twelve layers was restored as if it were that one."""
+    model, optimizer = trained()
+    dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+    del model.head
+    less = torch.optim.AdamW(model.parameters())
+    before = bits_of(model)
+    with torch.no_grad():
+        model.hidden.weight += 1
+    for compressor in (dsq_ckpt.Compressor(model, less), dsq_ckpt.Compressor(model)):
+        with pytest.raises(dsq_ckpt.LoadFailed, match=r"has 'head.bias', 'head.weight' in its model, which this model"):
+            compressor.load(tmp_path / "a")
+        assert model.hidden.weight.equal(before["hidden.weight"] + 1)
+    dsq_ckpt.Compressor(model, frozen=False).load(tmp_path / "a")
+    assert not model.hidden.weight.equal(before["hidden.weight"] + 1)

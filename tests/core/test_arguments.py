@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_a_module_stands_for_its_state_dict(tmp_path, background):
     state = copy.deepcopy(other.state_dict())
     dsq_ckpt.load(state, tmp_path / "a")
     assert all(same(value, other.state_dict()[name]) for name, value in state.items())
+
+
+def test_a_module_with_less_than_was_saved_is_said(tmp_path):
+    model, other = Net(0), Net(1)
+    dsq_ckpt.save({**model.state_dict(), "step": 3}, tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dsq_ckpt.load(other, tmp_path / "a")
+    del other.head
+    with pytest.warns(UserWarning, match=r"'head.bias', 'head.weight' of '.*a' was not loaded, since the module"):
+        dsq_ckpt.load(other, tmp_path / "a")
 
 
 @pytest.mark.parametrize("how", ["module", "value", "compressor"])

@@ -1,0 +1,113 @@
+"""What a load into a model asks a checkpoint for: all that was saved of model and optimizer, and nothing else.
+
+An optimizer has no state of a parameter that had no gradient yet. A new one, whose state torch initializes for a load,
+has that of all parameters, and one that has stepped that of others, perhaps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dsq_ckpt.api import background
+from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.subclasses import refuse_meta
+from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
+from dsq_ckpt.errors import DSQError, LoadFailed
+from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.paths import existing_path
+
+
+def ask_for_saved(
+    path: str | os.PathLike[str], state: dict[str, Any], parameters: Mapping[str, nn.Parameter], whole: bool,
+    comm: Communicator,
+) -> Path:
+    """Change the state dict of an optimizer so that a load fills all of what was saved, and asks for nothing else.
+
+    Collective over `comm`.
+
+    Args:
+        path: the checkpoint.
+        state: as of `Compressor.state`: with an optimizer's state by names of parameters, if there is one.
+        parameters: parameters of the model, by name.
+        whole: all that was saved of the model is to be loaded.
+        comm: communicator of the ranks that load.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointNotFound: nothing is at `path`, or it is None.
+        LoadFailed: the model lacks what was saved, or is on the meta device; or the state of a sharded parameter was
+            saved, and the optimizer has none that tells how to shard it.
+        DSQError: what else failed, on every rank.
+    """
+    background.wait()
+
+    def ask() -> Path:
+        directory = existing_path(path)
+        refuse_meta(state["model"])
+        with CheckpointFiles(directory) as files, files.naming():
+            nesting = Nesting.from_json(files.index)
+        if nesting is not None and whole:
+            _refuse_more(state["model"], directory, nesting)
+        if nesting is not None and "optimizer" in state:
+            _ask(state["optimizer"]["state"], parameters, directory, nesting)
+        return directory
+
+    return run_on_all_ranks(comm, ask, LoadFailed)
+
+
+def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Warn of tensors that a checkpoint has, and a module lacks that was loaded from it, as one with fewer layers.
+
+    Args:
+        state: state dict of the module.
+        path: the checkpoint.
+    """
+    with suppress(DSQError), CheckpointFiles(existing_path(path)) as files, files.naming():  # it may be replaced by now
+        nesting = Nesting.from_json(files.index) or Nesting({})
+        names = {str(own[0]) for name, own in nesting.items() if name in files.index["tensors"]}
+        if left := sorted(names - state.keys()):
+            warn(f"{named(left)} of '{path}' was not loaded, since the module does not have it: is it the same model?")
+
+
+def _refuse_more(model: Mapping[str, Any], directory: Path, nesting: Nesting) -> None:
+    """Refuse a checkpoint of a model that has more than this one, as of one with more layers."""
+    names = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
+    if unknown := sorted(names - model.keys()):
+        raise LoadFailed(
+            f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
+            "model, or name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
+        )
+
+
+def _ask(
+    state: dict[str, Any], parameters: Mapping[str, nn.Parameter], directory: Path, nesting: Nesting
+) -> None:
+    saved = [path for path in (*nesting.values(), *(nesting.empty or ())) if path[0] == "optimizer"]
+    if not saved:  # as of a model alone, which the load tells
+        return
+    names = {str(path[2]) for path in saved if path[1:2] == ("state",) and len(path) > 2}
+    if names - state.keys() - parameters.keys():  # of another model, or numbers, as the optimizer itself has them
+        return
+    for name in state.keys() - names:
+        del state[name]
+    for name in sorted(names - state.keys()):
+        parameter = parameters.get(name)
+        if parameter is None or not parameter.requires_grad:  # whose state torch leaves out
+            continue
+        if isinstance(parameter, DTensor):
+            raise LoadFailed(
+                f"'{directory}' has the optimizer's state of '{name}', of which the optimizer has none, though it has "
+                "that of other parameters: load into an optimizer that was not used yet"
+            )
+        state[name] = {}
