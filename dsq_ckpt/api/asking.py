@@ -7,7 +7,7 @@ has that of all parameters, and one that has stepped that of others, perhaps.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import refuse_meta
 from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import existing_path
@@ -52,42 +52,52 @@ def ask_for_saved(
     """
     background.wait()
 
-    def ask() -> Path:
+    def ask() -> tuple[Path, set[str]]:
         directory = existing_path(path)
         refuse_meta(state["model"])
         with CheckpointFiles(directory) as files, files.naming():
             nesting = Nesting.from_json(files.index)
-        if nesting is not None and whole:
-            _refuse_more(state["model"], directory, nesting)
-        if nesting is not None and "optimizer" in state:
+        if nesting is None:
+            return directory, set()
+        if "optimizer" in state:
             _ask(state["optimizer"]["state"], parameters, directory, nesting)
-        return directory
+        names = {str(own[1]) for own in nesting.values() if own[0] == "model" and len(own) > 1}
+        return directory, names - state["model"].keys()
 
-    return run_on_all_ranks(comm, ask, LoadFailed)
-
-
-def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Warn of tensors that a checkpoint has, and a module lacks that was loaded from it, as one with fewer layers.
-
-    Args:
-        state: state dict of the module.
-        path: the checkpoint.
-    """
-    with suppress(DSQError), CheckpointFiles(existing_path(path)) as files, files.naming():  # it may be replaced by now
-        nesting = Nesting.from_json(files.index) or Nesting({})
-        names = {str(own[0]) for name, own in nesting.items() if name in files.index["tensors"]}
-        if left := sorted(names - state.keys()):
-            warn(f"{named(left)} of '{path}' was not loaded, since the module does not have it: is it the same model?")
-
-
-def _refuse_more(model: Mapping[str, Any], directory: Path, nesting: Nesting) -> None:
-    """Refuse a checkpoint of a model that has more than this one, as of one with more layers."""
-    names = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
-    if unknown := sorted(names - model.keys()):
+    found = gather_from_all_ranks(comm, ask, LoadFailed)
+    directory = found[comm.rank][0]
+    if whole and (unknown := _on_all([more for _, more in found])):
         raise LoadFailed(
             f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
             "model, or name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
         )
+    return directory
+
+
+def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:
+    """Warn of tensors that a checkpoint has, and a module lacks that was loaded from it, as one with fewer layers.
+
+    Collective over `comm`.
+
+    Args:
+        state: state dict of the module.
+        path: the checkpoint.
+        comm: communicator of the ranks that load.
+    """
+    def more() -> set[str]:
+        with suppress(DSQError), CheckpointFiles(existing_path(path)) as files, files.naming():  # or it was replaced
+            nesting = Nesting.from_json(files.index) or Nesting({})
+            return {str(own[0]) for name, own in nesting.items() if name in files.index["tensors"]} - state.keys()
+        return set()
+
+    unknown = _on_all(gather_from_all_ranks(comm, more, LoadFailed))
+    if unknown and comm.rank == 0:
+        warn(f"{named(unknown)} of '{path}' was not loaded, since the module does not have it: is it the same model?")
+
+
+def _on_all(sets: Sequence[set[str]]) -> list[str]:
+    """Return the names that no rank knows: each may have a part of the model, such as a stage of a pipeline."""
+    return sorted(set.intersection(*sets))
 
 
 def _ask(

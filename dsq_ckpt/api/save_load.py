@@ -337,8 +337,7 @@ def load(
             no_dist=no_dist, history=history,
         )
         state_dict.load_state_dict(own)
-        if comm.rank == 0:
-            tell_of_more(own, path)
+        tell_of_more(own, path, comm)
         return
     _state_of(state_dict, _LOAD)
     background.wait()

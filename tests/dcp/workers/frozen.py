@@ -1,13 +1,14 @@
-"""Ranks agree about what is frozen: argv = run directory."""
+"""Ranks agree about what is frozen, and load the stage of a pipeline that they have: argv = run directory."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import done, world
+from harness import done, fails_everywhere, world
 from torch import nn
 
 import dsq_ckpt
@@ -29,6 +30,24 @@ def pipeline(run: Path, rank: int) -> None:
         exact = [got[f"stage{rank}"][f"{number}.weight"].equal(stage[number].weight) for number in range(2)]
         assert exact == [True, not rank], (how, exact)
     done("a frozen stage")
+
+
+def stages(run: Path, rank: int) -> None:
+    """What the other rank has is no loss, and nothing to warn of; what none has is."""
+    torch.manual_seed(rank)
+    stage = nn.Module()
+    stage.add_module(f"layer{rank}", nn.Linear(80, 80))
+    dsq_ckpt.Compressor(stage, config="exact").save(run / "compressor")
+    dsq_ckpt.save(stage, run / "module", config="exact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("default", module="torch")
+        dsq_ckpt.Compressor(stage).load(run / "compressor")
+        dsq_ckpt.load(stage, run / "module")
+    if not rank:
+        stage = nn.Sequential(nn.Linear(80, 80))
+    fails_everywhere(lambda: dsq_ckpt.Compressor(stage).load(run / "compressor"), "'layer0.bias', 'layer0.weight'")
+    done("stages")
 
 
 def replicas(run: Path, rank: int) -> None:
@@ -55,3 +74,4 @@ if __name__ == "__main__":
     with world() as (own, _):
         pipeline(Path(sys.argv[1]) / "pipeline", own)
         replicas(Path(sys.argv[1]) / "replicas", own)
+        stages(Path(sys.argv[1]) / "stages", own)
