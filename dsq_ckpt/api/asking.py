@@ -1,19 +1,22 @@
-"""What a load into a model asks a checkpoint for: all that was saved of model and optimizer, and nothing else.
+"""What a `Compressor` asks of an optimizer and of a checkpoint: all that was saved, and nothing else.
 
 An optimizer has no state of a parameter that had no gradient yet. A new one, whose state torch initializes for a load,
-has that of all parameters, and one that has stepped that of others, perhaps.
+has that of all parameters, and one that has stepped that of others, perhaps. A save, or a load that fails, leaves it
+as it was.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
 from dsq_ckpt.core.nesting import Nesting
@@ -24,6 +27,51 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import existing_path
+
+
+@contextmanager
+def as_it_is(optimizer: Optimizer | None) -> Iterator[None]:
+    """Keep torch from initializing an optimizer that has no state yet, while its state dict is made.
+
+    It would do that by a step without gradients, which counts: Adam's next one were its second, of another length. It
+    makes none where there is a gradient.
+    """
+    parameter = None if optimizer is None or optimizer.state else _without_gradient(optimizer)
+    if parameter is None:
+        yield
+        return
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        parameter.grad = None
+
+
+@contextmanager
+def given_back(optimizer: Optimizer | None) -> Iterator[None]:
+    """Take back what torch initializes in an optimizer that has no state yet, if a load fails."""
+    parameter = None if optimizer is None or optimizer.state else _without_gradient(optimizer)
+    if optimizer is None or parameter is None:
+        yield
+        return
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        raise
+
+
+def _without_gradient(optimizer: Optimizer) -> torch.Tensor | None:
+    """Return the smallest parameter that takes gradients, if no parameter has one."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        return None
+    return min((one for one in parameters if one.requires_grad), key=torch.Tensor.numel, default=None)
 
 
 def ask_for_saved(
@@ -74,6 +122,21 @@ def ask_for_saved(
     return directory
 
 
+def tell_left_out(directory: Path, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
+    """Name what is in a checkpoint and was not loaded, unless the caller has chosen among it."""
+    names: set[str] = set()
+    with suppress(DSQError), CheckpointFiles(directory) as files, files.naming():  # it may be replaced by now
+        nesting = Nesting.from_json(files.index)
+        names = set() if nesting is None else {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
+    left = sorted(names - state.keys())
+    if left and not extra:
+        placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
+        warn(
+            f"{named(left)} of '{directory}' was not loaded, since load was not given extra: pass placeholders of what "
+            f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
+        )
+
+
 def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:
     """Warn of tensors that a checkpoint has, and a module lacks that was loaded from it, as one with fewer layers.
 
@@ -106,8 +169,9 @@ def _ask(
     saved = [path for path in (*nesting.values(), *(nesting.empty or ())) if path[0] == "optimizer"]
     if not saved:  # as of a model alone, which the load tells
         return
-    names = {str(path[2]) for path in saved if path[1:2] == ("state",) and len(path) > 2}
-    if names - state.keys() - parameters.keys():  # of another model, or numbers, as the optimizer itself has them
+    everything = {str(path[2]) for path in saved if path[1:2] == ("state",) and len(path) > 2}
+    names = everything & (state.keys() | parameters.keys())  # of a pipeline other ranks have others
+    if everything and not names:  # those of another model, or numbers, as the optimizer itself has them
         return
     for name in state.keys() - names:
         del state[name]

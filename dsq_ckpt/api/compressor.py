@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,23 +21,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.asking import ask_for_saved
+from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back, tell_left_out
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_on_save, expect_path, shown
 from dsq_ckpt.core.interrupts import held_signals
-from dsq_ckpt.core.nesting import Nesting
-from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.distributed.comm import communicator
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave, SaveResult
-from dsq_ckpt.errors import ConfigError, DSQError
+from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.quantization.layout import Fractions
@@ -47,7 +42,6 @@ from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.folds import agree
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.search.trial import ModelChanged
-from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.manifest import Manifest
 
 
@@ -167,6 +161,10 @@ class Compressor:
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state dict that is saved: `model`, `optimizer`, and the entries of `extra`."""
+        with as_it_is(self.optimizer):
+            return self._state(extra)
+
+    def _state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         expect_extra(extra)
         extra = dict(extra or {})
         taken = sorted({"model", "optimizer"} & set(extra))
@@ -248,15 +246,16 @@ class Compressor:
             CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
             DSQError: what else failed, on every rank.
         """
-        state, comm = self.state(extra), communicator(self._group)
-        directory = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
-        load(state, path, refinement=refinement, process_group=self._group, history=self._history)
-        set_model_state_dict(self.model, state["model"], options=self._options)
-        if self.optimizer is not None:
-            options = StateDictOptions(strict=False)  # of some parameters nothing was saved
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        with given_back(self.optimizer):
+            state, comm = self._state(extra), communicator(self._group)
+            directory = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
+            load(state, path, refinement=refinement, process_group=self._group, history=self._history)
+            set_model_state_dict(self.model, state["model"], options=self._options)
+            if self.optimizer is not None:
+                options = StateDictOptions(strict=False)  # of some parameters nothing was saved
+                set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         if comm.rank == 0:
-            _tell_left_out(directory, state, extra)
+            tell_left_out(directory, state, extra)
         if self._manager is not None:
             manifest = Manifest.read(directory)
             self._manager.resume(manifest, refined=refinement is not False)
@@ -280,21 +279,6 @@ class Compressor:
         names = names_of(self.model)
         found = {name: self._average.average(name) for name in names if name in self._average}
         return {name: average for name, average in found.items() if average is not None}
-
-
-def _tell_left_out(directory: Path, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
-    """Name what is in a checkpoint and was not loaded, unless the caller has chosen among it."""
-    names: set[str] = set()
-    with suppress(DSQError), CheckpointFiles(directory) as files, files.naming():  # it may be replaced by now
-        nesting = Nesting.from_json(files.index)
-        names = set() if nesting is None else {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
-    left = sorted(names - state.keys())
-    if left and not extra:
-        placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
-        warn(
-            f"{named(left)} of '{directory}' was not loaded, since load was not given extra: pass placeholders of what "
-            f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
-        )
 
 
 def _watched(

@@ -434,3 +434,36 @@ def test_a_model_with_less_than_was_saved_is_refused(tmp_path):
         assert model.hidden.weight.equal(before["hidden.weight"] + 1)
     dsq_ckpt.Compressor(model, frozen=False).load(tmp_path / "a")
     assert not model.hidden.weight.equal(before["hidden.weight"] + 1)
+
+
+@pytest.mark.parametrize("options", [
+    {"kind": torch.optim.AdamW}, {"kind": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5},
+    {"kind": torch.optim.ASGD},
+], ids=["adamw", "sgd", "asgd"])
+def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
+    """Nor does a load that fails: torch initializes an optimizer by a step, after which Adam's first is its second."""
+    expected, _ = trained(3, **options)
+    model, optimizer = trained(0, **options)
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"system": "exact"})
+    compressor.save(tmp_path / "0")
+    assert not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(dsq_ckpt.CheckpointNotFound):
+        compressor.load(tmp_path / "1")
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-2
+    train(model, optimizer, 0, 2)
+    compressor.load(tmp_path / "0")
+    assert not optimizer.state
+    torch.manual_seed(0)  # of dropout
+    train(model, optimizer, 0, 3)
+    assert same_bits(model, bits_of(expected))
+
+
+def test_an_optimizer_that_cannot_be_initialized_keeps_its_learning_rate(tmp_path):
+    """LBFGS takes no step without a function that it may call; torch had set its learning rate to zero by then."""
+    model = nn.Linear(80, 80)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    compressor.save(tmp_path / "a")
+    with pytest.raises(TypeError):
+        compressor.load(tmp_path / "a")
+    assert optimizer.param_groups[0]["lr"] == 0.5 and model.weight.grad is None and not optimizer.state
