@@ -75,9 +75,10 @@ class TrialModel:
 
     def __enter__(self) -> TrialModel:
         self._shard()
+        parameters = {_storage(one) for one in self._model.parameters()} - {0}  # these are put back themselves
         self._buffers = [
             (module, name, buffer, buffer.detach().clone()) for module in self._model.modules()
-            for name, buffer in module._buffers.items() if buffer is not None
+            for name, buffer in module._buffers.items() if buffer is not None and _storage(buffer) not in parameters
         ]
         # Parameters may differ from what their masters give; `refresh` would make them the same. Without it, those
         # that are not quantized are only put back if `evaluate` changes them.
@@ -98,7 +99,7 @@ class TrialModel:
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
             for chunk, target in zip(self._chunks, self._targets, strict=True):
-                target.copy_(chunk.tensor)
+                _write(target, chunk.tensor)
             self._reshard()
             for module, parameters, modules in self._registered:  # after FSDP2 put its own ones back
                 _put_back(module._parameters, parameters)
@@ -173,7 +174,7 @@ class TrialModel:
             for module, name, buffer, original in self._buffers:
                 if name not in module._non_persistent_buffers_set:  # others are caches, which may have grown
                     module._buffers[name] = buffer
-                buffer.copy_(original)
+                _write(buffer, original)
         for parameter, requires_grad, gradient in self._flags:
             parameter.requires_grad_(requires_grad)
             if parameter.grad is not gradient:
@@ -191,7 +192,7 @@ class TrialModel:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
                 fitted = None if analysis is None else analysis.fitted.get(chunk.group)
                 with torch.no_grad():
-                    target.copy_(chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits))
+                    _write(target, chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits))
 
         if self._refresh is None:
             store()
@@ -266,8 +267,19 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)  # of a DTensor
 
 
+def _write(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor, and to the memory that `expand` repeats only once, which torch refuses otherwise."""
+    strides = target.stride() if target.layout is torch.strided else ()
+    for dim, stride in enumerate(strides):
+        if target.shape[dim] > 1 and not stride:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+
+
 def _storage(tensor: torch.Tensor) -> int:
-    return int(_local(tensor).untyped_storage().data_ptr())
+    """Return the address of a tensor's memory; 0: it has none, or is sparse, and consists of others that have."""
+    local = _local(tensor)
+    return int(local.untyped_storage().data_ptr()) if local.layout is torch.strided else 0
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -169,3 +169,21 @@ def test_checksums_see_every_change(dtype, of):
     assert of(values) != of(other)
     if dtype != torch.bool:
         assert len({of(values), of(-values), of(values.flip(0)), of(values.flip(1))}) == 4
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+def test_buffers_that_share_memory_are_no_change(tmp_path, expanded):
+    """With themselves, as `expand` makes them, or with a parameter: a save failed, or took it for changed."""
+    model, data = nn.Linear(80, 80), torch.randn(32, 80)
+    model.register_buffer("mask", torch.ones(80, 1).expand(80, 80) if expanded else model.weight.detach())
+    model.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
+
+    def loss():
+        model.sparse.mul_(2)
+        return float(((model(data) * model.mask.mean()).detach() - data).square().mean())
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = dsq_ckpt.Compressor(model, evaluate=loss).save(tmp_path / "a")
+    assert result.quality["evaluations"] > 2
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert model.sparse.to_dense().equal(torch.eye(3))
