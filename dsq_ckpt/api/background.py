@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from concurrent.futures import Future
@@ -65,5 +66,18 @@ def wait() -> None:
         failure = pending.exception()
         if _future is pending:  # another thread, such as torchft's, may have waited too, and begun the next
             _future = None
-        if failure is not None:
-            logger.warning("the last asynchronous save failed: %s", described(failure))
+        _tell(failure)
+
+
+def _tell(failure: BaseException | None) -> None:
+    if failure is not None:
+        logger.warning("the last asynchronous save failed: %s", described(failure))
+
+
+def _at_exit() -> None:
+    """Tell of the last save, which no other one waited for; the interpreter has waited for its thread."""
+    if _future is not None and _future.done():
+        _tell(_future.exception())
+
+
+atexit.register(_at_exit)

@@ -11,6 +11,19 @@ dsq_ckpt.async_save({"w": torch.randn(2000, 2000)}, sys.argv[1], config={"storag
 """
 
 
+FAILS = """
+import sys, torch, dsq_ckpt
+from dsq_ckpt.engine import pipeline
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+dsq_ckpt.async_save({"w": torch.ones(3)}, sys.argv[1]).result()
+pipeline.write_rank = full
+dsq_ckpt.async_save({"w": torch.ones(3)}, sys.argv[2])
+"""
+
+
 AT_EXIT = """
 import atexit, sys, torch, dsq_ckpt
 from numba.core.caching import NullCache
@@ -44,3 +57,11 @@ def test_one_that_begins_at_exit_says_why_it_cannot(tmp_path):
     assert done.stdout.startswith("the interpreter is exiting") and "call dsq_ckpt.save here" in done.stdout, done
     assert done.stdout.splitlines()[1:] == ["compiled 1"], done
     assert Manifest.read(tmp_path / "1").refinement == "kept"
+
+
+def test_a_failure_that_nobody_asks_about_is_said(tmp_path):
+    """As of the last save of a program, which ended without a word and without its last checkpoint."""
+    command = [sys.executable, "-c", FAILS, str(tmp_path / "1"), str(tmp_path / "2")]
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True)
+    assert "the last asynchronous save failed: SaveFailed" in done.stderr and "No space left" in done.stderr, done
+    assert not (tmp_path / "2").exists()
