@@ -202,6 +202,7 @@ def online(
     failures: int = typer.Option(10, min=0, help="Failures, evenly spaced."),
     per_failure: int = typer.Option(4, min=1, help="Checkpoints from one failure to the next."),
     seed: int = typer.Option(0, help="Seed of the initial weights and of the batches."),
+    config: list[str] = typer.Option(["{}"], help="Of dsq, as JSON; several times for several."),
     directory: Path | None = typer.Option(None, help="Of the recording; in the user's cache by default."),
     json_path: Path | None = ROWS,
 ) -> None:
@@ -211,7 +212,7 @@ def online(
     bounds = [float(bound) for bound in epsilons.split(",")]
     kept = _rows_in(json_path, "online", {
         "workload": workload, "seed": seed, "failures": failures, "per_failure": per_failure, "epsilons": bounds,
-        "systems": chosen,
+        "systems": chosen, **({} if config == ["{}"] else {"config": config}),
     }, lambda rows: {"versus": online_runs.versus(rows)})
     exact = online_runs.reference(workload, seed, directory, console.print)
     rows: list[results.Row] = []
@@ -219,7 +220,7 @@ def online(
     for system in chosen:
         try:
             rows += online_runs.run_system(
-                workload, seed, system, bounds, kept, exact, failures, per_failure, console.print
+                workload, seed, system, bounds, kept, exact, failures, per_failure, console.print, config
             )
         except DSQError as error:  # one system that fails does not take the hours of others with it
             failed = True

@@ -253,16 +253,19 @@ def _sizes(run: Path) -> tuple[Row, list[Row]]:
     return ratios, each
 
 
-def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str, dsq_ckpt.DSQConfig | None]]:
-    """Yield bounds to try, in order, and configurations: ours unchanged, published systems with the papers' bound.
+def configurations(
+    system: str, epsilons: Sequence[float], own: Sequence[str] = ("{}",)
+) -> Iterator[tuple[str, dsq_ckpt.DSQConfig | None]]:
+    """Yield bounds to try, in order, and configurations: ours as given, published systems with the papers' bound.
 
     The noise floor has no configuration.
     """
     if system == NOISE_FLOOR:
         yield "-", None
     elif system == OURS:
-        config = dsq_ckpt.DSQConfig()
-        yield f"{config.search.bound} {config.search.epsilon:g}", config
+        for text in own:
+            config = dsq_ckpt.DSQConfig.create(json.loads(text))
+            yield f"{config.search.bound} {config.search.epsilon:g}" + (f", {text}" if text != "{}" else ""), config
     elif SYSTEMS[system].space is None:
         yield "-", dsq_ckpt.DSQConfig.create({"system": system})
     else:
@@ -273,9 +276,11 @@ def configurations(system: str, epsilons: Sequence[float]) -> Iterator[tuple[str
 
 def run_system(
     name: str, seed: int, system: str, epsilons: Sequence[float], results: Results, exact: Row, failures: int = 10,
-    per_failure: int = 4, report: Report = lambda line: None,
+    per_failure: int = 4, report: Report = lambda line: None, own: Sequence[str] = ("{}",),
 ) -> list[Row]:
     """Run a system at ever stricter bounds, until one keeps the final loss within 1 %; returns a row for each.
+
+    Ours is run with each of its configurations.
 
     Args:
         name: Name of the workload.
@@ -285,9 +290,10 @@ def run_system(
         results: Rows go there; one that is there is not run again.
         exact: The run without failures.
         failures, per_failure, report: As in `train_with_failures`.
+        own: Configurations of ours, as JSON.
     """
     rows: list[Row] = []
-    for bound, config in configurations(system, epsilons):
+    for bound, config in configurations(system, epsilons, own):
         with _one_thread():
             workload = create(name, seed)
             settings = {"run": workload.settings(), "failures": failures, "per_failure": per_failure}
@@ -308,7 +314,7 @@ def run_system(
                     "worse_by": worse, "within": worse <= WITHIN,  # false for a loss that is no number
                 })
         rows.append(row)
-        if row["within"]:
+        if row["within"] and system != OURS:
             break
     return rows
 
