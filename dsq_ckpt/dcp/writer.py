@@ -118,7 +118,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             self.config, parent, overwrite, pinned, None if model is None else layer_types(model), None, policy,
             fractions or Fractions(), default_history() if history is None else history, on_save,
         )
-        self._model = model if self.config.quantize.frozen == "exact" else None
+        self._model = model if self.config.quantize.frozen == "exact" and is_lossy(self.config) else None
         self._gradients = dict(gradients or {})
         self._group = process_group
         self.no_dist = no_dist

@@ -162,6 +162,10 @@ def test_ours_and_exact_are_run_once() -> None:
     [(bound, config)] = online.configurations("dsq", [0.1])
     assert config == dsq_ckpt.DSQConfig() and bound.startswith(config.search.bound)
     assert len(list(online.configurations("exact", [0.1, 0.2]))) == 1
+    texts = ["{}", '{"quantize":{"weights":{"method":"exact"}}}']
+    (usual, config), (label, other) = online.configurations("dsq", [0.05], texts)
+    assert config == dsq_ckpt.DSQConfig() and label == f"{usual}, {texts[1]}"
+    assert other is not None and other.quantize.weights.method == "exact"
 
 
 def test_ours_is_compared_where_it_does_no_more_harm() -> None:
