@@ -356,7 +356,7 @@ def load(
         if not empty:
             return told, [], []
         with Checkpoint(directory) as checkpoint:
-            return told, empty, fillings(told, checkpoint)
+            return told, empty, fillings(told, checkpoint, state_dict)
 
     told, empty, to_fill = run_on_all_ranks(comm, prepare, LoadFailed)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
@@ -100,13 +102,14 @@ class NestedLoadPlanner(DefaultLoadPlanner):
 
 
 def fillings(
-    state_dict: dict[str, Any], checkpoint: Checkpoint
+    state_dict: dict[Any, Any], checkpoint: Checkpoint, given: Mapping[Any, Any]
 ) -> list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]:
     """Return placeholders for everything that a checkpoint holds below the empty dicts of a state dict.
 
     Args:
-        state_dict: to be loaded; tensors are made on the CPU.
+        state_dict: to be loaded; tensors are made on the CPU, and the state of sharded parameters is sharded like them.
         checkpoint: to load it from.
+        given: the same with optimizers in place of their state dicts, as far as these were given.
 
     Returns:
         The dicts that are to be filled, each with its new entries.
@@ -116,6 +119,10 @@ def fillings(
         CorruptCheckpoint: its index is not as documented.
     """
     found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
+    parameters = {
+        str(key): [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for key, optimizer in given.items() if isinstance(optimizer, Optimizer)
+    }
     with checkpoint.naming():
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
@@ -132,10 +139,22 @@ def fillings(
             if found is None or not isinstance(target, MutableMapping):
                 continue
             found_all.append((target, found.nested({
-                name: torch.empty(tensors[name]["shape"], dtype=dtype_of(tensors[name]["dtype"]), device="cpu")
-                if name in tensors else None for name in found
+                name: _empty(tensors[name], nesting[name], parameters) if name in tensors else None for name in found
             })))
     return found_all
+
+
+def _empty(
+    tensor: Mapping[str, Any], path: Path, parameters: Mapping[str, Sequence[torch.Tensor]]
+) -> torch.Tensor:
+    """Return a tensor to load into, for the tensor of an index at a path."""
+    shape, dtype = torch.Size(tensor["shape"]), dtype_of(tensor["dtype"])
+    own = parameters.get(str(path[0]), ())
+    if len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal() and int(path[2]) < len(own):
+        like = own[int(path[2])]
+        if isinstance(like, DTensor) and like.shape == shape:
+            return torch.empty_like(like.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint) -> str:

@@ -95,6 +95,19 @@ def save(run: Path, size: int) -> None:
     else:
         read_base(run, state)
     done("save")
+    themselves(run / "themselves", net, optimizer, size)
+
+
+def themselves(path: Path, net: Net, optimizer: torch.optim.Optimizer, size: int) -> None:
+    """Model and optimizer in place of their state dicts: a new optimizer gets moments that are sharded as it is."""
+    dsq_ckpt.save({"net": net, "optimizer": optimizer}, path, config="exact")
+    other, new = build(size)
+    dsq_ckpt.load({"net": other, "optimizer": new}, path)
+    train(net, optimizer, 2, 20)
+    train(other, new, 2, 20)
+    truth, got = (whole(flatten_state_dict(state_of(*pair))[0]) for pair in ((net, optimizer), (other, new)))
+    assert all(torch.equal(got[fqn], value) for fqn, value in truth.items())
+    done("themselves")
 
 
 def read_base(run: Path, state: dict[str, Any]) -> dict[str, torch.Tensor]:
