@@ -83,7 +83,7 @@ def lineage(
     if is_remote(named) and not is_remote(path):
         raise ConfigError(
             f"parent '{named}' is on an object store, and a checkpoint on a disk ('{path}') has links to the files of "
-            f"its parent: copy the parent beside it first (dsq cp {named} {path.parent / named.name}), or leave parent out"
+            f"its parent: copy the parent first (dsq cp {named} {path.parent / named.name}), or leave parent out"
         )
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
