@@ -32,7 +32,7 @@ from dsq_ckpt.storage.atomic_io import sync_directory
 from dsq_ckpt.storage.backend import sizes
 from dsq_ckpt.storage.container import FileInfo, write_index
 from dsq_ckpt.storage.index import uncovered
-from dsq_ckpt.storage.links import holder_of
+from dsq_ckpt.storage.links import holder_of, manifest_of_parent
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
 from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.references import completed_meanwhile
@@ -76,7 +76,7 @@ class SaveContents:
 
 def commit(
     path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], contents: SaveContents,
-    plan: QuantizationPlan,
+    plan: QuantizationPlan, parent: Manifest | None = None,
 ) -> Committed:
     """Check that everything is there, write index and manifest; on the coordinator.
 
@@ -87,6 +87,7 @@ def commit(
         results: results of all ranks, in rank order.
         contents: contents of the checkpoint.
         plan: how it was stored.
+        parent: manifest of the checkpoint that it is coded against; None: it is read.
 
     Raises:
         SaveFailed: a planned item was not written, or chunks do not make a whole tensor; it stays invisible.
@@ -94,7 +95,7 @@ def commit(
     """
     config = plan.config
     _check_complete(path, results, contents)
-    files = _data_files(path, context, results, contents)
+    files = _data_files(path, context, results, contents, parent)
     found = sizes([file.path_in(path) for file in files])
     absent = [file for file in files if found[file.path_in(path)] != file.size]
     if absent:
@@ -140,7 +141,7 @@ def _written(results: Sequence[RankResult]) -> dict[ChunkKey | str, Written]:
 
 
 def _data_files(
-    path: Path, context: SaveContext, results: Sequence[RankResult], contents: SaveContents
+    path: Path, context: SaveContext, results: Sequence[RankResult], contents: SaveContents, manifest: Manifest | None
 ) -> list[ManifestFile]:
     """Return all files of the checkpoint but the index."""
     files = [ManifestFile.of(file, "own") for result in results for file in result.files]
@@ -151,7 +152,7 @@ def _data_files(
         return files
     assert context.parent is not None
     parent = expanded(context.parent.path)
-    known = {file.name: file for file in Manifest.read(parent).files}
+    known = {file.name: file for file in (manifest or manifest_of_parent(parent)).files}
     for name in required:
         update = {"role": "ancestor", "held_by": holder_of(known[name], parent, path)}
         files.append(known[name].model_copy(update=update))

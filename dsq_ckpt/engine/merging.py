@@ -107,7 +107,7 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
                 + ("it is a keyframe" if keyframe else "no chain of a tensor has two deltas or more")
             )
         save_id, directory = uuid.uuid4().hex[:16], TargetDirectory(goal)
-        directory.claim(save_id, str(checkpoint.directory))
+        directory.claim(save_id, checkpoint.manifest)
         try:
             make_directory(goal, fsync=True)
             ranks = [_Rank(checkpoint, name, goal, keyframe, workers) for name in checkpoint.index["files"]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ from dsq_ckpt.engine.quantizing import QuantizedState, quantize
 from dsq_ckpt.engine.result import SaveResult, announce
 from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.engine.writing import RankResult, write_rank
+from dsq_ckpt.errors import DSQError
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import expanded
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
 
 
@@ -57,6 +60,8 @@ class SavePipeline:
         self.context: SaveContext | None = None
         self.plan: QuantizationPlan | None = None
         self._target: TargetDirectory | None = None
+        self._parent: Manifest | None = None
+        """Of the checkpoint that it is coded against, which may be removed once its files are linked."""
         self._manifest: Manifest | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,7 +140,7 @@ class SavePipeline:
     def commit(self, context: SaveContext, results: Sequence[RankResult], contents: SaveContents) -> Committed:
         """Write index and manifest, once every rank wrote; see `commit`."""
         assert self.plan is not None
-        committed = commit(self.path, self.options, context, results, contents, self.plan)
+        committed = commit(self.path, self.options, context, results, contents, self.plan, self._parent)
         self._target = None  # from here on there is nothing to discard
         self._manifest = committed.manifest
         self.options.history.add_committed(self.path, context.save_id, committed.model)
@@ -167,6 +172,11 @@ class SavePipeline:
 
     def _claim(self, context: SaveContext) -> SaveContext:
         assert self._target is not None
-        self._target.claim(context.save_id, context.parent and context.parent.path)
+        self._parent = None
+        if context.parent is not None:
+            with suppress(DSQError):  # it was removed; what needs its files says so
+                found = Manifest.read(expanded(context.parent.path))
+                self._parent = found if found.save_id == context.parent.save_id else None
+        self._target.claim(context.save_id, self._parent)
         self.context = context
         return context

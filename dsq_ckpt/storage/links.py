@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.errors import CorruptCheckpoint
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from dsq_ckpt.storage.atomic_io import AtomicFile, relink
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import file_checksum, pieces
@@ -27,6 +27,7 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
 
     Raises:
         CorruptCheckpoint: a file is missing in `source`, or a name leads out of it.
+        SaveFailed: `source` was removed meanwhile.
     """
     for name in sorted(names):
         if not is_plain(name):
@@ -36,7 +37,8 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
         try:
             link_or_copy(source / name, target / name, fsync)
         except FileNotFoundError as error:
-            held = {file.name: file.path_in(source) for file in Manifest.read(source).files if file.held_by is not None}
+            files = manifest_of_parent(source).files
+            held = {file.name: file.path_in(source) for file in files if file.held_by is not None}
             if name in held:  # the run was copied from an object store, as it lies there
                 link_or_copy(held[name], target / name, fsync)
                 continue
@@ -44,6 +46,21 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
                 f"'{source / name}' is missing, but the new checkpoint is coded against it; "
                 "save with parent=None for a keyframe"
             ) from error
+
+
+def manifest_of_parent(parent: Path) -> Manifest:
+    """Return the manifest of the checkpoint that a new one is coded against.
+
+    Raises:
+        SaveFailed: it was removed meanwhile.
+    """
+    try:
+        return Manifest.read(parent)
+    except CheckpointNotFound as error:
+        raise SaveFailed(
+            f"'{parent}' was removed while this checkpoint, which needs files of it, was being saved: save again, and "
+            "remove a checkpoint only when the next one is complete, as the result of a save in the background tells"
+        ) from error
 
 
 def link_or_copy(source: Path, target: Path, fsync: bool) -> None:

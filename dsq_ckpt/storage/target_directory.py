@@ -142,14 +142,14 @@ class TargetDirectory:
         above = () if is_remote(path) else (path, *path.parents)
         self._absent = list(itertools.takewhile(lambda one: not one.exists(), above))
         self._since = time.time()
-        self._claimed: tuple[str, Path | None] | None = None
+        self._claimed: tuple[str, set[str]] | None = None
 
-    def claim(self, save_id: str, parent: str | None) -> None:
-        """Note which files are going to be the save's: those of this id, and links to those of its parent's directory.
+    def claim(self, save_id: str, parent: Manifest | None) -> None:
+        """Note which files are going to be the save's: those of this id, and links to those of its parent.
 
         A save that fails before this call has written nothing.
         """
-        self._claimed = save_id, None if parent is None else Path(parent)
+        self._claimed = save_id, set() if parent is None else {file.name for file in parent.files}
 
     def discard(self) -> None:
         """Remove what the save left, once no rank writes any more: its files, and directories that it made.
@@ -158,15 +158,11 @@ class TargetDirectory:
         """
         if self._claimed is None:
             return
-        save_id, parent = self._claimed
+        save_id, inherited = self._claimed
         if is_remote(self._path):
             _discard_objects(self._path, save_id)
             return
         with suppress(OSError, DSQError):
-            inherited: set[str] = set()
-            if parent is not None:
-                with suppress(DSQError):
-                    inherited = {file.name for file in Manifest.read(parent).files}
             collect_failed(self._path, save_id, inherited, self._since)
         with suppress(OSError):  # not empty: something else lives there
             for directory in self._absent:

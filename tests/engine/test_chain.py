@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import KEEP_ONE, Kept, differences, flat, loaded, mixed_state, moved, relative_error, same
 
@@ -145,6 +146,32 @@ def test_parent_gone_or_damaged(tmp_path):
     assert Manifest.read(tmp_path / "z").depth == 1
     assert relative_error(states[1]["lossy"]["linear.weight"], loaded(tmp_path / "z", states[0])["lossy"][
         "linear.weight"]) < 0.02
+
+
+@pytest.mark.parametrize("step", ["quantize", "write"])
+def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
+    """As by a trainer that keeps one checkpoint, and does not wait for the next; once linked, its files are there."""
+    paths, states = chain_of(tmp_path, 1)
+    done = getattr(SavePipeline, step)
+
+    def removed_after(*arguments):
+        found = done(*arguments)
+        shutil.rmtree(paths[0], ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(SavePipeline, step, removed_after)
+    future = dsq_ckpt.async_save(moved(states[0], 1), tmp_path / "next")
+    if step == "write":
+        assert future.result().depth == 1
+    else:
+        with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
+            future.result()
+        assert not (tmp_path / "next").exists()
+        monkeypatch.undo()
+        with pytest.warns(UserWarning, match="gone or was replaced"):
+            assert dsq_ckpt.save(moved(states[0], 1), tmp_path / "next").keyframe
+    back, truth = flat(loaded(tmp_path / "next", states[0])), flat(moved(states[0], 1))
+    assert all(relative_error(value, back[name]) < 0.3 for name, value in truth.items() if name.startswith("lossy"))
 
 
 def test_refinement_is_dropped_from_older_checkpoints(tmp_path):
