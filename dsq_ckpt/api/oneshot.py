@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.api.save_load import ConfigLike, as_config, told_state
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
@@ -183,7 +183,7 @@ def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Eva
         raise ConfigError("evaluate needs model: the module whose weights it looks at, to be given those of the source")
     opened: Opened
     if isinstance(source, nn.Module | Mapping):
-        opened = _whole(dict(source.state_dict() if isinstance(source, nn.Module) else source))
+        opened = _whole(dict(source.state_dict()) if isinstance(source, nn.Module) else told_state(dict(source)))
     elif not is_url(source) and expanded(source).resolve() == target.resolve():
         raise ConfigError(f"'{target}' is the source too; write the compressed checkpoint elsewhere")
     else:

@@ -131,12 +131,12 @@ def _begun(
 def _storable(begin: Begin, rank: int) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
     writer, state = begin()
     assert writer.path is not None
-    stored = storable(_told(state))
+    stored = storable(told_state(state))
     warn_of_objects(stored, rank)
     return writer, stored, writer.path
 
 
-def _told(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
+def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
     """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
     if not any(isinstance(value, Stateful) for value in state.values()):
         return state
@@ -331,7 +331,7 @@ def load(
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
     if isinstance(state_dict, nn.Module):
-        own = run_on_all_ranks(comm, lambda: _told({"": state_dict}, loads=True)[""], LoadFailed)
+        own = run_on_all_ranks(comm, lambda: told_state({"": state_dict}, loads=True)[""], LoadFailed)
         load(
             own, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
             no_dist=no_dist, history=history,
@@ -349,7 +349,7 @@ def load(
         """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
         directory = existing_path(path)
         Manifest.read(directory)
-        told = _told(state_dict, loads=True)
+        told = told_state(state_dict, loads=True)
         refuse_cycles(told)
         warn_of_objects(told, comm.rank)
         empty = [own for own, _ in empty_dicts(told)]

@@ -203,6 +203,16 @@ def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
     assert target["scheduler"] == scheduler.state_dict()
 
 
+def test_an_optimizer_in_place_of_its_state_is_compressed(tmp_path):
+    model, optimizer, state = plain()
+    dsq_ckpt.compress({"model": model, "optimizer": optimizer}, tmp_path / "a", config=EXACT)
+    found = read(tmp_path / "a")
+    assert differences(found["model"], state["model"]) == []
+    other = fresh()
+    other.load_state_dict(found["optimizer"])
+    check_moments(other, optimizer)
+
+
 def test_an_optimizer_below_the_top_level_is_said_to_be_an_object(tmp_path):
     """As in DCP; a load would leave it as it is, without a word."""
     model, optimizer, _ = plain()
