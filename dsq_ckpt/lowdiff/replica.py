@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,9 +30,6 @@ from dsq_ckpt.lowdiff.streamer import GradientStreamer
 from dsq_ckpt.lowdiff.train_state import Stateful, TrainState, dtype_name
 from dsq_ckpt.lowdiff.worker_client import ProcessGone
 
-_STANDARD = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
-    "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
-}
 _SEEN, _PROBES = 8, 64
 """Number of parameters, and of elements of each, from which the factor of gradients is determined."""
 _SLOWED = 0.01
@@ -233,6 +231,14 @@ class Replica(Recorder):
             super()._at_exit()
 
 
+@cache
+def _standard() -> frozenset[str]:
+    """Return the attributes that every optimizer has; not at import, since making one takes torch most of a second."""
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True))) | {
+        "step", "_opt_called", "_warned_capturable_if_run_uncaptured",  # schedulers and CUDA graphs leave them
+    }
+
+
 def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a description from which another process creates an equal optimizer.
 
@@ -240,7 +246,7 @@ def _importable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         ConfigError: another process cannot create the optimizer.
     """
     kind = type(optimizer)
-    extra = sorted(set(vars(optimizer)) - _STANDARD - {name for name in vars(optimizer) if "hook" in name})
+    extra = sorted(set(vars(optimizer)) - _standard() - {name for name in vars(optimizer) if "hook" in name})
     found = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
     if kind.__module__ == "__main__" or found is not kind or extra:
         why = f"it has attributes of its own ({', '.join(extra)})" if extra else "its class cannot be imported"

@@ -31,8 +31,9 @@ from tests.helpers import forks
 
 _MODULES = (
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict", "torch.utils.serialization.config", "encodings.idna", "dsq_ckpt.api",
-    "dsq_ckpt.dcp", "dsq_ckpt.lowdiff", "dsq_ckpt.lowdiff.log_server", "dsq_ckpt.lowdiff.replica_server",
+    "torch.distributed.checkpoint.state_dict", "torch.utils.serialization.config", "torch._dynamo", "encodings.idna",
+    "dsq_ckpt.api", "dsq_ckpt.dcp", "dsq_ckpt.lowdiff", "dsq_ckpt.lowdiff.log_server",
+    "dsq_ckpt.lowdiff.replica_server",
 )
 _exec = processes.spawnv_passfds
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # the first optimizer of a process imports it
+
 from dsq_ckpt.lowdiff import process, worker_client
 
 _exec = subprocess.Popen

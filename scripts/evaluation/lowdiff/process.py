@@ -161,7 +161,7 @@ class Worker:
 def processes() -> ForkServerContext:
     """Start the server that forks processes: it has imported all modules and done nothing else, so they start fast."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimizer imports it
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # which it is not told otherwise
     try:
