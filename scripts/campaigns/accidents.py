@@ -137,7 +137,7 @@ class Accidents(Campaign):
     """Values of a parent are what was saved, so that the differences to them are small."""
     name = "accidents"
     full = 6000
-    few = 40
+    few = 24
     memory = 1 << 30
 
     def prepare(self) -> None:

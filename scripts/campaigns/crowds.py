@@ -45,7 +45,7 @@ class Crowds(Campaign):
         """Let them all go, and hear what readers saw."""
         kind, run = self.kind(number), self.directory / f"run-{number}"
         run.mkdir()
-        saves, end = 6 if self.short else 25, self.directory / f"end-{number}"
+        saves, end = 4 if self.short else 25, self.directory / f"end-{number}"
         jobs: list[Callable[[], Iterator[Found]]] = [lambda: writes(kind, run, 0, saves)]
         if kind == "two writers":
             jobs.append(lambda: writes(kind, run, 1, saves))

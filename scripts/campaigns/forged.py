@@ -32,7 +32,7 @@ class Forged(Accidents):
     honest = False
     name = "forged"
     full = 8000
-    few = 40
+    few = 24
 
     def kind(self, number: int) -> str:
         """Return what is forged."""

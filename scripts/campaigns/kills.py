@@ -56,7 +56,7 @@ class Kills(Campaign):
 
     name = "kills"
     full = 320
-    few = 8
+    few = 7
     seconds = 600.0
 
     def load(self) -> None:

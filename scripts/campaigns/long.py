@@ -49,7 +49,7 @@ class Long(Campaign):
         return found
 
     def _chain(self, run: Path, longest: int | None) -> Found:
-        count = 24 if self.short else 300
+        count = 16 if self.short else 300
         config = _SMALL | ({} if longest is None else {"delta": {"max_chain": longest}})
         resident, seconds = [], []
         for step in range(1, count + 1):

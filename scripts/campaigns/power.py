@@ -150,7 +150,7 @@ class Power(Campaign):
 
     name = "power"
     full = 2500
-    few = 30
+    few = 15
     preload = True
 
     def prepare(self) -> None:

@@ -24,7 +24,7 @@ class Tags(Campaign):
 
     name = "tags"
     full = 600
-    few = 12
+    few = 8
     memory = 1 << 30
 
     def load(self) -> None:

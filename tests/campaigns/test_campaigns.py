@@ -18,7 +18,7 @@ from tests.helpers import processes
 SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "campaign.py")
 
 
-@pytest.mark.slow(65)
+@pytest.mark.slow(50)
 def test_campaigns() -> None:
     """Nothing is wrong, crashes or hangs in any; one process does them all, since to begin takes longer than trials."""
     status, output = processes.run([SCRIPT, "all", "--seed", "7", "--short", "--lanes", "2"])
