@@ -15,6 +15,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -134,7 +135,8 @@ def fillings(
             return found_all
         for path, target in empty_dicts(state_dict):
             found = nesting.below(path)
-            if found is None and path and nesting.empty is not None:
+            named = path and not isinstance(given.get(path[0]), Stateful)  # which may have had no state before
+            if found is None and named and nesting.empty is not None:
                 raise LoadFailed(_nothing_below(path, nesting, checkpoint))
             if found is None or not isinstance(target, MutableMapping):
                 continue

@@ -213,6 +213,19 @@ def test_an_optimizer_in_place_of_its_state_is_compressed(tmp_path):
     check_moments(other, optimizer)
 
 
+def test_an_object_that_had_no_state_is_left_as_it_is(tmp_path):
+    """As DCP does, also if it was not there when the checkpoint was saved; an empty dict asks for something."""
+    model = torch.nn.Linear(80, 80)
+    dsq_ckpt.save({"w": torch.ones(3)}, tmp_path / "a")
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    assert scaler.state_dict() == {}
+    dsq_ckpt.load({"w": torch.zeros(3), "scaler": scaler}, tmp_path / "a")
+    dsq_ckpt.save({"m": model, "scaler": scaler}, tmp_path / "b")
+    dsq_ckpt.load({"m": model, "scaler": scaler}, tmp_path / "b")
+    with pytest.raises(LoadFailed, match="'scaler' is an empty dict"):
+        dsq_ckpt.load({"w": torch.zeros(3), "scaler": {}}, tmp_path / "a")
+
+
 def test_an_optimizer_below_the_top_level_is_said_to_be_an_object(tmp_path):
     """As in DCP; a load would leave it as it is, without a word."""
     model, optimizer, _ = plain()
