@@ -35,6 +35,7 @@ from dsq_ckpt.storage.index import uncovered
 from dsq_ckpt.storage.links import holder_of, manifest_of_parent
 from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, Sizes, Unflushed, is_plain
 from dsq_ckpt.storage.paths import expanded
+from dsq_ckpt.storage.predecessors import replaced_at
 from dsq_ckpt.storage.references import completed_meanwhile
 from dsq_ckpt.storage.runs import canonical, run_of
 from dsq_ckpt.storage.shard import Written
@@ -202,7 +203,8 @@ def _manifest(
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
         parent=parent.save_id if parent else None, parent_name=_name_of(expanded(parent.path)) if parent else None,
-        previous=previous, previous_name=previous_name, depth=parent.depth + 1 if parent else 0,
+        previous=previous, previous_name=previous_name, replaced=replaced_at(path) if options.overwrite else [],
+        depth=parent.depth + 1 if parent else 0,
         siblings=parent.place if parent else 0,
         refinement="kept" if any(result.refinement for result in results) else "none", pinned=options.pinned,
         files=files, kinds=_kinds(results),

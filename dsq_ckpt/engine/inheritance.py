@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from dsq_ckpt.core.urls import is_remote
@@ -15,6 +16,7 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.links import NO_LINKS, copy_file, holder_of, link_files, transfer
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
+from dsq_ckpt.storage.predecessors import predecessors
 
 
 def inherit(
@@ -59,18 +61,9 @@ def _copy_from_elsewhere(parent: Path, target: Path, names: frozenset[str]) -> N
 
 def _newest_first(newest: Path, count: int) -> list[Path]:
     """Return a checkpoint and its predecessors in the run, as far as they exist."""
-    found: list[Path] = []
-    directory, expected = newest, None
     with suppress(DSQError):
-        while len(found) < count:
-            manifest = Manifest.read(directory)
-            if expected not in (None, manifest.save_id):
-                break
-            found.append(directory)
-            if manifest.previous_name is None:
-                break
-            directory, expected = newest.parent / manifest.previous_name, manifest.previous
-    return found
+        return [newest, *(path for path, _ in islice(predecessors(newest), count - 1))]
+    return []
 
 
 def _other_copy(

@@ -14,6 +14,7 @@ from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.atomic_io import AtomicFile, exchange, sync_directory
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.predecessors import predecessors
 
 
 def retire(directory: Path, config: DSQConfig) -> None:
@@ -44,21 +45,14 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     if (manifest.refinement != "kept" and manifest.lossy) or manifest.nonfinite:
         return []
     dropped: list[Path] = []
-    directory, age = newest, 0
-    while manifest.previous_name is not None:
-        directory, expected, age = directory.parent / manifest.previous_name, manifest.previous, age + 1
-        try:
-            manifest = Manifest.read(directory)
-        except DSQError:
-            break
+    for age, (directory, older) in enumerate(predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
-        if manifest.save_id != expected or (age >= keep_last and manifest.refinement == "dropped"):
-            break  # replaced by another; or what is older was dropped before
-        if age >= keep_last and manifest.refinement == "kept" and not manifest.pinned:
-            if not _drop(directory, manifest, fsync):
-                break  # somebody removes it, and what is older went before
-            dropped.append(directory)
+        if age < keep_last or older.refinement == "none" or older.pinned:
+            continue
+        if older.refinement == "dropped" or not _drop(directory, older, fsync):
+            break  # what is older was dropped before, or somebody removes it, and removed that before
+        dropped.append(directory)
     return dropped
 
 

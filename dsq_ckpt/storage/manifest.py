@@ -171,6 +171,8 @@ class Manifest(BaseModel):
     """Save id of the checkpoint that this one came after in its run, also for a keyframe; retention follows it."""
     previous_name: Sibling | None = None
     """Its directory name, in the same run directory; None if it lies elsewhere."""
+    replaced: list[tuple[str, str | None, Sibling | None]] = []
+    """Checkpoints that were here before, newest first: save id, `previous` and `previous_name` of each."""
     depth: Count
     """Deltas between this checkpoint and its keyframe."""
     siblings: Count = 0

@@ -13,6 +13,7 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine import retention
 from dsq_ckpt.storage.gc import collect
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.predecessors import predecessors
 from tests.helpers.states import mixed_state
 
 
@@ -85,6 +86,33 @@ def test_who_empties_the_directory_meets_no_new_name(tmp_path):
         retention._drop(run / "step-1", manifest, False)
         thread.join()
         assert not failed and os.listdir(run) == []
+
+
+def test_a_checkpoint_that_each_save_replaces_is_passed_over(tmp_path):
+    """As `last` beside one for each epoch: their refinement was kept for good, as the way to them was lost."""
+    config = DSQConfig.model_validate({"refinement": {"keep_last": 2}, "storage": {"fsync": False}})
+    for number in range(5):
+        dsq_ckpt.save(mixed_state(number), tmp_path / f"step-{number}", config=config)
+        dsq_ckpt.save(mixed_state(number), tmp_path / "last", config=config, overwrite=True)
+    kept = {path.name for path in tmp_path.iterdir() if Manifest.read(path).refinement == "kept"}
+    assert kept == {"last", "step-4"}
+    before = [path.name for path, _ in predecessors(tmp_path / "last")]
+    assert before == [f"step-{number}" for number in range(4, -1, -1)]
+    for path in tmp_path.iterdir():
+        dsq_ckpt.load({}, path, refinement=path.name in kept)
+    shutil.rmtree(tmp_path / "last")
+    assert [path.name for path, _ in predecessors(tmp_path / "step-4")] == []
+
+
+def test_replaced_checkpoints_that_name_each_other_end(tmp_path):
+    older, newest = saved(tmp_path)
+    manifest = Manifest.read(older)
+    ids = ["0" * 16, "1" * 16]
+    replaced = [(ids[0], ids[1], older.name), (ids[1], ids[0], older.name)]
+    manifest.model_copy(update={"replaced": replaced}).write(older, exclusive=False, fsync=False)
+    last = Manifest.read(newest).model_copy(update={"previous": ids[0]})
+    last.write(newest, exclusive=False, fsync=False)
+    assert list(predecessors(newest)) == []
 
 
 def test_the_time_of_its_save_stays(tmp_path):
