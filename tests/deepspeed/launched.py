@@ -1,4 +1,4 @@
-"""DeepSpeed's workers as process groups."""
+"""DeepSpeed's workers as process groups; the servers that fork them have other frameworks too, for tests of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ WORKERS = Path(__file__).parent / "workers"
 ON_CPU = {
     "DS_ACCELERATOR": "cpu", "CXX": str(Path(__file__).with_name("c++")),
     forks.PRELOAD: (
-        "deepspeed dsq_ckpt.deepspeed deepspeed.runtime.zero.muon.muon_optimizer accelerate transformers.trainer"
+        "deepspeed dsq_ckpt.deepspeed deepspeed.runtime.zero.muon.muon_optimizer accelerate transformers.trainer "
+        "transformers.models.gpt2.modeling_gpt2 lightning.pytorch"
     ),
 }
 

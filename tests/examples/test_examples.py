@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import dsq_ckpt
-from tests.deepspeed.launched import by_torchrun
+from tests.deepspeed.launched import ON_CPU, by_torchrun
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, run, torchrun
 
 EXAMPLES = ROOT / "examples"
 
 
-def program(name: str, *arguments: object, status: int = 0) -> str:
+def program(name: str, *arguments: object, status: int = 0, **environment: str) -> str:
     """Run a program of the folder in a process of its own; its output."""
-    found, output = run([str(EXAMPLES / f"{name}.py"), *map(str, arguments)], forked=True)
+    found, output = run([str(EXAMPLES / f"{name}.py"), *map(str, arguments)], forked=True, **environment)
     assert found == status, output[-4000:]
     return output
 
@@ -42,8 +42,8 @@ def test_one_shot(tmp_path: Path) -> None:
 
 
 def test_lightning(tmp_path: Path) -> None:
-    program("lightning_fit", "--out", tmp_path)
-    output = program("lightning_fit", "--out", tmp_path, "--epochs", 6)
+    program("lightning_fit", "--out", tmp_path, **ON_CPU)
+    output = program("lightning_fit", "--out", tmp_path, "--epochs", 6, **ON_CPU)
     assert "epoch 6 step 48" in output and "kept: epoch=4.ckpt epoch=5.ckpt last.ckpt" in output
 
 
@@ -69,13 +69,13 @@ def test_programs_of_several_ranks(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
     """Trainer and Accelerate; what is resumed is the newest checkpoint."""
-    program("hf_trainer", "--out", tmp_path / "trainer")
-    output = program("hf_trainer", "--out", tmp_path / "trainer", "--steps", 30)
+    program("hf_trainer", "--out", tmp_path / "trainer", **ON_CPU)
+    output = program("hf_trainer", "--out", tmp_path / "trainer", "--steps", 30, **ON_CPU)
     assert re.search(r"checkpoint-20 \d+ bytes, from which it resumed", output)
     assert checkpoints(tmp_path / "trainer") == ["checkpoint-10", "checkpoint-20", "checkpoint-30", "final"]
     assert (tmp_path / "trainer" / "final" / "model.safetensors").exists()
-    program("accelerate_loop", "--out", tmp_path)
-    output = program("accelerate_loop", "--out", tmp_path, "--steps", 60)
+    program("accelerate_loop", "--out", tmp_path, **ON_CPU)
+    output = program("accelerate_loop", "--out", tmp_path, "--steps", 60, **ON_CPU)
     assert "checkpoint_1 at step 40" in output and "step 60 loss" in output
     assert checkpoints(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deepspeed.launched import ON_CPU
 from tests.helpers.packages import needs
 from tests.helpers.processes import run, torchrun
 
@@ -29,7 +30,7 @@ def scenarios(worker: str) -> list[str]:
 def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The output of one process, and the directory that it wrote to."""
     directory = tmp_path_factory.mktemp("single")
-    status, output = run([str(WORKERS / "single.py"), str(directory)], forked=True)
+    status, output = run([str(WORKERS / "single.py"), str(directory)], forked=True, **ON_CPU)
     assert status == 0, output[-8000:]
     return output, directory
 
@@ -37,7 +38,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 @pytest.fixture(scope="module")
 def ranks(single: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of two ranks."""
-    return torchrun("ranks", 2, tmp_path_factory.mktemp("ranks"), single[1], workers=WORKERS)
+    return torchrun("ranks", 2, tmp_path_factory.mktemp("ranks"), single[1], workers=WORKERS, **ON_CPU)
 
 
 @pytest.mark.parametrize("name", scenarios("single"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deepspeed.launched import ON_CPU
 from tests.helpers.processes import torchrun
 
 WORKERS = Path(__file__).parent / "workers"
@@ -14,5 +15,5 @@ WORKERS = Path(__file__).parent / "workers"
 @pytest.mark.slow
 def test_ranks(tmp_path: Path) -> None:
     """All checks of one number of ranks share a launch; `workers/ranks.py` has them."""
-    torchrun("ranks", 2, tmp_path, workers=WORKERS)
-    torchrun("ranks", 1, tmp_path, workers=WORKERS)
+    torchrun("ranks", 2, tmp_path, workers=WORKERS, **ON_CPU)
+    torchrun("ranks", 1, tmp_path, workers=WORKERS, **ON_CPU)
