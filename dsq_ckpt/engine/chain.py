@@ -13,7 +13,6 @@ from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.history import (
     ChunkCache,
@@ -25,7 +24,7 @@ from dsq_ckpt.engine.history import (
     shapes_of,
     shared,
 )
-from dsq_ckpt.errors import CheckpointNotFound, ConfigError, DSQError, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 from dsq_ckpt.quantization.layout import ParentModel
@@ -70,7 +69,6 @@ def lineage(
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
-        ConfigError: it is on an object store, and the new checkpoint is not.
     """
     run = run_of(path)
     if parent is None or parent == "auto":
@@ -80,11 +78,6 @@ def lineage(
         own = last._replace(place=0) if expanded(last.path) == path.absolute() else last  # which is overwritten
         return Lineage(last, _shared(last, history, siblings) or own, last.lossy_resumes)
     named = checkpoint_path(parent)
-    if is_remote(named) and not is_remote(path):
-        raise ConfigError(
-            f"parent '{named}' is on an object store, and a checkpoint on a disk ('{path}') has links to the files of "
-            f"its parent: copy the parent first (dsq cp {named} {path.parent / named.name}), or leave parent out"
-        )
     with CheckpointFiles(named) as files:
         manifest, older = files.manifest, shapes_of(files)
     # Whatever it is coded against, the state comes from what this process saved or loaded last.

@@ -27,8 +27,13 @@ def link_files(source: Path, target: Path, names: frozenset[str], fsync: bool) -
 
     Raises:
         CorruptCheckpoint: a file is missing in `source`, or a name leads out of it.
-        SaveFailed: `source` was removed meanwhile.
+        SaveFailed: `source` was removed meanwhile, or is on an object store.
     """
+    if names and is_remote(source):
+        raise SaveFailed(
+            f"the parent '{source}' is on an object store, and a checkpoint on a disk ('{target}') has links to the "
+            f"files of its parent: copy it first (dsq cp {source} {target.parent / source.name}), or leave parent out"
+        )
     for name in sorted(names):
         if not is_plain(name):
             raise CorruptCheckpoint(f"a data file in '{source}' requires {name!r}, which is not a plain file name")

@@ -201,7 +201,7 @@ def test_a_parent_elsewhere_is_copied(store, tmp_path, other):
 
 def test_a_local_save_against_a_remote_parent(store, tmp_path):
     parent = chain(f"{store}/run", 1)[-1]
-    with pytest.raises(DSQError, match=r"parent .* is on an object store.*dsq cp"):
+    with pytest.raises(DSQError, match=r"the parent .* is on an object store.*dsq cp"):
         dsq_ckpt.save(state_of(2), tmp_path / "run" / "step-2", parent=parent)
     assert not (tmp_path / "run").exists()
 

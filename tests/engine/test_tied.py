@@ -104,12 +104,12 @@ def test_tied_weights_that_are_exact(tmp_path, how, exact):
     assert differences(loaded(tmp_path / "a", state), state) == ["hidden.weight"]
 
 
-def test_a_frozen_backbone_costs_next_to_nothing(tmp_path):
+def test_a_frozen_backbone_that_is_lossy_costs_next_to_nothing(tmp_path):
     model = Tied(tied=False)
     trained(model)
     model.embed.requires_grad_(False)
     model.hidden.requires_grad_(False)
-    config = {"quantize": {"weights": {"refinement_bits": 0}}}
+    config = {"quantize": {"weights": {"refinement_bits": 0}, "frozen": "lossy"}}
     dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "0", model=model, config=config)
     everything = Manifest.read(tmp_path / "0").kinds["weights"].base
     frozen = {"model": {k: v for k, v in model.state_dict().items() if not k.startswith("head")}}
