@@ -117,6 +117,21 @@ online-frequent         evaluate.py online moe --systems dsq --per-failure 2 --s
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 0
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 1
 online-frequent         evaluate.py online finetune --systems dsq --per-failure 2 --seed 2
+online-variants         evaluate.py online vit --systems dsq --per-failure 2 --seed 1
+                          --config '{"quantize":{"weights":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg_sq":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg":{"codebook":{"error":0.1}}}}'
+                          --config '{"quantize":{"exp_avg_sq":{"codebook":{"per_octave":4}}}}'
+online-variants         evaluate.py online moe --systems dsq --per-failure 2 --seed 1
+                          --config '{"quantize":{"weights":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg_sq":{"method":"exact"}}}'
+                          --config '{"quantize":{"exp_avg":{"codebook":{"error":0.1}}}}'
+                          --config '{"quantize":{"exp_avg_sq":{"codebook":{"per_octave":4}}}}'
+online-variants         evaluate.py online moe --systems dsq,noise --per-failure 2 --seed 3
+online-variants         evaluate.py online moe --systems dsq,noise --per-failure 2 --seed 4
+online-variants         evaluate.py online moe --systems dsq,noise --per-failure 2 --seed 5
 online-kinds            evaluate.py online llama --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online vit --systems dsq,inshrinkerator,noise --epsilons 0.05,0.01 --per-failure 2
 online-kinds            evaluate.py online lstm --systems dsq,inshrinkerator --epsilons 0.05 --per-failure 2
