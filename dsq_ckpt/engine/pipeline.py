@@ -61,7 +61,7 @@ class SavePipeline:
         self.plan: QuantizationPlan | None = None
         self._target: TargetDirectory | None = None
         self._parent: Manifest | None = None
-        """Of the checkpoint that it is coded against, which may be removed once its files are linked."""
+        """Manifest of the checkpoint that it is coded against, which may be removed once its files are linked."""
         self._manifest: Manifest | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _SEEN = 1 << 20  # elements of trained parameters that tell whether training wen
 
 
 class Frozen(NamedTuple):
-    """What one rank knows of the tensors of its model; plain data.
+    """Knowledge of one rank about the tensors of its model; plain data.
 
     Attributes:
         trains: whether any parameter is trained.

@@ -420,7 +420,7 @@ def test_moments_under_other_names_are_not_left_out(tmp_path):
 
 
 def test_a_model_with_less_than_was_saved_is_refused(tmp_path):
-    """It took what it has, without a word: a model of six of twelve layers was restored as if it were that one."""
+    """A model of six of twelve layers was restored as if it were the one of twelve, without a word."""
     model, optimizer = trained()
     dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
     del model.head

@@ -33,7 +33,7 @@ def pipeline(run: Path, rank: int) -> None:
 
 
 def stages(run: Path, rank: int) -> None:
-    """What the other rank has is no loss, and nothing to warn of; what none has is."""
+    """A tensor that only the other rank has is no loss, and nothing to warn of; one that none has is."""
     torch.manual_seed(rank)
     stage = nn.Module()
     stage.add_module(f"layer{rank}", nn.Linear(80, 80))
