@@ -8,7 +8,7 @@ as it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.subclasses import refuse_meta
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
 from dsq_ckpt.errors import DSQError, LoadFailed
@@ -77,7 +77,7 @@ def _without_gradient(optimizer: Optimizer) -> torch.Tensor | None:
 def ask_for_saved(
     path: str | os.PathLike[str], state: dict[str, Any], parameters: Mapping[str, nn.Parameter], whole: bool,
     comm: Communicator,
-) -> Path:
+) -> tuple[Path, set[str]]:
     """Change the state dict of an optimizer so that a load fills all of what was saved, and asks for nothing else.
 
     Collective over `comm`.
@@ -90,7 +90,7 @@ def ask_for_saved(
         comm: communicator of the ranks that load.
 
     Returns:
-        The directory of the checkpoint.
+        The directory of the checkpoint, and the names at the top level of its state dict.
 
     Raises:
         CheckpointNotFound: nothing is at `path`, or it is None.
@@ -100,35 +100,36 @@ def ask_for_saved(
     """
     background.wait()
 
-    def ask() -> tuple[Path, set[str]]:
+    directory, top = Path(), set[str]()
+
+    def ask() -> set[str]:
+        nonlocal directory, top
         directory = existing_path(path)
         refuse_meta(state["model"])
         with CheckpointFiles(directory) as files, files.naming():
             nesting = Nesting.from_json(files.index)
         if nesting is None:
-            return directory, set()
+            return set()
         if "optimizer" in state:
             _ask(state["optimizer"]["state"], parameters, directory, nesting)
+        top = {str(own[0]) for own in (*nesting.values(), *(nesting.empty or ()))}
         names = {str(own[1]) for own in nesting.values() if own[0] == "model" and len(own) > 1}
-        return directory, names - state["model"].keys()
+        return names - state["model"].keys()
 
-    found = gather_from_all_ranks(comm, ask, LoadFailed)
-    directory = found[comm.rank][0]
-    if whole and (unknown := _on_all([more for _, more in found])):
+    unknown = _on_all(gather_from_all_ranks(comm, ask, LoadFailed))
+    if whole and unknown:
         raise LoadFailed(
             f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
             "model, or name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
         )
-    return directory
+    return directory, top
 
 
-def tell_left_out(directory: Path, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
-    """Name what is in a checkpoint and was not loaded, unless the caller has chosen among it."""
-    names: set[str] = set()
-    with suppress(DSQError), CheckpointFiles(directory) as files, files.naming():  # it may be replaced by now
-        nesting = Nesting.from_json(files.index)
-        names = set() if nesting is None else {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
-    left = sorted(names - state.keys())
+def tell_left_out(
+    directory: Path, top: Collection[str], state: Mapping[str, Any], extra: Mapping[str, Any] | None
+) -> None:
+    """Name what is at the top level of a checkpoint and was not loaded, unless the caller has chosen among it."""
+    left = sorted(set(top) - state.keys())
     if left and not extra:
         placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
         warn(

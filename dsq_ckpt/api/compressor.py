@@ -248,14 +248,14 @@ class Compressor:
         """
         with given_back(self.optimizer):
             state, comm = self._state(extra), communicator(self._group)
-            directory = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
+            directory, top = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
             load(state, path, refinement=refinement, process_group=self._group, history=self._history)
             set_model_state_dict(self.model, state["model"], options=self._options)
             if self.optimizer is not None:
                 options = StateDictOptions(strict=False)  # of some parameters nothing was saved
                 set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         if comm.rank == 0:
-            tell_left_out(directory, state, extra)
+            tell_left_out(directory, top, state, extra)
         if self._manager is not None:
             manifest = Manifest.read(directory)
             self._manager.resume(manifest, refined=refinement is not False)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.save_load import ConfigLike, as_config, told_state
+from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.api.stateful import told_state
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig

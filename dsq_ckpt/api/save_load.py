@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
 from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
+from dsq_ckpt.api.stateful import told_state, warn_of_objects
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.nesting import Path, empty_dicts
-from dsq_ckpt.core.subclasses import loading, refuse_cycles, refuse_meta, storable, warn_of_objects
+from dsq_ckpt.core.subclasses import loading, refuse_cycles, storable
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, NestedSavePlanner, fillings
@@ -134,17 +135,6 @@ def _storable(begin: Begin, rank: int) -> tuple[DSQStorageWriter, dict[str, Any]
     stored = storable(told_state(state))
     warn_of_objects(stored, rank)
     return writer, stored, writer.path
-
-
-def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
-    """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
-    if not any(isinstance(value, Stateful) for value in state.values()):
-        return state
-    told = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
-    for key, value in state.items() if loads else ():
-        if isinstance(value, nn.Module):
-            refuse_meta(told[key])
-    return told
 
 
 @held_signals()

@@ -42,7 +42,7 @@ def encode(data: bytes | memoryview, before: bytes | memoryview, itemsize: int, 
     if now.size != earlier.size:
         raise CodingError(f"{now.nbytes} bytes cannot be coded given {earlier.nbytes}, expected as many")
     if now.size and np.array_equal(now, earlier):
-        return _packed([_unchanged(now.size)] * itemsize)
+        return _unchanged(now.size, itemsize)
     planes = np.empty((itemsize, now.size), np.uint8)
     for where in _steps(now.size):
         changes = _changes(now[where], earlier[where])
@@ -58,7 +58,7 @@ def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int)
         CodingError: the block is damaged, or of another number of items.
     """
     earlier, block = _items(before, itemsize), memoryview(block).cast("B")
-    if earlier.size and block == _packed([_unchanged(earlier.size)] * itemsize):
+    if tells_nothing(block, earlier.nbytes, itemsize):
         return bytes(before)
     context = _contexts(earlier)
     planes = [_decode_plane(model, coded, context) for model, coded in _parts(block, itemsize)]
@@ -69,6 +69,11 @@ def decode(block: bytes | memoryview, before: bytes | memoryview, itemsize: int)
             changes[:, place] = plane[where]
         now[where] = _changed(changes.reshape(-1).view(now.dtype), earlier[where])
     return now.tobytes()
+
+
+def tells_nothing(block: bytes | memoryview, size: int, itemsize: int) -> bool:
+    """Return whether a block is that of `size` bytes which are all as before."""
+    return size > 0 and block == _unchanged(size // itemsize, itemsize)
 
 
 def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
@@ -85,10 +90,10 @@ def _encode_plane(plane: U8, context: U8, level: int) -> tuple[bytes, bytes]:
 
 
 @lru_cache(8)
-def _unchanged(size: int) -> tuple[bytes, bytes]:
-    """Return the model and the coded bytes of a plane of zeros, whatever comes before them."""
+def _unchanged(size: int, itemsize: int) -> bytes:
+    """Return the block of items that are all as before, whatever these were: each plane of zeros, without contexts."""
     coder = RansCoder.fit(np.array([[size]]))
-    return coder.to_bytes(), coder.encode(np.zeros(size, np.uint8), None)
+    return _packed([(coder.to_bytes(), coder.encode(np.zeros(size, np.uint8), None))] * itemsize)
 
 
 def _decode_plane(model: memoryview, coded: memoryview, context: U8) -> U8:

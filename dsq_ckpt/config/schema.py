@@ -106,10 +106,7 @@ class QuantizeConfig(_Strict):
         default_factory=dict, description="by group of weights (embedding, linear, conv, other, or a rule's)"
     )
     rules: tuple[Rule, ...] = Field(default=(), description="first match wins; exact: true means bit for bit")
-    frozen: Literal["exact", "lossy"] = Field(
-        "exact", description="weights that need no gradient, and buffers, as long as they stay as they are; where the "
-        "model is known"
-    )
+    frozen: Literal["exact", "lossy"] = Field("exact", description="weights without a gradient, and buffers at rest")
     granularity: Literal["layer", "tensor"] = Field(
         "layer", description="which tensors share a codebook: those of a layer type, or each has its own"
     )
@@ -119,10 +116,8 @@ class QuantizeConfig(_Strict):
     )
     nonfinite: Literal["exact", "error"] = Field("exact", description="what to do with a tensor with NaN or Inf")
     outlier_octaves: int = Field(
-        3, ge=0, le=64,
-        description="a tensor this many powers of two away from its group is normalised (0: never)",
+        3, ge=0, le=64, description="a tensor this many powers of two away from its group is normalised (0: never)"
     )
-
 
     @model_validator(mode="before")
     @classmethod

@@ -18,17 +18,14 @@ from torch._utils import _element_size
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import ConfigError, LoadFailed, SaveFailed, described
 
 _SETTINGS = "<settings>"
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
-_LEAVES = (*_PLAIN, bytes, torch.Tensor, type)
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 """Classes of nearly all tensors, which are no subclasses."""
 _KNOWN = (DTensor, ShardedTensor, AsyncCollectiveTensor)
@@ -54,47 +51,6 @@ def storable(state: dict[str, Any]) -> dict[str, Any]:
     for fqn, value in flatten_state_dict(state)[0].items():
         checked(fqn, value)
     return state
-
-
-def warn_of_objects(state: dict[Any, Any], rank: int) -> None:
-    """Warn of modules, optimizers and the like that are stored as objects, which a load would not change.
-
-    Args:
-        state: with their state dicts in place of those at the top level; it does not contain itself.
-        rank: of this process, of which 0 warns.
-    """
-    for name, value in _stateful(state):
-        warn(
-            f"'{name}' is a {type(value).__name__} below the top level of the state dict, where DCP takes it for an "
-            "object: a save pickles it, and a load puts another one there, and leaves this one as it is. Put its "
-            "state_dict() there, or it at the top level", rank=rank
-        )
-
-
-def _stateful(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of what has a state dict of its own, in nested dicts, lists and tuples."""
-    entries = node.items() if isinstance(node, Mapping) else enumerate(node)
-    for key, value in entries:
-        if isinstance(value, _LEAVES):
-            continue
-        if isinstance(value, Mapping | list | tuple):
-            yield from _stateful(value, (*way, str(key)))
-        elif isinstance(value, Stateful):
-            yield ".".join((*way, str(key))), value
-
-
-def refuse_meta(state: Mapping[str, Any]) -> None:
-    """Refuse the state dict of a module whose tensors are on the meta device, into which nothing can be loaded.
-
-    Raises:
-        LoadFailed: one of them is.
-    """
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise LoadFailed(
-                f"'{name}' of the module is on the meta device, so there is no memory to load it into: make it first, "
-                "by module.to_empty(device=...)"
-            )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.frozen import Frozen
 from dsq_ckpt.quantization.layout import Layout
 
 
@@ -67,7 +68,7 @@ def stage_codes(
         if comm.rank:
             return None
         whole = [item for plan in plans for item in plan.items]
-        unknown = replace(options, frozen=None)  # each rank knows of its own
+        unknown = replace(options, frozen=Frozen())  # each rank knows of its own
         layouts = [layout_of_plan(plan.items, unknown, bool(gradients), whole) for plan in plans]
         layouts += [frozen for _, frozen in found]
         return pipeline.agree(len(plans), layouts, staged=True)

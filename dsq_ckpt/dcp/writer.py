@@ -51,7 +51,7 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.frozen import look
+from dsq_ckpt.quantization.frozen import Frozen, look
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
@@ -115,8 +115,9 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         if is_lossy(self.config):
             warmup.start()
         self._options = SaveOptions(
-            self.config, parent, overwrite, pinned, None if model is None else layer_types(model), None, policy,
-            fractions or Fractions(), default_history() if history is None else history, on_save,
+            self.config, parent, overwrite, pinned, None if model is None else layer_types(model), policy=policy,
+            fractions=fractions or Fractions(), history=default_history() if history is None else history,
+            on_save=on_save,
         )
         self._model = model if self.config.quantize.frozen == "exact" and is_lossy(self.config) else None
         self._gradients = dict(gradients or {})
@@ -213,7 +214,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             else:  # a planner may give other names in its global plan, and other ranks may have other tensors
                 named = {item.index.fqn: item for plan in plans for item in plan.items if item.tensor_data is not None}
                 others = [item for name, item in named.items() if name not in self._names]
-                unknown = replace(self._options, frozen=None)
+                unknown = replace(self._options, frozen=Frozen())
                 everything = [item for plan in plans for item in plan.items]
                 layouts.append(layout_of_plan(others, unknown, bool(self._gradients), everything))
             save_id = None if self._staged is None else self._staged.save_id

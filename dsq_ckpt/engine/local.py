@@ -15,6 +15,7 @@ from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.frozen import Frozen
 from dsq_ckpt.quantization.groups import EXACT, QUANTIZABLE, Assignments, in_tree, kind_of, second_moment_of
 from dsq_ckpt.quantization.layout import Layout
 
@@ -129,7 +130,7 @@ class LocalItems:
 
 def _as_agreed(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:
     return [
-        replace(item, kind=EXACT, group=EXACT, config=None) if item.quantized and layout.is_frozen(item.key.fqn)
+        replace(item, kind=EXACT, group=EXACT, config=None) if item.quantized and item.key.fqn in layout.frozen
         else item for item in items
     ]
 
@@ -168,14 +169,11 @@ def layout_of(
         if chosen.config is not None and lossy:
             tensors[fqn] = chosen.group
             groups[chosen.group] = chosen.config
-            if options.frozen is not None and chosen.kind == "weights" and not chosen.by_rule:
-                found = in_tree(fqn, options.frozen.rests)
-                if found is not None:
-                    rests[fqn] = found
-    trains = options.frozen is not None and options.frozen.trains
-    return Layout(
-        tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, trains, rests
-    )
+            own = chosen.kind == "weights" and not chosen.by_rule
+            if own and (found := in_tree(fqn, options.frozen.rests)) is not None:
+                rests[fqn] = found
+    frozen = Frozen(options.frozen.trains, rests)
+    return Layout(tensors, groups, state, averaged, options.fractions, residual, frozenset(settings), shapes, frozen)
 
 
 def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout | None = None) -> list[SaveItem]:

@@ -24,7 +24,7 @@ class SaveOptions:
         overwrite: whether to replace a complete checkpoint.
         pinned: whether to keep its refinement layer for good.
         layer_types: layer types by tensor name; None: names and shapes tell.
-        frozen: tensors of the model that training leaves as they are; None: nothing is known of them.
+        frozen: tensors of the model that training leaves as they are, by their names in the module.
         policy: chooses the configuration when the global sketch is known.
         fractions: fractions that the policy may prune and protect by sensitivity.
         history: checkpoints that the save may come after.
@@ -36,7 +36,7 @@ class SaveOptions:
     overwrite: bool = False
     pinned: bool = False
     layer_types: Mapping[str, str] | None = None
-    frozen: Frozen | None = None
+    frozen: Frozen = field(default_factory=Frozen)
     policy: ConfigPolicy = as_configured
     fractions: Fractions = field(default_factory=Fractions)
     history: SaveHistory = field(default_factory=default_history)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,26 +23,30 @@ _CHANGES = 2
 _SEEN = 1 << 20  # elements of trained parameters that tell whether training went on since the last look
 
 
-class Frozen(NamedTuple):
-    """Knowledge of one rank about the tensors of its model; plain data.
+@dataclass(frozen=True)
+class Frozen:
+    """Knowledge of one rank, or of all, about the tensors of a model; plain data.
 
     Attributes:
-        trains: whether any parameter is trained.
-        rests: whether a tensor is frozen and stays as it is, by its name in the module; of trained ones False.
+        trains: whether any parameter is trained; else nothing is frozen.
+        rests: whether a tensor needs no gradient and stays as it is, by its name; of trained ones False.
     """
 
-    trains: bool
-    rests: dict[str, bool]
+    trains: bool = False
+    rests: dict[str, bool] = field(default_factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return self.trains and self.rests.get(name, False)
 
     @classmethod
-    def agreed(cls, parts: Iterable[Frozen | None]) -> Frozen:
+    def agreed(cls, parts: Iterable[Frozen]) -> Frozen:
         """Return what all ranks know together: a tensor rests if it does wherever it, or a shard of it, lies."""
-        known = [part for part in parts if part is not None]
-        rests: dict[str, bool] = {}
-        for part in known:
+        trains, rests = False, dict[str, bool]()
+        for part in parts:
+            trains |= part.trains
             for name, one in part.rests.items():
                 rests[name] = one and rests.get(name, True)
-        return cls(any(part.trains for part in known), rests)
+        return cls(trains, rests)
 
 
 class _Looks(NamedTuple):

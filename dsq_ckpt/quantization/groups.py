@@ -22,7 +22,7 @@ from torch import nn
 from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = "exact"
 _SMALL = QuantizeConfig.model_fields["min_elements"].default
@@ -258,7 +258,7 @@ def group_config(group: str, config: QuantizeConfig) -> TensorConfig:
     return config.groups.get(layer.partition("/")[0], chosen) if kind == "weights" else chosen
 
 
-def in_tree(fqn: str, tree: Mapping[str, T]) -> T | None:
+def in_tree(fqn: str, tree: Mapping[str, _T]) -> _T | None:
     """Return what a mapping has by the name of a parameter in its module, with which a fully qualified name ends."""
     tail = unwrapped(fqn)
     while tail:

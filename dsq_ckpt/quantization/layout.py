@@ -37,9 +37,8 @@ class Layout:
         residual: whether differences to the parent's values are coded; without a parent, chunks are exact.
         settings: entries of `quantize.groups` that apply to a tensor.
         shapes: shapes of all whole tensors, lossy or not, by which a state is recognised.
-        trains: whether any parameter of the model is trained, where it is known.
-        rests: whether weights of the model are frozen and stay as they are, by name; these are exact, and so are not
-            among `tensors` once all ranks have agreed.
+        frozen: weights of the model that are frozen and stay as they are, by fully qualified name; these are exact, and
+            so are not among `tensors` once all ranks have agreed.
     """
 
     tensors: dict[str, str]
@@ -50,8 +49,7 @@ class Layout:
     residual: bool = False
     settings: frozenset[str] = frozenset()
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    trains: bool = False
-    rests: dict[str, bool] = field(default_factory=dict)
+    frozen: Frozen = field(default_factory=Frozen)
 
     @classmethod
     def union(cls, parts: Iterable[Layout]) -> Layout:
@@ -70,10 +68,10 @@ class Layout:
             for name, config in part.groups.items():
                 if groups.setdefault(name, config) != config:
                     raise ConfigError(f"ranks save with different configurations: group '{name}' differs")
-        frozen = Frozen.agreed(Frozen(part.trains, part.rests) for part in parts)
-        if frozen.trains:
-            tensors = {name: group for name, group in tensors.items() if not frozen.rests.get(name, False)}
-            groups = {name: groups[name] for name in set(tensors.values())}
+        frozen = Frozen.agreed(part.frozen for part in parts)
+        tensors = {name: group for name, group in tensors.items() if name not in frozen}
+        used = set(tensors.values())
+        groups = {name: config for name, config in groups.items() if name in used}
         averaged = any(part.averaged for part in parts)
         fractions = parts[0].fractions if parts else Fractions()
         if len({part.residual for part in parts}) > 1:
@@ -81,18 +79,11 @@ class Layout:
         return cls(dict(sorted(tensors.items())), dict(sorted(groups.items())), dict(sorted(state.items())), averaged,
                    fractions, any(part.residual for part in parts),
                    frozenset().union(*(part.settings for part in parts)),
-                   {name: shape for part in parts for name, shape in part.shapes.items()},
-                   *frozen)
+                   {name: shape for part in parts for name, shape in part.shapes.items()}, frozen)
 
     def only_frozen(self) -> Layout:
         """Return what it tells of frozen weights, and nothing else."""
-        return Layout(
-            {}, {}, fractions=self.fractions, residual=self.residual, trains=self.trains, rests=self.rests
-        )
-
-    def is_frozen(self, fqn: str) -> bool:
-        """Return whether a tensor is exact because training leaves it as it is; once all ranks have agreed."""
-        return self.trains and self.rests.get(fqn, False)
+        return Layout({}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen)
 
     def rows(self) -> list[str]:
         """Return the names of all tensors and gauges whose octaves are counted."""

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from dsq_ckpt.coding import difference, shuffle_compress
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.container import ContainerWriter
@@ -71,15 +69,13 @@ class Packed(NamedTuple):
 
         Not by itself if nothing has changed, as in frozen weights.
         """
-        earlier = link() if itemsize in difference.ITEM_SIZES else None
-        unchanged = earlier is not None and np.array_equal(np.frombuffer(earlier.data, "u1"), np.frombuffer(raw, "u1"))
-        alone = None if unchanged else shuffle_compress(raw, itemsize, level)
+        earlier, given = link() if itemsize in difference.ITEM_SIZES else None, b""
         if earlier is not None:
-            given = difference.encode(raw, earlier.data, itemsize, level)
-            if alone is None or len(given) < _WORTH * len(alone):
-                return cls(given, earlier._replace(data=b""))  # which is large
-        assert alone is not None
-        return cls(alone, None)
+            given, earlier = difference.encode(raw, earlier.data, itemsize, level), earlier._replace(data=b"")
+            if difference.tells_nothing(given, len(raw), itemsize):
+                return cls(given, earlier)
+        alone = shuffle_compress(raw, itemsize, level)
+        return cls(given, earlier) if earlier is not None and len(given) < _WORTH * len(alone) else cls(alone, None)
 
     def entry(self, base: ContainerWriter, itemsize: int, size: int) -> tuple[Any, ...]:
         """Write the pack; return what the table of contents tells of it."""

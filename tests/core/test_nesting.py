@@ -179,66 +179,6 @@ def test_an_optimizer_that_has_not_stepped_is_filled(tmp_path):
     check_moments(other, optimizer)
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_an_optimizer_in_place_of_its_state_is_filled(tmp_path, background):
-    """As DCP takes modules and optimizers; of one that has not stepped it would load the hyperparameters alone."""
-    model, optimizer, _ = plain()
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, 7: "seven"}
-    if background:
-        dsq_ckpt.async_save(state, tmp_path / "a", config=EXACT).result()
-    else:
-        dsq_ckpt.save(state, tmp_path / "a", config=EXACT)
-    assert state["optimizer"] is optimizer
-    twin, _, _ = plain()
-    other = torch.optim.AdamW(twin.parameters(), lr=1)
-    for parameter in twin.parameters():
-        parameter.data.zero_()
-    target = {"model": twin, "optimizer": other, "scheduler": {}, 7: ""}
-    dsq_ckpt.load(target, tmp_path / "a")
-    assert target["model"] is twin and target["optimizer"] is other and target[7] == "seven"
-    assert differences(dict(twin.state_dict()), dict(model.state_dict())) == []
-    check_moments(other, optimizer)
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    assert target["scheduler"] == scheduler.state_dict()
-
-
-def test_an_optimizer_in_place_of_its_state_is_compressed(tmp_path):
-    model, optimizer, state = plain()
-    dsq_ckpt.compress({"model": model, "optimizer": optimizer}, tmp_path / "a", config=EXACT)
-    found = read(tmp_path / "a")
-    assert differences(found["model"], state["model"]) == []
-    other = fresh()
-    other.load_state_dict(found["optimizer"])
-    check_moments(other, optimizer)
-
-
-def test_an_object_that_had_no_state_is_left_as_it_is(tmp_path):
-    """As DCP does, also if it was not there when the checkpoint was saved; an empty dict asks for something."""
-    model = torch.nn.Linear(80, 80)
-    dsq_ckpt.save({"w": torch.ones(3)}, tmp_path / "a")
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-    assert scaler.state_dict() == {}
-    dsq_ckpt.load({"w": torch.zeros(3), "scaler": scaler}, tmp_path / "a")
-    dsq_ckpt.save({"m": model, "scaler": scaler}, tmp_path / "b")
-    dsq_ckpt.load({"m": model, "scaler": scaler}, tmp_path / "b")
-    with pytest.raises(LoadFailed, match="'scaler' is an empty dict"):
-        dsq_ckpt.load({"w": torch.zeros(3), "scaler": {}}, tmp_path / "a")
-
-
-def test_an_optimizer_below_the_top_level_is_said_to_be_an_object(tmp_path):
-    """As in DCP; a load would leave it as it is, without a word."""
-    model, optimizer, _ = plain()
-    for number, (state, name) in enumerate((
-        ({"app": {"model": model, "step": 1}}, "'app.model' is a Net"),
-        ({"optimizers": ([optimizer],), "model": model}, "'optimizers.0.0' is a AdamW"),
-    )):
-        with pytest.warns(UserWarning, match=name):
-            dsq_ckpt.save(state, tmp_path / str(number))
-        with pytest.warns(UserWarning, match=f"{name}.* leaves this one as it is"):
-            dsq_ckpt.load(state, tmp_path / str(number))
-
-
 @pytest.mark.parametrize("target", [
     {}, {"model": {}}, {"model": {}, "step": 0, "deep": {"er": {}}}, {"many": [{}, {}, {"x": torch.zeros(3)}]},
 ], ids=["all", "a part", "several", "in a list"])

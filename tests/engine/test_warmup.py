@@ -83,7 +83,7 @@ print("TOLD", told["compiled"], told["seconds"] > 0, told["bytes"] > 0, *told["d
 def test_the_command_leaves_what_it_compiles(tmp_path):
     """Kernels of every group, in files; those are not compiled again."""
     first, second = (python(COMMAND, NUMBA_CACHE_DIR=str(tmp_path)).split("TOLD ")[1].split() for _ in range(2))
-    assert int(first[0]) > 8 and second[0] == "0", "the second time nothing is compiled"
+    assert int(first[0]) > 15 and second[0] == "0", "the second time nothing is compiled"
     assert first[1:3] == ["True", "True"] and first[1:] == second[1:]
     assert first[3:] and all(path.startswith(str(tmp_path)) for path in first[3:])
     for kernel in ("to_bf16", "from_bf16", "importance"):

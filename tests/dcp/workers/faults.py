@@ -79,11 +79,6 @@ def broken(active: bool, target: Any, name: str, what: Callable[..., Any]) -> It
         yield
 
 
-def culprits(place: int, size: int) -> tuple[int, int]:
-    """The rank that commits, and one of the others: each of them in turn, by the place of what fails."""
-    return 0, 1 + place % (size - 1)
-
-
 class BrokenPlanner(DefaultSavePlanner):
     """Cannot give the tensor whose name holds `name`."""
 
@@ -97,19 +92,20 @@ class BrokenPlanner(DefaultSavePlanner):
 
 def planners(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """Data that cannot be had: before the all-reduce if it is lossy, after it if it is exact."""
-    for place, (kind, parent) in enumerate(product(("weight", "bias"), ("auto", None))):
-        for culprit in culprits(place, size):
-            planner = BrokenPlanner()
-            if rank == culprit:
-                planner.name = f"own{rank}.{kind}"
-            path = root / f"planner-{culprit}-{kind}-{parent}"
-            writer = DSQStorageWriter(path, parent=parent)
-            fails_everywhere(
-                lambda: dcp.save(state_at(2, rank, size), storage_writer=writer, planner=planner),  # noqa: B023
-                f"own{culprit}.{kind}",
-            )
-            dist.barrier()
-            assert not (path / "manifest.json").exists()
+    for culprit in range(size):
+        for kind in ("weight", "bias"):
+            for parent in ("auto", None):
+                planner = BrokenPlanner()
+                if rank == culprit:
+                    planner.name = f"own{rank}.{kind}"
+                path = root / f"planner-{culprit}-{kind}-{parent}"
+                writer = DSQStorageWriter(path, parent=parent)
+                fails_everywhere(
+                    lambda: dcp.save(state_at(2, rank, size), storage_writer=writer, planner=planner),  # noqa: B023
+                    f"own{culprit}.{kind}",
+                )
+                dist.barrier()
+                assert not (path / "manifest.json").exists()
     earlier.check()
     done("data that cannot be had")
 
@@ -119,8 +115,8 @@ def writing(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     steps: list[tuple[Any, str]] = [
         (ContainerWriter, "add"), (ContainerWriter, "finish"), (os, "fsync"), (os, "replace"),
     ]
-    for place, (target, name) in enumerate(steps):
-        for culprit in culprits(place, size):
+    for culprit in range(size):
+        for target, name in steps:
             path = root / f"writing-{culprit}-{name}"
             with broken(rank == culprit, target, name, fault(errno.ENOSPC)):
                 fails_everywhere(lambda: dsq_ckpt.save(state_at(2, rank, size), path), "No space left")  # noqa: B023
@@ -187,23 +183,21 @@ def staging(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """One rank fails in the call of an asynchronous save, or in its background."""
     earlier.read(earlier.paths[1])
     staged = {"quantize": (quantized_staging, "staged_state_dict"), "copy": (writer, "copied_by_name")}
-    for stage, own in staged.items():
-        for place, (target, name) in enumerate((
+    for culprit, (stage, own) in product(range(size), staged.items()):
+        for target, name in (
             (DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "resolve_data"), own,
             (pipeline, "write_rank"), (ContainerWriter, "finish"),
-        )):
-            for culprit in culprits(place, size):
-                path = root / f"staging-{culprit}-{stage}-{name}"
+        ):
+            path = root / f"staging-{culprit}-{stage}-{name}"
 
-                def save() -> Any:
-                    config = {"storage": {"stage": stage}}  # noqa: B023
-                    saved = dsq_ckpt.async_save(state_at(2, rank, size), path, config=config)  # noqa: B023
-                    return saved.result(timeout=240)
+            def save() -> Any:
+                config = {"storage": {"stage": stage}}  # noqa: B023
+                return dsq_ckpt.async_save(state_at(2, rank, size), path, config=config).result(timeout=240)  # noqa: B023
 
-                with broken(rank == culprit, target, name, fault()):
-                    fails_everywhere(save, "Input/output")
-                dist.barrier()
-                assert not path.exists(), "nothing is left"
+            with broken(rank == culprit, target, name, fault()):
+                fails_everywhere(save, "Input/output")
+            dist.barrier()
+            assert not path.exists(), "nothing is left"
     dsq_ckpt.async_save(state_at(2, rank, size), root / "staged").result(timeout=240)
     assert Manifest.read(root / "staged").parent_name == "1"
     earlier.check()

@@ -1,0 +1,67 @@
+"""Modules, optimizers and other objects with a state dict of their own, as values of a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.errors import LoadFailed
+
+_LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
+
+
+def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
+    """Return a state dict with the own state dicts of modules, optimizers and the like at its top level, as in DCP."""
+    if not any(isinstance(value, Stateful) for value in state.values()):
+        return state
+    told = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    for key, value in state.items() if loads else ():
+        if isinstance(value, nn.Module):
+            refuse_meta(told[key])
+    return told
+
+
+def warn_of_objects(state: dict[Any, Any], rank: int) -> None:
+    """Warn of modules, optimizers and the like that are stored as objects, which a load would not change.
+
+    Args:
+        state: with their state dicts in place of those at the top level; it does not contain itself.
+        rank: of this process, of which 0 warns.
+    """
+    for name, value in _stateful(state):
+        warn(
+            f"'{name}' is a {type(value).__name__} below the top level of the state dict, where DCP takes it for an "
+            "object: a save pickles it, and a load puts another one there, and leaves this one as it is. Put its "
+            "state_dict() there, or it at the top level", rank=rank
+        )
+
+
+def _stateful(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of what has a state dict of its own, in nested dicts, lists and tuples."""
+    entries = node.items() if isinstance(node, Mapping) else enumerate(node)
+    for key, value in entries:
+        if isinstance(value, _LEAVES):
+            continue
+        if isinstance(value, Mapping | list | tuple):
+            yield from _stateful(value, (*way, str(key)))
+        elif isinstance(value, Stateful):
+            yield ".".join((*way, str(key))), value
+
+
+def refuse_meta(state: Mapping[str, Any]) -> None:
+    """Refuse the state dict of a module whose tensors are on the meta device, into which nothing can be loaded.
+
+    Raises:
+        LoadFailed: one of them is.
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise LoadFailed(
+                f"'{name}' of the module is on the meta device, so there is no memory to load it into: make it first, "
+                "by module.to_empty(device=...)"
+            )

@@ -1,0 +1,99 @@
+"""A load of a `Compressor` fills all that was saved of model and optimizer; saves and failed loads change neither."""
+
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from tests.api.test_compressor import bits_of, same_bits
+from tests.helpers.training import train, trained
+
+
+@pytest.mark.parametrize("target", ["new", "other", "gradients"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_that_no_step_has_changed_yet(tmp_path, target, frozen):
+    """They have no moments, when a run is saved and after it was restored, whatever the optimizer had in between."""
+    def made():
+        model = nn.ModuleDict({name: nn.Linear(80, 80) for name in ("a", "b", "c")})
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model, optimizer, *names):
+        optimizer.zero_grad()
+        sum(model[name](torch.ones(4, 80)).square().mean() for name in names).backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model, optimizer, "a", "b")
+    dsq_ckpt.Compressor(model, optimizer, config="exact", frozen=frozen).save(tmp_path / "a")
+    model_too, restored = made()
+    if target == "other":
+        step(model_too, restored, "b", "c")
+    elif target == "gradients":  # with which torch initializes no moments
+        model_too["c"](torch.ones(4, 80)).sum().backward()
+    dsq_ckpt.Compressor(model_too, restored, frozen=frozen).load(tmp_path / "a")
+    for (name, parameter), other in zip(model.named_parameters(), model_too.parameters(), strict=True):
+        before, now = optimizer.state.get(parameter, {}), restored.state.get(other, {})
+        assert before.keys() == now.keys() and bool(now) == (name[0] != "c")
+        assert all(before[key].equal(now[key]) for key in before)
+    step(model, optimizer, "b", "c")
+    step(model_too, restored, "b", "c")
+    assert all(one.equal(other) for one, other in zip(model.parameters(), model_too.parameters(), strict=True))
+
+
+def test_moments_under_other_names_are_not_left_out(tmp_path):
+    model, optimizer = trained()
+    dsq_ckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbers")
+    dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "none")
+    for name in ("numbers", "none"):
+        with pytest.raises(dsq_ckpt.LoadFailed, match=r"the checkpoint has no 'optimizer.state.embed.weight.step'"):
+            dsq_ckpt.Compressor(model, optimizer).load(tmp_path / name)
+
+
+def test_a_model_with_less_than_was_saved_is_refused(tmp_path):
+    """A model of six of twelve layers was restored as if it were the one of twelve, without a word."""
+    model, optimizer = trained()
+    dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+    del model.head
+    less = torch.optim.AdamW(model.parameters())
+    before = bits_of(model)
+    with torch.no_grad():
+        model.hidden.weight += 1
+    for compressor in (dsq_ckpt.Compressor(model, less), dsq_ckpt.Compressor(model)):
+        with pytest.raises(dsq_ckpt.LoadFailed, match=r"has 'head.bias', 'head.weight' in its model, which this model"):
+            compressor.load(tmp_path / "a")
+        assert model.hidden.weight.equal(before["hidden.weight"] + 1)
+    dsq_ckpt.Compressor(model, frozen=False).load(tmp_path / "a")
+    assert not model.hidden.weight.equal(before["hidden.weight"] + 1)
+
+
+@pytest.mark.parametrize("options", [
+    {"kind": torch.optim.AdamW}, {"kind": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5},
+    {"kind": torch.optim.ASGD},
+], ids=["adamw", "sgd", "asgd"])
+def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
+    """Nor does a load that fails: torch initializes an optimizer by a step, after which Adam's first is its second."""
+    expected, _ = trained(3, **options)
+    model, optimizer = trained(0, **options)
+    compressor = dsq_ckpt.Compressor(model, optimizer, {"system": "exact"})
+    compressor.save(tmp_path / "0")
+    assert not optimizer.state and all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(dsq_ckpt.CheckpointNotFound):
+        compressor.load(tmp_path / "1")
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1e-2
+    train(model, optimizer, 0, 2)
+    compressor.load(tmp_path / "0")
+    assert not optimizer.state
+    torch.manual_seed(0)  # of dropout
+    train(model, optimizer, 0, 3)
+    assert same_bits(model, bits_of(expected))
+
+
+def test_an_optimizer_that_cannot_be_initialized_keeps_its_learning_rate(tmp_path):
+    """LBFGS takes no step without a function that it may call; torch had set its learning rate to zero by then."""
+    model = nn.Linear(80, 80)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    compressor.save(tmp_path / "a")
+    with pytest.raises(TypeError):
+        compressor.load(tmp_path / "a")
+    assert optimizer.param_groups[0]["lr"] == 0.5 and model.weight.grad is None and not optimizer.state
