@@ -11,6 +11,8 @@ RESULTS ?= evaluation
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts would compile the package anew
+
 .PHONY: venv demo demo-deepspeed test coverage kernels lint docs campaign bench evaluate evaluate-quick clean
 
 venv: $(STAMP)
