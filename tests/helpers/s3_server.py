@@ -17,9 +17,11 @@ SETTINGS = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 _SERVER = """
-import logging, sys
+import functools, logging, sys
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Dispatcher
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
+Dispatcher.get_backend_for_host = functools.cache(Dispatcher.get_backend_for_host)  # it lists directories each time
 WSGIRequestHandler.disable_nagle_algorithm = True  # else a body waits 40 ms, until its headers are acknowledged
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
