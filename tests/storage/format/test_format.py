@@ -11,17 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import xxhash
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsq_ckpt
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.retention import _drop
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.processes import torchrun
 from tests.storage.format import independent_reader as independent
 
 DOC = Path(__file__).parents[3] / "docs" / "format.md"
@@ -354,20 +351,9 @@ def test_no_damage_passes(example: Path) -> None:
             read_all()
 
 
-def _save_sharded(rank: int, root: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
-    torch.manual_seed(3)
-    whole = torch.randn(37, 64)
-    mesh = init_device_mesh("cpu", (2,))
-    for step in range(2):
-        tree = {"layer.weight": distribute_tensor(whole + 0.01 * step, mesh, [Shard(0)]), "rank": f"{rank}"}
-        dsq_ckpt.save(tree, f"{root}/run/{step}", config={"quantize": {"min_elements": 100}})
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(_save_sharded, (str(tmp_path),), nprocs=2)
+    torchrun("two_ranks", 2, tmp_path, workers=Path(__file__).parent)
     for step in range(2):
         path = tmp_path / "run" / str(step)
         reader = independent.Reader(path)
