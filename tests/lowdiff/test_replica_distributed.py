@@ -125,8 +125,11 @@ def test_other_numbers_of_threads(tmp_path):
 import sys, torch
 from pathlib import Path
 from torch import nn
+from dsq_ckpt.lowdiff import worker_client
+from tests.helpers import forks
 from tests.lowdiff.loops import Case, Loop, seeded
 from tests.lowdiff.workers.replica import check_same, replica_of
+worker_client.subprocess.Popen = forks.popen
 torch.set_num_threads(4)
 def wide():
     model = nn.Sequential(nn.Linear(12, 40 * 81), nn.Unflatten(1, (40, 9, 9)), nn.Conv2d(40, 77, 3), nn.Flatten(),
@@ -144,5 +147,5 @@ for fused in (False, True):
     assert again.recover(run).step == 5
     check_same(again, loop)
 """
-    status, output = processes.run(["-c", script, str(tmp_path / "run")], OMP_NUM_THREADS="4")
+    status, output = processes.run(["-c", script, str(tmp_path / "run")], forked=True)
     assert status == 0, output[-4000:]

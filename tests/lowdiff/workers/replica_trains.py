@@ -1,5 +1,5 @@
 """Trains under a replica from where a run was left, and ends in some way: run, way, steps to do. It says what it
-recovered, and the pid of its checkpointing process.
+recovered, and the pid of its checkpointing process, which is a fork.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from dsq_ckpt.lowdiff import worker_client
+from tests.helpers import forks
 from tests.lowdiff.kills import CASE
 from tests.lowdiff.loops import Loop, digest
 from tests.lowdiff.workers.replica import replica_of
@@ -18,6 +20,7 @@ from tests.lowdiff.workers.replica import replica_of
 
 def main(run: Path, way: str, steps: int) -> None:
     torch.set_num_threads(1)
+    worker_client.subprocess.Popen = forks.popen  # type: ignore[misc, assignment]
     loop = Loop(CASE, seed=3 if run.exists() else 0)
     found = loop.recover(run)
     if found is not None:
