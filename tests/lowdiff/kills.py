@@ -233,7 +233,7 @@ def train(trial: Trial, run: Path, store: Path, rank: int, resume: bool, writer:
         time.sleep(PAUSE)
 
 
-def uninterrupted(spec: str, ranks: int, store: Path) -> list[str]:
+def uninterrupted(spec: str, ranks: int, store: Path, steps: int = STEPS) -> list[str]:
     """Digests of the states of a run without a log, compressed as with it."""
 
     def work(rank: int) -> list[str]:
@@ -242,10 +242,11 @@ def uninterrupted(spec: str, ranks: int, store: Path) -> list[str]:
         made = compressor(spec)
         made.attach(loop.model)
         table = [digest(loop.state())]
-        for number in range(STEPS):
+        for number in range(steps):
             loop.step(number, rank)
             made.take()
-            table.append(digest(loop.state()))
+            if rank == 0:
+                table.append(digest(loop.state()))
         return table
 
     others = [forked(lambda rank=rank: work(rank) and None) for rank in range(1, ranks)]

@@ -37,7 +37,7 @@ def test_processes_die():
     """One of two just before the end of an iteration, all that train, or all there are, at random moments: three times
     in a row, and never a torn state.
     """
-    worker("replica_lives", "--trials", 6, "--seed", random.randrange(1 << 30))
+    worker("replica_lives", "--trials", 4, "--seed", random.randrange(1 << 30))
 
 
 ENDS = {"raise": 1, "kill": -signal.SIGKILL, "exit": 3}
@@ -125,11 +125,10 @@ def test_other_numbers_of_threads(tmp_path):
 import sys, torch
 from pathlib import Path
 from torch import nn
-from dsq_ckpt.lowdiff import worker_client
-from tests.helpers import forks
 from tests.lowdiff.loops import Case, Loop, seeded
+from tests.lowdiff.nursery import Nursery
 from tests.lowdiff.workers.replica import check_same, replica_of
-worker_client.subprocess.Popen = forks.popen
+Nursery()
 torch.set_num_threads(4)
 def wide():
     model = nn.Sequential(nn.Linear(12, 40 * 81), nn.Unflatten(1, (40, 9, 9)), nn.Conv2d(40, 77, 3), nn.Flatten(),

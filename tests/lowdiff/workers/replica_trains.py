@@ -11,16 +11,15 @@ from pathlib import Path
 
 import torch
 
-from dsq_ckpt.lowdiff import worker_client
-from tests.helpers import forks
 from tests.lowdiff.kills import CASE
 from tests.lowdiff.loops import Loop, digest
+from tests.lowdiff.nursery import Nursery
 from tests.lowdiff.workers.replica import replica_of
 
 
 def main(run: Path, way: str, steps: int) -> None:
     torch.set_num_threads(1)
-    worker_client.subprocess.Popen = forks.popen  # type: ignore[misc, assignment]
+    Nursery()
     loop = Loop(CASE, seed=3 if run.exists() else 0)
     found = loop.recover(run)
     if found is not None:
