@@ -26,13 +26,23 @@ from evaluation.simulation import Failures
 from torch import nn
 from typer.testing import CliRunner
 
+from tests.lowdiff.workers import harness
+
 TINY = Setting("gpt-tiny")
 STEPS = 30
 EXACT = [name for name in COMPARED if name != "naive"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _server():
+    """The server of the processes below, which the first of them starts, has its imports already."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(harness.util, "spawnv_passfds", harness.start)
+        yield
+
+
 @pytest.fixture(scope="module")
-def course() -> list[str]:
+def course(_server: None) -> list[str]:
     """Checksums of the state after each step of the run without checkpoints."""
     with Worker(Job(TINY, "none", Path())) as worker:
         worker.call("prepare")
