@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
-from gpt import GPT, VOCAB, GPTConfig, StdlibText, evaluate, loss_sum, stdlib_files
+from gpt import GPT, SKIPPED_DIRECTORIES, VOCAB, GPTConfig, StdlibText, evaluate, loss_sum, stdlib_files
 
 SMALL = GPTConfig(context=32, layers=2, width=24, heads=3)
 
@@ -52,6 +55,16 @@ def test_splits_hold_whole_files_within_the_size() -> None:
     assert text.train[: files[0].stat().st_size].tobytes() == files[0].read_bytes()
     assert text.validation[: files[15].stat().st_size].tobytes() == files[15].read_bytes()
     assert not any({"test", "tests", "site-packages"} & set(file.parts[-3:-1]) for file in files)
+
+
+def test_directories_that_are_skipped_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding the files would take half a second where many packages are installed."""
+    root, scandir, read = Path(sysconfig.get_paths()["stdlib"]), os.scandir, []
+    relative = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    monkeypatch.setattr(os, "scandir", lambda path: read.append(Path(path)) or scandir(path))
+    assert stdlib_files() == [root / path for path in relative if SKIPPED_DIRECTORIES.isdisjoint(path.parts)]
+    assert root in read
+    assert not [path for path in read if SKIPPED_DIRECTORIES & {*path.relative_to(root).parts}]
 
 
 def test_errors_name_the_numbers(text: StdlibText) -> None:
