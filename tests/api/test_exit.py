@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import forks, processes
 
 SCRIPT = """
 import sys, torch, dsq_ckpt
@@ -44,10 +45,14 @@ atexit.register(at_exit)
 """
 
 
+def ended(script, *arguments):
+    """Status and output of a process that ended as interpreters do."""
+    return processes.run(["-c", script, *map(str, arguments)], forked=True, **{forks.TEARDOWN: "1"})
+
+
 def test_it_is_finished_before_the_process_ends(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "1")]
-    done = subprocess.run(command, timeout=900, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    status, output = ended(SCRIPT, tmp_path / "1")
+    assert status == 0, output
     assert Manifest.read(tmp_path / "1").refinement == "kept"
 
 
@@ -61,7 +66,6 @@ def test_one_that_begins_at_exit_says_why_it_cannot(tmp_path):
 
 def test_a_failure_that_nobody_asks_about_is_said(tmp_path):
     """As of the last save of a program, which ended without a word and without its last checkpoint."""
-    command = [sys.executable, "-c", FAILS, str(tmp_path / "1"), str(tmp_path / "2")]
-    done = subprocess.run(command, timeout=900, capture_output=True, text=True)
-    assert "the last asynchronous save failed: SaveFailed" in done.stderr and "No space left" in done.stderr, done
+    _, output = ended(FAILS, tmp_path / "1", tmp_path / "2")
+    assert "the last asynchronous save failed: SaveFailed" in output and "No space left" in output, output
     assert not (tmp_path / "2").exists()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import threading
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,56 @@ def python(text, *arguments, forked=False, **environment):
     return output
 
 
+SERVER = """
+import json, os, sys, traceback
+import numba, torch, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, typer
+sys.path[0] = ""
+assert "dsq_ckpt" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
+for line in sys.stdin:
+    arguments, caches, output = json.loads(line)
+    child = os.fork()
+    if not child:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ["NUMBA_CACHE_DIR"] = caches
+        numba.config.reload_config()
+        text, *sys.argv[1:] = arguments
+        exec(text, {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A process that forks: it has imported what takes seconds, but nothing of this package, nor has it compiled."""
+    command = [sys.executable, "-c", SERVER]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=processes.ROOT,
+        env=processes.environment_of({}), start_new_session=True,
+    )
+    yield process
+    process.communicate()
+
+
+@pytest.fixture
+def fresh(server, tmp_path):
+    """Runs text in a process that is new to this package, with a directory for caches; returns its output."""
+    def run(text, *arguments, caches):
+        output = tmp_path / "output"
+        output.unlink(missing_ok=True)
+        server.stdin.write(json.dumps([[text, *map(str, arguments)], str(caches), str(output)]) + "\n")
+        server.stdin.flush()
+        if not connection.wait([server.stdout], processes.PATIENCE):
+            processes.kill(server)
+        status = server.stdout.readline()
+        assert status == "0\n", f"{status}{output.read_text()[-6000:]}"
+        return output.read_text()
+
+    return run
+
+
 @pytest.fixture
 def warmed(tmp_path):
     """A directory for caches, with all that is kept for this checkout."""
@@ -80,9 +132,9 @@ print("TOLD", told["compiled"], told["seconds"] > 0, told["bytes"] > 0, *told["d
 
 
 @pytest.mark.slow
-def test_the_command_leaves_what_it_compiles(tmp_path):
+def test_the_command_leaves_what_it_compiles(fresh, tmp_path):
     """Kernels of every group, in files; those are not compiled again."""
-    first, second = (python(COMMAND, NUMBA_CACHE_DIR=str(tmp_path)).split("TOLD ")[1].split() for _ in range(2))
+    first, second = (fresh(COMMAND, caches=tmp_path).split("TOLD ")[1].split() for _ in range(2))
     assert int(first[0]) > 15 and second[0] == "0", "the second time nothing is compiled"
     assert first[1:3] == ["True", "True"] and first[1:] == second[1:]
     assert first[3:] and all(path.startswith(str(tmp_path)) for path in first[3:])
@@ -103,13 +155,13 @@ dsq_ckpt.save(state(0), sys.argv[1])
 
 
 @pytest.mark.slow
-def test_the_first_save_says_that_it_compiles(warmed, tmp_path):
+def test_the_first_save_says_that_it_compiles(fresh, warmed, tmp_path):
     """Before it does, on stderr; nothing when all is compiled."""
     line = "dsq_ckpt compiles its kernels, once on this machine; this takes about 15 s (`dsq warmup` does it ahead)"
     [index] = warmed.rglob("*._to_bf16-*.nbi")
     index.unlink()
-    assert line in python(ONE_SAVE, tmp_path / "a", NUMBA_CACHE_DIR=str(warmed)).splitlines()
-    assert "compiles" not in python(ONE_SAVE, tmp_path / "b", NUMBA_CACHE_DIR=str(warmed))
+    assert line in fresh(ONE_SAVE, tmp_path / "a", caches=warmed).splitlines()
+    assert "compiles" not in fresh(ONE_SAVE, tmp_path / "b", caches=warmed)
 
 
 def test_where_logging_is_set_up_the_log_says_so(caplog, capfd, no_launcher):
@@ -144,8 +196,8 @@ print("FORKED", ended > 0)
 
 
 @pytest.mark.slow
-def test_forks_while_kernels_are_compiled(tmp_path):
-    assert "FORKED True" in python(FORKS, NUMBA_CACHE_DIR=str(tmp_path))
+def test_forks_while_kernels_are_compiled(fresh, tmp_path):
+    assert "FORKED True" in fresh(FORKS, caches=tmp_path)
 
 
 SHARED = FEW + """
@@ -184,10 +236,10 @@ print("COMPILED", *map(count, two), alone)
 
 
 @pytest.mark.slow
-def test_processes_of_a_host_share_the_work(tmp_path):
+def test_processes_of_a_host_share_the_work(fresh, tmp_path):
     caches = tmp_path / "caches"
     caches.mkdir()
-    *counts, alone = map(int, python(SHARED, caches, NUMBA_CACHE_DIR=str(caches)).split("COMPILED")[1].split())
+    *counts, alone = map(int, fresh(SHARED, caches, caches=caches).split("COMPILED")[1].split())
     assert sum(counts) < 1.5 * alone, counts  # a few small ones are inlined in several
 
 
@@ -212,7 +264,7 @@ def test_what_an_image_was_built_with_is_taken_over(warmed, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_directory_for_caches():
+def test_without_a_directory_for_caches(fresh):
     """Kernels are compiled and run; the line says what to set."""
     text = FEW + (
         "import time; from dsq_ckpt.kernels import jit\n"
@@ -225,7 +277,7 @@ def test_without_a_directory_for_caches():
         "def refuse(dir): raise PermissionError(dir)\n"
         "tempfile.TemporaryFile = refuse\n"
     )
-    output = python(blocked + text)
+    output = fresh(blocked + text, caches="")
     assert "in every process, as no directory for caches can be written (set NUMBA_CACHE_DIR)" in output
     assert "COMPILED True []" in output
 
