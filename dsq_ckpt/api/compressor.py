@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -71,7 +72,8 @@ class Compressor:
         on_save: called with the `SaveResult` of each save, as by `dsq_ckpt.save`.
 
     Raises:
-        ConfigError: the configuration is wrong, or the optimizer's parameters are not the model's.
+        ConfigError: the configuration is wrong, the optimizer's parameters are not the model's, or its `step` needs a
+            closure.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -135,6 +137,7 @@ class Compressor:
         parameters = names_of(model)
         if optimizer is not None:
             _check_owner(optimizer, parameters)
+            _check_step(optimizer)
         self._average: GradientAverage | None = None
         if optimizer is not None and _needs_gradients(self.config, optimizer):
             self._average = GradientAverage(parameters, self.config.search.beta, self.config.search.window, every=every)
@@ -347,6 +350,17 @@ def _check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> N
                     f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
                     "is not the model's; make the optimizer after wrapping the model, from this model's parameters"
                 )
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"{kind}.step() needs a closure: a load makes an optimizer's state by a step without one, so {kind} could "
+            "not be restored in another process. Save and load {'model': model, 'optimizer': optimizer} by "
+            "dsq_ckpt.save and dsq_ckpt.load"
+        )
 
 
 def _codebooks(config: DSQConfig) -> Iterable[CodebookConfig]:
