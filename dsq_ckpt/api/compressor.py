@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back, tell_left_out
+from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
@@ -72,8 +72,8 @@ class Compressor:
         on_save: called with the `SaveResult` of each save, as by `dsq_ckpt.save`.
 
     Raises:
-        ConfigError: the configuration is wrong, the optimizer's parameters are not the model's, or its `step` needs a
-            closure.
+        ConfigError: the configuration is wrong, the optimizer's parameters are not the model's, or it is of a
+            kind that cannot be restored.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -115,6 +115,9 @@ class Compressor:
         expect_on_save(on_save)
         if hooks not in ("step", "backward", "manual"):
             raise ConfigError(f"hooks is {shown(hooks)}, expected 'step', 'backward' or 'manual'")
+        if optimizer is not None:
+            optimizer = unwrapped(optimizer)
+            check_step(optimizer)
         self.config = as_config(config)
         if is_lossy(self.config):
             warmup.start()
@@ -133,11 +136,10 @@ class Compressor:
         for module in sharded:  # after an evaluation the root still has gathered parameters in place of its own
             module.reshard()
         if evaluate is not None:
-            _check_search(self.config, bool(sharded))
+            check_search(self.config, bool(sharded))
         parameters = names_of(model)
         if optimizer is not None:
-            _check_owner(optimizer, parameters)
-            _check_step(optimizer)
+            check_owner(optimizer, parameters)
         self._average: GradientAverage | None = None
         if optimizer is not None and _needs_gradients(self.config, optimizer):
             self._average = GradientAverage(parameters, self.config.search.beta, self.config.search.window, every=every)
@@ -250,7 +252,8 @@ class Compressor:
             DSQError: what else failed, on every rank.
         """
         with given_back(self.optimizer):
-            state, comm = self._state(extra), communicator(self._group)
+            with made_by_step(self.optimizer):
+                state, comm = self._state(extra), communicator(self._group)
             directory, top = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
             load(state, path, refinement=refinement, process_group=self._group, history=self._history)
             set_model_state_dict(self.model, state["model"], options=self._options)
@@ -321,46 +324,6 @@ def _outline(optimizer: Optimizer) -> Any:
             for parameter, state in optimizer.state.items()
         },
     )
-
-
-def _check_search(config: DSQConfig, sharded: bool) -> None:
-    if config.search.parallel_trials and sharded:
-        raise ConfigError(
-            "search.parallel_trials is true, but the model is sharded (FSDP): its ranks evaluate together; leave "
-            "parallel_trials out"
-        )
-    space = SYSTEMS[config.system].space
-    if space is None:
-        return
-    try:
-        config.with_values(**space.values(space.most_conservative, space.variants[0]))
-    except ConfigError as error:
-        raise ConfigError(
-            f"the search of system '{config.system}' does not fit the configuration: {error}; choose the system whose "
-            "codebook this is, or leave out `evaluate` to take the configuration as it is"
-        ) from None
-
-
-def _check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    own = {id(parameter) for parameter in parameters.values()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in own:
-                raise ConfigError(
-                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not the model's; make the optimizer after wrapping the model, from this model's parameters"
-                )
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS
-        kind = type(optimizer).__name__
-        raise ConfigError(
-            f"{kind}.step() needs a closure: a load makes an optimizer's state by a step without one, so {kind} could "
-            "not be restored in another process. Save and load {'model': model, 'optimizer': optimizer} by "
-            "dsq_ckpt.save and dsq_ckpt.load"
-        )
 
 
 def _codebooks(config: DSQConfig) -> Iterable[CodebookConfig]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, LoadFailed
 from tests.helpers.training import Net, trained
 
 
@@ -40,7 +40,7 @@ def test_an_optimizer_that_could_not_be_restored_is_refused(tmp_path):
         return optimizer.step(closure).item()
 
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
-    with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure: .*by dsq_ckpt\.save and dsq_ckpt\.load"):
+    with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) cannot be called as .*by dsq_ckpt\.save and"):
         dsq_ckpt.Compressor(*made())
     model, optimizer = made()
     for _ in range(3):
@@ -50,6 +50,60 @@ def test_an_optimizer_that_could_not_be_restored_is_refused(tmp_path):
     model, optimizer = made()
     dsq_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "a")
     assert [step(model, optimizer) for _ in range(3)] == losses
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate's and Lightning's: without hooks of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class Bare(torch.optim.SGD):
+    def step(self):
+        super().step()
+
+
+class Asserts(torch.optim.Adam):
+    """As sharpness-aware ones."""
+
+    def step(self, closure=None):
+        assert closure is not None, "it looks at two points"
+        return super().step(closure)
+
+
+def test_wrapped_optimizers_are_what_they_wrap(tmp_path):
+    model = Net()
+    with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) cannot be called as"):
+        dsq_ckpt.Compressor(model, Wrapped(torch.optim.LBFGS(model.parameters())))
+    wrapped = Wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
+    with dsq_ckpt.Compressor(model, wrapped, every=1) as compressor:  # averages gradients, by hooks
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        wrapped.step()
+        assert compressor._gradients()
+        compressor.save(tmp_path / "a")
+
+
+def test_a_step_that_takes_no_closure_or_needs_one_cannot_be_restored(tmp_path):
+    """What a signature does not tell is said by the load, which leaves the optimizer as it was."""
+    model = Net()
+    with pytest.raises(ConfigError, match=r"Bare\.step\(\) cannot be called as step\(closure=None\)"):
+        dsq_ckpt.Compressor(model, Bare(model.parameters(), lr=0.1))
+    optimizer = Asserts(model.parameters(), lr=0.1)
+    with dsq_ckpt.Compressor(model, optimizer) as compressor:
+        compressor.save(tmp_path / "a")
+        with pytest.raises(LoadFailed, match=r"Asserts\.step\(\) cannot .*AssertionError: it looks at two points"):
+            compressor.load(tmp_path / "a")
+    assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_state_that_is_not_the_models_is_refused(tmp_path):

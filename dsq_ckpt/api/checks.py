@@ -1,0 +1,92 @@
+"""What a `Compressor` refuses: searches, optimizers and models that do not go together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.config.systems import SYSTEMS
+from dsq_ckpt.errors import ConfigError, DSQError, LoadFailed
+
+
+def check_search(config: DSQConfig, sharded: bool) -> None:
+    """Refuse a search that does not fit the rest of the configuration, or a sharded model."""
+    if config.search.parallel_trials and sharded:
+        raise ConfigError(
+            "search.parallel_trials is true, but the model is sharded (FSDP): its ranks evaluate together; leave "
+            "parallel_trials out"
+        )
+    space = SYSTEMS[config.system].space
+    if space is None:
+        return
+    try:
+        config.with_values(**space.values(space.most_conservative, space.variants[0]))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the search of system '{config.system}' does not fit the configuration: {error}; choose the system whose "
+            "codebook this is, or leave out `evaluate` to take the configuration as it is"
+        ) from None
+
+
+def check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse an optimizer of parameters that are not the model's."""
+    own = {id(parameter) for parameter in parameters.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(parameter.shape)} that "
+                    "is not the model's; make the optimizer after wrapping the model, from this model's parameters"
+                )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer in Accelerate's or Lightning's, which has the hooks and the `step` that count."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that `made_by_step` could not make the state of, as far as its signature tells."""
+    try:
+        parameters = inspect.signature(optimizer.step).parameters
+    except ValueError:  # it is not written in Python
+        return
+    closure = parameters.get("closure")
+    if closure is not None:
+        fails = closure.default is inspect.Parameter.empty  # LBFGS
+    else:
+        fails = all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
+    if fails:
+        raise ConfigError(_without_state(optimizer))
+
+
+@contextmanager
+def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
+    """Say what failed where torch makes the state of an optimizer that has none yet, by `step(closure=None)`.
+
+    Raises:
+        LoadFailed: it failed.
+    """
+    stepped = optimizer is None or bool(optimizer.state)
+    try:
+        yield
+    except Exception as error:
+        if optimizer is None or stepped or isinstance(error, DSQError):
+            raise
+        raise LoadFailed(f"{_without_state(optimizer)}. It failed: {type(error).__name__}: {error}") from error
+
+
+def _without_state(optimizer: Optimizer) -> str:
+    kind = type(optimizer).__name__
+    return (
+        f"{kind}.step() cannot be called as step(closure=None), by which a load makes the state of an optimizer that "
+        f"has not stepped yet, so {kind} cannot be restored in another process. Save and load "
+        "{'model': model, 'optimizer': optimizer} by dsq_ckpt.save and dsq_ckpt.load"
+    )
