@@ -9,9 +9,8 @@ STAMP := $(VENV)/.stamp
 # Where `make evaluate` and `make evaluate-quick` leave JSON files and pictures.
 RESULTS ?= evaluation
 
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-
-unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts would compile the package anew
+# With bytecode in files, or each process that a test starts would compile all modules again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv demo demo-deepspeed test coverage kernels lint docs campaign bench evaluate evaluate-quick clean
 

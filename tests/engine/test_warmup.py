@@ -63,7 +63,7 @@ def python(text, *arguments, forked=False, **environment):
 
 
 SERVER = """
-import json, os, sys, traceback
+import json, os, sys
 import numba, torch, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, typer
 sys.path[0] = ""
 assert "dsq_ckpt" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
@@ -99,6 +99,7 @@ def server():
 def fresh(server, tmp_path):
     """Runs text in a process that is new to this package, with a directory for caches; returns its output."""
     def run(text, *arguments, caches):
+        assert server.poll() is None, "it was killed after a test before this one"
         output = tmp_path / "output"
         output.unlink(missing_ok=True)
         server.stdin.write(json.dumps([[text, *map(str, arguments)], str(caches), str(output)]) + "\n")

@@ -41,7 +41,9 @@ def s3_server() -> Iterator[str]:
     ) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            address = process.stdout.readline().strip()
+            assert address, "moto's server did not start"
+            yield address
         finally:
             process.kill()
 

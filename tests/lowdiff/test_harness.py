@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import Any, cast
 import pytest
 import torch
 from evaluate_lowdiff import app
+from evaluation.lowdiff import idle, wasted
 from evaluation.lowdiff import targets as aims
-from evaluation.lowdiff import wasted
 from evaluation.lowdiff.base import Without, live_tensors
 from evaluation.lowdiff.checkfreq import BOUND, Profile, Tuner, interval
 from evaluation.lowdiff.gemini import copies
@@ -339,3 +341,11 @@ def test_contention_is_of_the_work_of_a_log(tmp_path: Path) -> None:
         assert row["done"] >= 2 and row["work"] > 0
         assert row["contention"] == pytest.approx(sum(slowed / alone - 1 for alone, slowed in row["blocks"]) / 2)
     assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_child_processes_are_found():
+    """As those are whose work is waited for, in place of which the tests above have forks."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in idle.children()
+        child.communicate(b"\n")
+    assert child.pid not in idle.children()

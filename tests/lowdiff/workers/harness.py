@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import util
 from typing import Any
+from unittest import mock
 
 from tests.helpers import forks
 from tests.helpers.processes import ROOT, environment_of
@@ -29,14 +30,8 @@ def start(path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:
     if "forkserver" not in text or forks.VARIABLE not in os.environ:
         return _exec(path, arguments, files)
     text = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import prepare; prepare(); {text}"
-    before = os.environ.get("PYTHONPATH")
-    os.environ |= environment_of({})  # that of the servers of forks
-    try:
+    with mock.patch.dict(os.environ, environment_of({})):  # that of the servers of forks
         return _exec(path, [sys.executable, "-S", "-c", _RELAY, text, *map(str, files)], files)
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
 
 
 def prepare() -> None:
