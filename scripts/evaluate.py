@@ -177,6 +177,7 @@ def ablations(
         "coders": lambda: parts.coders(recording, epsilon, console.print),
         "components": lambda: parts.components(recording, epsilon, console.print),
         "bins": lambda: parts.bins(recording, console.print),
+        "ranks": lambda: parts.ranks(recording, console.print),
         "timings": lambda: timings.timings(console.print, elements, repeats),
     }
     settings = {
@@ -311,9 +312,10 @@ def resume_deepspeed(
 
 @app.command()
 def rework(
-    workload: str = typer.Argument(help=f"One of {', '.join(names())}; mlr and lenet are among the paper's."),
+    workload: str = typer.Argument(help=f"One of {', '.join(names())}; the paper's are mlr, lenet, alexnet and mf."),
     systems: str = _systems(["lc", "topn", "scar", "dsq"]),
     bits: str = typer.Option("2,3", help="Of lc, separated by commas; topn and scar are made as large as each."),
+    coded: bool = typer.Option(False, "--coded", help="As large in files, by rANS; else as the paper counts them."),
     trials: int = typer.Option(50, min=1, help="Failures at random steps."),
     every: int = typer.Option(1, min=1, help="Iterations between checkpoints."),
     limit: int = typer.Option(200, min=1, help="Iterations after which a trial is given up."),
@@ -324,10 +326,10 @@ def rework(
     """Count the iterations that it takes, after a restore from a chain of checkpoints, to be back at the failure."""
     _known([workload], names())
     plan = rework_runs.Experiment(workload, seed, every, trials, limit, rate)
-    methods = rework_runs.methods(_known(systems.split(","), SYSTEMS), [int(count) for count in bits.split(",")])
+    methods = rework_runs.methods(_known(systems.split(","), SYSTEMS), [int(count) for count in bits.split(",")], coded)
     kept = _rows_in(json_path, "rework", {
         "workload": workload, "seed": seed, "every": every, "trials": trials, "limit": limit, "rate": rate,
-        "systems": systems, "bits": bits,
+        "systems": systems, "bits": bits, **({"coded": True} if coded else {}),
     })
     curve = rework_runs.loss_curve(plan)
     rows = [rework_runs.run_method(plan, method, curve, kept, console.print) for method in methods]

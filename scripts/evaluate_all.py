@@ -42,7 +42,11 @@ oneshot                 evaluate.py oneshot llama
 transfer                evaluate.py transfer llama
 ablations-llama-seed0   evaluate.py ablations llama --part coders
 ablations-timings       evaluate.py ablations llama --part timings --elements 1048576 --repeats 1
+ablations-ranks         evaluate.py ablations llama --part ranks
 rework-gpt-tiny-seed0   evaluate.py rework gpt-tiny --systems lc,topn,scar --every 2 --trials 5
+lc-stages               evaluate_lc.py stages mf --every 10 --samples 4
+lc-deleted              evaluate_lc.py deleted mf
+lc-case                 evaluate_lc.py case mf --every 20 --iterations 9
 defaults-restores-gpt-seed0  measure_defaults.py restores --steps 240 --failures 2 --only 'weights 4, moments 4'
 bytes-llama             measure_chain.py --workload llama --saves 9
 chain                   measure_chain.py --layers 2 --saves 9
@@ -190,7 +194,15 @@ oneshot                 evaluate.py oneshot vit llama lstm moe resnet
 transfer                evaluate.py transfer llama vit
 ablations-resnet-seed0  evaluate.py ablations resnet
 ablations-timings       evaluate.py ablations resnet --part timings
-rework-mlr-seed0        evaluate.py rework mlr --every 2 --trials 10 --rate 0.005
+ablations-ranks         evaluate.py ablations resnet --part ranks
+rework-mlr-seed0        evaluate.py rework mlr --systems lc,topn,scar --rate 0.005
+rework-coded-mlr-seed0  evaluate.py rework mlr --systems lc,topn,scar --rate 0.005 --bits 2 --coded
+rework-lenet-seed0      evaluate.py rework lenet --systems lc,topn,scar --rate 0.02 --every 2
+rework-alexnet-seed0    evaluate.py rework alexnet --systems lc,topn,scar --rate 0.001 --every 2 --trials 20
+rework-mf-seed0         evaluate.py rework mf --systems lc,topn,scar --every 2
+lc-stages               evaluate_lc.py stages mlr lenet alexnet mf --every 2 --bits 2 --bits 3 --bits 4
+lc-deleted              evaluate_lc.py deleted mlr
+lc-case                 evaluate_lc.py case mf --every 84
 -                       measure_defaults.py record {}/defaults-seed0 --seed 0
 -                       measure_defaults.py record {}/defaults-seed1 --seed 1
 defaults-offline-gpt-seed0   measure_defaults.py offline {}/defaults-seed0 --seed 0

@@ -3,6 +3,7 @@
 * `coders`: the same codes by four coders (Inshrinkerator, Figure 11).
 * `components`: systems without one of their parts, or with other settings of it, each searched again.
 * `bins`: levels needed to keep a bound, without deltas (Table 7).
+* `ranks`: elements by magnitude and by sensitivity (Figure 4b).
 * `timings`, in a file of its own: thresholds and clustering on a sketch against the values themselves (Table 8).
 """
 
@@ -60,6 +61,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("levels in use", "levels", digits(1)), Column("bits", "bits", digits(2)),
         Column("found", "found"), Column("of", "checkpoints_tried"), Column("evaluations", "evaluations", digits(1)),
         Column("<skipped", "skipped"),
+    ),
+    "ranks": (
+        Column("step", "step"), Column("elements", "elements"), Column("rank correlation", "correlation", digits(3)),
+        Column("largest, not sensitive", "large_insensitive", percent),
+        Column("sensitive, not large", "sensitive_small", percent),
+        Column("pruned by both", "pruned_by_both", percent),
     ),
     "timings": (
         Column("<what", "name"), Column("seconds", "seconds", digits(4)), Column("min", "fastest", digits(4)),
@@ -264,9 +271,7 @@ def _size(analysis: Analysis) -> tuple[int, float]:
 
 def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
     """Measure the levels that keep each bound in a single checkpoint: means over checkpoints spread over the run."""
-    info = load_recording(directory).info
-    every = [row["step"] for row in info["checkpoints"] if row["step"]]
-    steps = {every[round(place)] for place in np.linspace(0, len(every) - 1, min(count, len(every)))}
+    info, steps = load_recording(directory).info, _spread(directory, count)
     rows = []
     for name, (system, values, candidates) in _choices().items():
         report(f"bins: {name}")
@@ -294,5 +299,53 @@ def bins(directory: Path, report: Report, count: int = 10) -> list[Row]:
     return rows
 
 
+def _spread(directory: Path, count: int) -> set[int]:
+    """Return the steps of so many recorded checkpoints, from the first after training began to the last."""
+    every = [row["step"] for row in load_recording(directory).info["checkpoints"] if row["step"]]
+    return {every[round(place)] for place in np.linspace(0, len(every) - 1, min(count, len(every)))}
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.mean(values) if values else None
+
+
+TOP, PRUNED = 0.1, 0.3
+"""Shares of elements: those that count as the largest or most sensitive, and those pruned."""
+
+
+def ranks(directory: Path, report: Report, count: int = 4) -> list[Row]:
+    """Rank the elements of all weight matrices of checkpoints by magnitude, and by magnitude times gradient."""
+    rows, steps = [], _spread(directory, count)
+    for checkpoint in load_recording(directory).checkpoints:
+        if checkpoint["step"] in steps:
+            report(f"ranks: step {checkpoint['step']}")
+            names = [name for name in checkpoint["gradient"] if checkpoint["model"][name].ndim > 1]
+            weights = torch.cat([checkpoint["model"][name].flatten() for name in names])
+            gradients = torch.cat([checkpoint["gradient"][name].flatten() for name in names])
+            rows.append({"part": "ranks", "step": checkpoint["step"], **ranked(weights, gradients)})
+    return rows
+
+
+def ranked(weights: torch.Tensor, gradients: torch.Tensor) -> Row:
+    """Return how far two orders of elements agree, by magnitude and by sensitivity.
+
+    Returns:
+        Spearman's correlation of the ranks; of the largest tenth the share in the less sensitive half, and the other
+        way round; of the least 30 % by magnitude the share that is in those by sensitivity; and the share of elements
+        in each pair of tenths, rows by magnitude and columns by sensitivity, the least first.
+    """
+    scores = weights.abs(), (weights * gradients).abs()
+    magnitude, sensitivity = (
+        torch.empty(len(score), dtype=torch.float64).index_put_(
+            (score.argsort(stable=True),), torch.arange(len(score), dtype=torch.float64) / len(score)
+        ) for score in scores
+    )
+    tenths = torch.bincount((magnitude * 10).long() * 10 + (sensitivity * 10).long(), minlength=100) / len(weights)
+    large, sensitive = magnitude >= 1 - TOP, sensitivity >= 1 - TOP
+    return {
+        "elements": len(weights), "correlation": float(torch.corrcoef(torch.stack([magnitude, sensitivity]))[0, 1]),
+        "large_insensitive": float((sensitivity[large] < 0.5).double().mean()),
+        "sensitive_small": float((magnitude[sensitive] < 0.5).double().mean()),
+        "pruned_by_both": float((sensitivity[magnitude < PRUNED] < PRUNED).double().mean()),
+        "tenths": tenths.reshape(10, 10).tolist(),
+    }

@@ -30,6 +30,11 @@ def _text(megabytes: float, context: int, seed: int, headers: bool) -> StdlibTex
     return StdlibText(megabytes, context, seed, _headers() if headers else None)
 
 
+def stdlib_bytes() -> bytes:
+    """Return the training text of most language workloads: 4 MB of the source of Python's standard library."""
+    return _text(4.0, 128, 0, False).train.tobytes()
+
+
 def _headers() -> list[Path]:
     """Return the C++ headers of PyTorch that people wrote, in sorted order."""
     root = Path(torch.__file__).parent / "include"

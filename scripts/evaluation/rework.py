@@ -6,6 +6,10 @@ the training loss is back at what it was at the failure. Methods that write as m
 
 The loss is that of training rows that no step draws, in evaluation mode: always the same, so that it tells states and
 not batches apart. SGD runs without momentum, as in the paper; whatever state an optimizer has is restored bit for bit.
+
+Top-n and SCAR are as large as LC-Checkpoint in one of two ways: as the paper counts, where a kept value of top-n takes
+64 bits (CSR: fp32 and its place) and one of SCAR 32; or in files, coded by rANS, where values are bf16 and their places
+take what they have of entropy. Huffman coding, at a bit per element and more, would leave room for few values.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ SPAN = (0.1, 0.6)
 """Part of the run in which failures fall: past the first steps, and with steps left to make up for them."""
 SMALL = 64
 """Smaller tensors are exact. A lower limit than the library's, for LeNet's kernels are to be compressed too."""
+FP32 = 32
 CLOSE = 0.02
 """Relative difference of sizes that counts as equal."""
 _SHORT_SAVES = 12  # in runs that are only to find a size
@@ -53,6 +58,7 @@ class Method:
         codebook: Settings of the weights' codebook, over the system's.
         sized: Setting of the codebook that is found so that checkpoints are as large as those of `like`, or None.
         like: The method whose size is matched.
+        counted: Bits that a kept value counts as, None where it is the size of files that is matched.
     """
 
     name: str
@@ -60,6 +66,7 @@ class Method:
     codebook: dict[str, Any] = field(default_factory=dict)
     sized: str | None = None
     like: Method | None = None
+    counted: int | None = None
 
     def config(self, **codebook: Any) -> dsq_ckpt.DSQConfig:
         """Make the configuration: base layers alone, one keyframe, at step 0."""
@@ -70,6 +77,7 @@ class Method:
             "storage": {"fsync": False},
         })
         chosen = {f"quantize.weights.codebook.{key}": value for key, value in (self.codebook | codebook).items()}
+        chosen |= {"delta.coder": "rans"} if self.sized and self.counted is None else {}
         groups = {f"quantize.groups.{group}.refinement_bits": 0 for group in config.quantize.groups}
         return config.with_values(**{"quantize.weights.refinement_bits": 0}, **groups, **chosen)
 
@@ -121,6 +129,7 @@ class Probe:
     """Mean loss on rows of the training data that no step of the plan draws as its batch."""
 
     def __init__(self, workload: Workload) -> None:
+        self._loss = workload.loss
         self._batches = [workload.batch(workload.steps + number) for number in range(PROBE_BATCHES)]
 
     @torch.no_grad()
@@ -128,24 +137,28 @@ class Probe:
         """Return the loss of a model; what it trains with stays as it is."""
         training = model.training
         model.eval()
-        losses = [
-            nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).item()
-            for inputs, targets in self._batches
-        ]
+        losses = [self._loss(model(inputs), targets).item() for inputs, targets in self._batches]
         model.train(training)
         return statistics.fmean(losses)
 
 
-def methods(systems: Sequence[str], bits: Sequence[int]) -> list[Method]:
-    """Make LC-Checkpoint at each number of bits, top-n and SCAR as large as those, and other systems as they are."""
+def methods(systems: Sequence[str], bits: Sequence[int], coded: bool = False) -> list[Method]:
+    """Make LC-Checkpoint at each number of bits, top-n and SCAR as large as those, and other systems as they are.
+
+    Args:
+        systems: Names of systems.
+        bits: Of LC-Checkpoint.
+        coded: Whether top-n and SCAR are as large in files, instead of as the paper counts.
+    """
     made: list[Method] = []
     for count in bits:
         lc = Method(f"lc, {count} bits", "lc", {"bits": count})
-        sized = {
-            "lc": lc,
-            "topn": Method(f"topn, as lc {count}", "topn", sized="fraction", like=lc),
-            "scar": Method(f"scar, as lc {count}", "scar", sized="parts", like=lc),
-        }
+        sized = {"lc": lc}
+        for name, setting, counted in (("topn", "fraction", 2 * FP32), ("scar", "parts", FP32)):
+            how = f"{name}, rANS" if coded else name
+            sized[name] = Method(
+                f"{how}, as lc {count}", name, sized=setting, like=lc, counted=None if coded else counted
+            )
         made += [sized[system] for system in systems if system in sized]
     return made + [Method(f"{system}, base", system) for system in systems if system not in ("lc", "topn", "scar")]
 
@@ -183,14 +196,18 @@ def run_method(
             "limit": plan.limit, "probe_batches": PROBE_BATCHES,
             "as_large_as": None if method.like is None else method.like.name,
             "config": method.config().model_dump(mode="json"),
+            **({} if method.counted is None else {"counted": method.counted}),
         }
         row = results.find(settings)
         if row is not None:
             return row
         report(f"{plan.name}: {method.name}")
         with tempfile.TemporaryDirectory(prefix="dsq-rework-") as directory:
+            run = Path(directory)
             if like is None:
-                run, sizes = Path(directory), _train(plan, method.config(), Path(directory), failures)
+                sizes = _train(plan, method.config(), run, failures)
+            elif method.counted is not None:
+                sizes = _train_counted(plan, method, like["share"], run, failures)
             else:
                 run, sizes = _train_sized(plan, method, like["bytes"], Path(directory), failures)
             trials = list(_rework(plan, run, failures, curve))
@@ -266,6 +283,15 @@ def _summary(trials: Sequence[Row], plan: Experiment) -> Row:
     }
 
 
+def _train_counted(plan: Experiment, method: Method, share: float, run: Path, failures: Sequence[int]) -> Row:
+    """Train with the setting that takes a share of the weights' size, as values are counted; that, and the setting."""
+    assert method.sized is not None and method.counted is not None
+    kept = share * FP32 / method.counted
+    setting = round(1 / kept) if method.sized == "parts" else kept
+    sizes = _train(plan, method.config(**{method.sized: setting}), run, failures)
+    return {method.sized: setting, **sizes, "bytes": sizes["bytes"] / sizes["share"] * share, "share": share}
+
+
 def _train_sized(
     plan: Experiment, method: Method, target: float, directory: Path, failures: Sequence[int]
 ) -> tuple[Path, Row]:
@@ -327,6 +353,7 @@ COLUMNS = (
     Column("loss at restore", "restore_rise", percent), Column("changes by", "loss_changes_by", percent),
 )
 NOTES = """\
-bytes: of the weights in one checkpoint, mean, without tables, index and manifest; rework: iterations until the training
-loss is back at its value at the failure, mean, with its 95 % confidence interval; a trial over the limit counts as the
-limit; loss at restore: its mean rise, to be read beside the mean change of the loss from one step to the next."""
+bytes: of the weights in one checkpoint, mean, without tables, index and manifest, or as they are counted; rework:
+iterations until the training loss is back at its value at the failure, mean, with its 95 % confidence interval; a trial
+over the limit counts as the limit; loss at restore: its mean rise, to be read beside the mean change of the loss from
+one step to the next."""

@@ -1,4 +1,4 @@
-"""Vision workloads on Fashion-MNIST: a residual CNN, a VGG, a ViT, LeNet-5 and multinomial logistic regression.
+"""Vision workloads on Fashion-MNIST: a residual CNN, a VGG, a ViT, AlexNet, LeNet-5 and logistic regression.
 
 The data is Debian's package `dataset-fashion-mnist`: four gzipped idx files, 31 MB.
 """
@@ -250,6 +250,26 @@ class VGG(nn.Sequential):
         super().__init__(*layers, nn.Linear(hidden, CLASSES))
 
 
+class AlexNet(nn.Sequential):
+    """AlexNet of an eighth of the width for small images: five convolutions, overlapping pooling, three linear layers.
+
+    Without dropout, so that a step is a function of its number; He's initial weights take a run past its plateau fast.
+    """
+
+    def __init__(self, hidden: int = 256) -> None:
+        super().__init__(
+            nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1),
+            nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1),
+            nn.Conv2d(32, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(48, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1),
+            nn.Flatten(), nn.Linear(128, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+            nn.Linear(hidden, CLASSES),
+        )
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+
+
 class LeNet5(nn.Sequential):
     """LeNet-5 of 61,706 parameters, with ReLU and max pooling."""
 
@@ -324,6 +344,13 @@ def lenet(name: str, seed: int) -> Workload:
     """Make LeNet-5."""
     sgd = partial(torch.optim.SGD, momentum=0.9)
     return VisionWorkload(name, Plan(800, 50, batch_size=64, rate=0.05), seed, LeNet5, sgd, held_out=5000)
+
+
+@register("alexnet")
+def alexnet(name: str, seed: int) -> Workload:
+    """Make a small AlexNet of 0.16 million parameters."""
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    return VisionWorkload(name, Plan(800, 50, batch_size=64, rate=0.02), seed, AlexNet, sgd, held_out=5000)
 
 
 @register("mlr")

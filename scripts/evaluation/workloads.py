@@ -108,7 +108,7 @@ class Workload(ABC):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.plan.rate_at(step)
             inputs, targets = self.batch(step)
-            _cross_entropy(self.model(inputs), targets).backward()
+            self.loss(self.model(inputs), targets).backward()
             if self.plan.clip is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
             if after_backward is not None:
@@ -116,9 +116,13 @@ class Workload(ABC):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Return what is minimized: the cross-entropy of class logits in the last dimension, after any others."""
+        return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction=reduction)
+
     def evaluate(self) -> float:
-        """Return the mean held-out loss in nats."""
-        return self._mean_over_held_out(lambda logits, targets: _cross_entropy(logits, targets, reduction="sum"))
+        """Return the mean held-out loss, in nats where it is a cross-entropy."""
+        return self._mean_over_held_out(lambda outputs, targets: self.loss(outputs, targets, reduction="sum"))
 
     def accuracy(self) -> float:
         """Return the share of held-out targets that the model predicts, between 0 and 1."""
@@ -159,11 +163,6 @@ class Workload(ABC):
         finally:
             self.model.train(training)
         return value / count
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Return the cross-entropy of class logits in the last dimension, after any other dimensions."""
-    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 @contextmanager

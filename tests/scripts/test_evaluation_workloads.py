@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from evaluate import app
-from evaluation import Workload, create, language, names, vision
+from evaluation import Workload, create, factorization, language, names, vision
 from evaluation.models import MASK, Decoder
 from evaluation.recording import GRADIENT_WEIGHT, GradientAverage, default_directory, load_recording, record
 from evaluation.workloads import NO_TARGET, Plan, cache_directory
@@ -28,7 +28,7 @@ def recording(tmp_path_factory) -> Path:
     return record("gpt-tiny", 0, tmp_path_factory.mktemp("recording"))
 
 
-@pytest.fixture(params=["resnet", "lenet", "mlr"])
+@pytest.fixture(params=["resnet", "lenet", "alexnet", "mlr"])
 def vision_workload(request) -> Workload:
     return _small_vision(request.param, 3)
 
@@ -142,9 +142,9 @@ def test_restore_continues_identically() -> None:
     _assert_continues(create("gpt-tiny"), create("gpt-tiny"), 5, 12)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bf16", "moe", "lstm", "bert"])
+@pytest.mark.parametrize("name", ["llama", "llama-bf16", "moe", "lstm", "bert", "mf"])
 def test_other_kinds_of_models_continue_identically(name: str) -> None:
-    """Tied weights, computing in bfloat16, experts that a batch may leave without gradients, recurrence."""
+    """Tied weights, computing in bfloat16, experts that a batch may leave without gradients, recurrence, factors."""
     _assert_continues(create(name, 2), create(name, 2), 2, 4)
 
 
@@ -179,6 +179,18 @@ def test_masked_bytes_alone_are_predicted() -> None:
         )) for one, other in workload.held_out())
     count = sum(int((other >= 0).sum()) for _, other in workload.held_out())
     assert workload.evaluate() == pytest.approx(expected / count) and workload.settings()["held_out"] == count
+
+
+def test_factors_learn_entries_that_were_held_out() -> None:
+    """The loss is the mean squared error, which a model that knows nothing has at the variance; they get better."""
+    workload = create("mf", 1)
+    before, known = workload.evaluate(), workload.accuracy()
+    with torch.no_grad():
+        errors = torch.cat([workload.model(places) - values for places, values in workload.held_out()])
+    assert before == pytest.approx(float(errors.square().mean()), rel=1e-5)
+    assert before == pytest.approx(float(factorization.load_entries()[0].values.var()), rel=0.1)
+    workload.train(0, 60)
+    assert workload.evaluate() < 0.85 * before and 0 < known < workload.accuracy() < 1
 
 
 def test_callback_sees_clipped_gradients() -> None:
@@ -325,9 +337,9 @@ def test_idx_files(tmp_path: Path) -> None:
 def test_vision_models_have_the_size_they_claim() -> None:
     sizes = {
         model: sum(parameter.numel() for parameter in model().parameters())
-        for model in (vision.ResNet, vision.LeNet5, vision.LogisticRegression)
+        for model in (vision.ResNet, vision.AlexNet, vision.LeNet5, vision.LogisticRegression)
     }
-    assert list(sizes.values()) == [701_178, 61_706, 7_850]
+    assert list(sizes.values()) == [701_178, 163_146, 61_706, 7_850]
 
 
 def test_vision_batches_are_a_function_of_seed_and_step(vision_workload: Workload) -> None:
