@@ -86,14 +86,3 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
     torch.manual_seed(0)  # of dropout
     train(model, optimizer, 0, 3)
     assert same_bits(model, bits_of(expected))
-
-
-def test_an_optimizer_that_cannot_be_initialized_keeps_its_learning_rate(tmp_path):
-    """LBFGS takes no step without a function that it may call; torch had set its learning rate to zero by then."""
-    model = nn.Linear(80, 80)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
-    compressor = dsq_ckpt.Compressor(model, optimizer)
-    compressor.save(tmp_path / "a")
-    with pytest.raises(TypeError):
-        compressor.load(tmp_path / "a")
-    assert optimizer.param_groups[0]["lr"] == 0.5 and model.weight.grad is None and not optimizer.state

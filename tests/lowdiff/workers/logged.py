@@ -80,6 +80,7 @@ def every_step(case: Case, run: Path, spec: str, hook: Callable[[DDP], None] | N
     with loop.log(run, compressor=spec) as log:
         table += train(loop, log, STEPS)
         assert log.logging
+    dist.barrier()  # every rank has closed its log
     owners = {name.rank for name, _ in segments.names(run)}
     assert owners == set(range(dist.get_world_size())), "every rank writes its share"
     for step in range(STEPS, -1, -1):
