@@ -25,7 +25,7 @@ from dsq_ckpt.api.stateful import told_state, warn_of_objects
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
 from dsq_ckpt.core.interrupts import held_signals
-from dsq_ckpt.core.nesting import Path, empty_dicts
+from dsq_ckpt.core.nesting import Path, empty_dicts, number_parameters
 from dsq_ckpt.core.subclasses import loading, refuse_cycles, storable
 from dsq_ckpt.dcp.background_process import how_it_ended, without_cpu
 from dsq_ckpt.dcp.calls import AsyncCall
@@ -360,6 +360,7 @@ def load(
                 sortable, storage_reader=reader, planner=NestedLoadPlanner(empty), process_group=process_group,
                 no_dist=no_dist,
             )
+        number_parameters(told, {id(target) for target, _ in to_fill})
     except BaseException as error:
         for target, _ in to_fill:
             target.clear()

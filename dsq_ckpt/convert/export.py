@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dsq_ckpt.config.schema import StorageConfig
-from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
@@ -273,7 +273,9 @@ class Opened:
         flat.update((fqn, self.tensor(fqn)) for fqn in self.tensors)
         flat = {fqn: flat[fqn] for fqn in self.order() if fqn in flat}
         with self.checkpoint.naming():
-            return flat if self.paths is None else self.paths.nested(flat)
+            root = flat if self.paths is None else self.paths.nested(flat)
+            number_parameters(root, {id(root)})
+            return root
 
     def order(self) -> list[str]:
         """Return all names in the order of the saved state dict, where it is known."""

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dsq_ckpt.convert import export
 from dsq_ckpt.convert.mapped import INDEX, SAFETENSORS, UNDERSTOOD, State, safetensors_state, shards_of, torch_state
-from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.nesting import Nesting, number_parameters
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.errors import CheckpointNotFound, ConfigError, CorruptCheckpoint, LoadFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
@@ -135,7 +135,9 @@ def whole_state(source: Source) -> State:
         flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for offsets, shape, part in parts:
             flat[name][tuple(slice(start, start + n) for start, n in zip(offsets, shape, strict=True))] = part
-    return source.nesting.nested({name: flat[name] for name in source.nesting if name in flat})
+    root = source.nesting.nested({name: flat[name] for name in source.nesting if name in flat})
+    number_parameters(root, {id(root)})
+    return root
 
 
 class InMemory:

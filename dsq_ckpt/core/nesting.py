@@ -8,7 +8,7 @@ numbers by which a plain `optimizer.state_dict()` knows its parameters, and dict
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -81,6 +81,12 @@ class Nesting(dict[str, Path]):
             {tuple(entry[0]): entry[1] for entry in index.get("typed_keys") or ()},
             None if empty is None else [tuple(path) for path in empty],
         )
+
+    def become_strings(self, state: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+        """Return paths and keys of the state dict that neither are strings nor are kept, such as tuples."""
+        return [
+            (path, key) for path, key, _ in _dicts((), state) if not isinstance(key, str) and path not in self.typed
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys of the index that `from_json` reads."""
@@ -168,6 +174,35 @@ def empty_dicts(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     if not state:
         yield (), state
     yield from ((path, value) for path, _, value in _dicts((), state) if isinstance(value, Mapping) and not value)
+
+
+def number_parameters(node: Any, filled: Collection[int]) -> None:
+    """Make numbers of the strings that DCP's own planner makes of an optimizer's parameters in `state`.
+
+    A state dict with numbers in its `param_groups` has them there, and an optimizer leaves strings aside.
+
+    Args:
+        node: a nested state dict, changed in place.
+        filled: ids of the dicts whose entries were not named by the caller, in or above which a `state` is.
+    """
+    if id(node) in filled:
+        filled = {*filled, *map(id, node.values() if isinstance(node, Mapping) else node)}
+    if isinstance(node, Mapping):
+        state, groups = node.get("state"), node.get("param_groups")
+        if isinstance(state, MutableMapping) and id(state) in filled and _numbers_parameters(groups):
+            entries = [(int(key) if isinstance(key, str) and key.isdecimal() else key, state[key]) for key in state]
+            state.clear()
+            state.update(entries)
+    for value in node.values() if isinstance(node, Mapping) else node:
+        if isinstance(value, Mapping | list):
+            number_parameters(value, filled)
+
+
+def _numbers_parameters(groups: Any) -> bool:
+    if not isinstance(groups, list | tuple):
+        return False
+    known = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    return all(isinstance(own, list | tuple) and all(type(one) is int for one in own) for own in known)
 
 
 def _entry(node: Any, key: Any, otherwise: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
+from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import dtype_of
@@ -34,6 +35,11 @@ class NestedSavePlanner(DefaultSavePlanner):
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.mappings = Nesting.of(state_dict, self.mappings)
+        for path, key in self.mappings.become_strings(state_dict) if is_coordinator else ():
+            warn(
+                f"the key {key!r} of '{'.'.join(map(str, path[:-1]))}' is stored as the string {path[-1]!r}, and comes "
+                "back as that from a load into an empty dict: keys of a state dict are strings, numbers or None"
+            )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -66,6 +72,13 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
+        stored = {} if metadata is None else _lengths(metadata.planner_data or {})
+        for path, length in _lengths(self.mappings).items() if is_coordinator else ():
+            if stored.get(path, 0) > length:
+                warn(
+                    f"'{'.'.join(map(str, path))}' is a list of {length}, of which {stored[path]} were saved: the rest "
+                    "is not loaded"
+                )
         empty = {*self._filled, *(path for path, _ in empty_dicts(state_dict))}
         self._empty = empty
         self._above = {path[:deep] for path in empty for deep in range(len(path))}
@@ -100,6 +113,16 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 "unpickles what is named"
             ) from error
         put(self.original_state_dict, self._nesting.steps(path), found)
+
+
+def _lengths(paths: Mapping[str, Path]) -> dict[Path, int]:
+    """Return the lengths of lists, by their paths."""
+    found: dict[Path, int] = {}
+    for path in paths.values():
+        for deep, part in enumerate(path):
+            if type(part) is int:
+                found[path[:deep]] = max(found.get(path[:deep], 0), part + 1)
+    return found
 
 
 def fillings(
@@ -144,6 +167,28 @@ def fillings(
                 name: _empty(tensors[name], nesting[name], parameters) if name in tensors else None for name in found
             })))
     return found_all
+
+
+def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: int) -> None:
+    """Warn of empty dicts below which a checkpoint has tensors: a planner of DCP loads what is named, so nothing there.
+
+    Such is the `state` of an optimizer's own state dict before its first step.
+    """
+    empty = [path for path, _ in empty_dicts(state_dict) if path]
+    if not empty:
+        return
+    with checkpoint.naming():
+        nesting, tensors = Nesting.from_json(checkpoint.index) or Nesting({}), checkpoint.index["tensors"]
+    for path in empty:
+        below = sum(name in tensors and own[: len(path)] == path for name, own in nesting.items())
+        if below:
+            name = ".".join(map(str, path))
+            warn(
+                f"'{name}' is an empty dict, and DCP loads nothing into it, though '{checkpoint.directory}' has {below}"
+                f" tensors below '{name}'. Load into what has them, as get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict makes it, or by dsq_ckpt.load, which fills empty dicts",
+                rank=rank,
+            )
 
 
 def _empty(

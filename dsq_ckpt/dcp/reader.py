@@ -14,6 +14,7 @@ from io import BytesIO
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,6 +37,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.located import Located
+from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty
 from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
@@ -162,6 +164,8 @@ class DSQStorageReader(Located, StorageReader):
         ) as workers:
             if checkpoint.manifest.lossy:
                 warmup.wait("load")
+            if isinstance(planner, DefaultLoadPlanner) and not isinstance(planner, NestedLoadPlanner):
+                warn_of_empty(planner.original_state_dict, checkpoint, 0 if self._level == logging.INFO else 1)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _load_object(checkpoint, item, planner)

@@ -1,0 +1,109 @@
+"""What DCP's planners leave out of nested state dicts without a word, and what is made of it here."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt.convert.export import export_torch
+
+
+@pytest.fixture
+def trained():
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 128)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def by_dcp(trained, tmp_path):
+    """A checkpoint that was saved by DCP's own planner, in which all keys are strings."""
+    model, optimizer = trained
+    writer = dsq_ckpt.DSQStorageWriter(tmp_path / "run" / "1", "exact")
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, storage_writer=writer)
+    return tmp_path / "run" / "1"
+
+
+def assert_same_state(found, optimizer):
+    own = optimizer.state_dict()
+    assert found["param_groups"] == own["param_groups"] and found["state"].keys() == own["state"].keys()
+    for number, state in own["state"].items():
+        assert state.keys() == found["state"][number].keys()
+        assert all(torch.equal(value, found["state"][number][key]) for key, value in state.items())
+
+
+def fresh(optimizer):
+    return type(optimizer)([parameter for group in optimizer.param_groups for parameter in group["params"]])
+
+
+@pytest.mark.parametrize("given", ["state dict", "optimizer", "empty dict", "nothing"])
+def test_an_optimizer_that_has_not_stepped_gets_its_state(given, by_dcp, trained):
+    """Its parameters are numbers again; it ignores strings, and would go on without moments."""
+    _, optimizer = trained
+    new = fresh(optimizer)
+    state = {
+        "state dict": {"optim": new.state_dict()}, "optimizer": {"optim": new}, "empty dict": {"optim": {}},
+        "nothing": {},
+    }[given]
+    dsq_ckpt.load(state, by_dcp)
+    if given != "optimizer":
+        assert_same_state(state["optim"], optimizer)
+        new.load_state_dict(state["optim"])
+    assert_same_state(new.state_dict(), optimizer)
+
+
+def test_exports_and_plain_checkpoints_have_numbers_too(by_dcp, trained, tmp_path):
+    model, optimizer = trained
+    export_torch(by_dcp, tmp_path / "out.pt")
+    assert_same_state(torch.load(tmp_path / "out.pt")["optim"], optimizer)
+    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "plain")
+    dsq_ckpt.compress(tmp_path / "plain", tmp_path / "small", config="exact")
+    state: dict[str, dict] = {}
+    dsq_ckpt.load(state, tmp_path / "small")
+    assert_same_state(state["optim"], optimizer)
+
+
+def test_strings_that_are_names_stay(trained, tmp_path):
+    """As of parameters in a list, by whose names their optimizer's state is saved."""
+    state = {"optim": {"state": {"0": {"step": 1}}, "param_groups": [{"params": ["0"], "lr": 0.1}]}}
+    dcp.save(state, storage_writer=dsq_ckpt.DSQStorageWriter(tmp_path / "run" / "1", "exact"))
+    found: dict[str, dict] = {}
+    dsq_ckpt.load(found, tmp_path / "run" / "1")
+    assert found == state
+
+
+def test_a_planner_that_loads_nothing_into_an_empty_dict_is_warned_of(by_dcp, trained):
+    _, optimizer = trained
+    state = {"optim": fresh(optimizer).state_dict()}
+    with pytest.warns(UserWarning, match=r"'optim\.state' is an empty dict, .* has 6 tensors below 'optim\.state'"):
+        dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(by_dcp))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*empty dict")
+        dcp.load({"optim": optimizer.state_dict()}, storage_reader=dsq_ckpt.DSQStorageReader(by_dcp))
+
+
+def test_keys_that_become_strings_are_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match=r"the key \(1, 2\) of 'd' is stored as the string '\(1, 2\)'"):
+        dsq_ckpt.save({"d": {(1, 2): 4, 3: 5, None: 6, 0.5: 7, True: 8}}, tmp_path / "run" / "1")
+    found: dict[str, dict] = {}
+    dsq_ckpt.load(found, tmp_path / "run" / "1")
+    assert found == {"d": {"(1, 2)": 4, 3: 5, None: 6, 0.5: 7, True: 8}}
+
+
+def test_a_list_that_is_shorter_than_the_saved_one_is_warned_of(tmp_path):
+    dsq_ckpt.save({"l": [torch.ones(3), torch.ones(4)]}, tmp_path / "run" / "1")
+    short, whole = {"l": [torch.zeros(3)]}, {"l": [torch.zeros(3), torch.zeros(4)]}
+    with pytest.warns(UserWarning, match="'l' is a list of 1, of which 2 were saved: the rest is not loaded"):
+        dsq_ckpt.load(short, tmp_path / "run" / "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dsq_ckpt.load(whole, tmp_path / "run" / "1")
+    assert whole["l"][1].sum() == 4
