@@ -351,6 +351,7 @@ def run_command(
     arguments = parser.parse_args()
     if arguments.steps < periods * arguments.save_every or arguments.save_every < 2:
         parser.error(f"--steps must be at least {periods} times --save-every, and --save-every at least 2")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the phase that runs is ended
     console = Console()
     with tempfile.TemporaryDirectory(prefix="dsq-demo-") as temporary:
         directory = arguments.out or Path(temporary)

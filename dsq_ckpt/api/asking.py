@@ -133,7 +133,7 @@ def tell_left_out(
     if left and not extra:
         placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
         warn(
-            f"{named(left)} of '{directory}' was not loaded, since load was not given extra: pass placeholders of what "
+            f"{named(left)} of '{directory}' was not loaded, since extra does not name it: pass placeholders of what "
             f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
         )
 

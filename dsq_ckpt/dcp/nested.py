@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsq_ckpt.core.arguments import shown
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn
@@ -84,17 +85,24 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         self._above = {path[:deep] for path in empty for deep in range(len(path))}
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        for fqn, placeholder in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(fqn)
+            if isinstance(stored, TensorStorageMetadata) and not isinstance(placeholder, torch.Tensor | ShardedTensor):
+                raise LoadFailed(
+                    f"'{fqn}' was saved as a tensor of shape {tuple(stored.size)}, and the state dict has "
+                    f"{shown(placeholder)} there: put a tensor of that shape there, or leave '{fqn}' out"
+                )
         try:
             return super().create_local_plan()
         except RuntimeError as error:
-            assert self.metadata is not None
-            stored = self.metadata.state_dict_metadata
-            missing = [fqn for fqn in self.state_dict if fqn not in stored]
+            known = self.metadata.state_dict_metadata
+            missing = [fqn for fqn in self.state_dict if fqn not in known]
             if not missing:
                 raise
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LoadFailed(
-                f"the checkpoint has no '{missing[0]}'{more}, which the state dict has{name_hint(missing[0], stored)}"
+                f"the checkpoint has no '{missing[0]}'{more}, which the state dict has{name_hint(missing[0], known)}"
             ) from error
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -107,3 +107,10 @@ def test_a_list_that_is_shorter_than_the_saved_one_is_warned_of(tmp_path):
         warnings.simplefilter("error", UserWarning)
         dsq_ckpt.load(whole, tmp_path / "run" / "1")
     assert whole["l"][1].sum() == 4
+
+
+@pytest.mark.parametrize("placeholder", [None, 1.5, "text"])
+def test_what_is_no_tensor_is_no_place_for_one(placeholder, tmp_path):
+    dsq_ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "run" / "1")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=r"'w' was saved as a tensor of shape \(3, 4\), and the state"):
+        dsq_ckpt.load({"w": placeholder}, tmp_path / "run" / "1")
