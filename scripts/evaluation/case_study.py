@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import dsq_ckpt
-from evaluation.recording import _one_thread
+from evaluation.recording import one_thread
 from evaluation.report import Column, Row, digits, percent
 from evaluation.rework import Experiment, Method
 from evaluation.workloads import Workload
@@ -41,7 +41,7 @@ def compare(plan: Experiment, bits: int, iterations: int, failure: int, interval
 
 def without_failure(plan: Experiment, iterations: int) -> Row:
     """Train; return the loss before the first iteration and after each, and the seconds of one."""
-    with _one_thread():
+    with one_thread():
         workload, seconds = plan.workload(), list[float]()
         losses = [workload.evaluate(), *_train(plan, workload, 0, iterations, seconds)]
     return {"name": "no failure", "losses": losses, "seconds": statistics.median(seconds)}
@@ -62,7 +62,7 @@ def with_failure(plan: Experiment, method: Method, apart: int, failure: int, exa
         iterations that the failure costs, None if a limit was reached; and medians of seconds and bytes.
     """
     dsq_ckpt.forget()
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="dsq-case-") as name:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="dsq-case-") as name:
         workload, directory = plan.workload(), Path(name)
         taken, seconds, written = list[float](), list[float](), list[int]()
         with dsq_ckpt.Compressor(workload.model, workload.optimizer, method.config(), every=apart) as compressor:

@@ -26,7 +26,7 @@ import dsq_ckpt
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.storage.manifest import checkpoints
-from evaluation.recording import _one_thread, default_directory
+from evaluation.recording import default_directory, one_thread
 from evaluation.report import Column, Row, digits, machine, percent, ratio
 from evaluation.results import Results
 from evaluation.workloads import NOISE_FLOOR, Workload, create, with_noise
@@ -52,7 +52,7 @@ def reference(name: str, seed: int, directory: Path | None = None, report: Repor
         report: Called with a line if the run has to be made.
     """
     path = (directory or default_directory(name, seed)) / REFERENCE_FILE
-    with _one_thread():
+    with one_thread():
         workload = create(name, seed)
         # Bits, and so losses, differ between machines and versions.
         settings = {"run": workload.settings(), "machine": machine()["processor"], "torch": torch.__version__}
@@ -294,7 +294,7 @@ def run_system(
     """
     rows: list[Row] = []
     for bound, config in configurations(system, epsilons, own):
-        with _one_thread():
+        with one_thread():
             workload = create(name, seed)
             settings = {"run": workload.settings(), "failures": failures, "per_failure": per_failure}
             settings["config"] = NOISE_FLOOR if config is None else config.model_dump(mode="json")

@@ -22,7 +22,7 @@ from dsq_ckpt.codebooks.exponent import exponent_buckets
 from dsq_ckpt.core.arrays import F32, I64, Mask
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.storage.manifest import Manifest
-from evaluation.recording import _one_thread
+from evaluation.recording import one_thread
 from evaluation.report import Column, Row, digits, percent
 from evaluation.rework import FP32, SPAN, Experiment, Method, Probe
 
@@ -66,7 +66,7 @@ def stages(plan: Experiment, bits: int, samples: int) -> Row:
     last = int(SPAN[1] * plan.workload().steps) // plan.every
     steps = {round(number) * plan.every for number in np.linspace(1, last, samples)}
     measured, exponents = [], list[Row]()
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="dsq-stages-") as directory:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="dsq-stages-") as directory:
         for before, now, path in _chain(plan, Method("lc", "lc", {"bits": bits}), Path(directory), steps):
             differences = {name: (now[name] - before[name]).numpy().ravel() for name in now}
             sizes, elements = Manifest.read(path).kinds["weights"], sum(map(len, differences.values()))
@@ -104,7 +104,7 @@ def deleted(plan: Experiment, start: int) -> list[Row]:
         plan: The run; its checkpoints do not matter.
         start: Iteration of the state that differences are added to.
     """
-    with _one_thread():
+    with one_thread():
         workload = plan.workload()
         probe = Probe(workload)
         workload.train(0, start)

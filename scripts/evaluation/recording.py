@@ -83,7 +83,7 @@ def record(
         The directory.
     """
     directory = directory or default_directory(name, seed)
-    with _one_thread():
+    with one_thread():
         workload = create(name, seed)
         settings = workload.settings() | {
             "format": FORMAT, "gradient_batches": GRADIENT_BATCHES, "gradient_weight": GRADIENT_WEIGHT,
@@ -151,7 +151,7 @@ def _is_complete(directory: Path, settings: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Run on one thread, since sums over several threads differ in bits between machines."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.cli import json_files
-from evaluation.recording import _one_thread
+from evaluation.recording import one_thread
 from evaluation.report import Row, document
 
 
@@ -68,5 +68,5 @@ class Results:
         return [row for part in self.rows for row in part["rows"]]
 
     def _document(self) -> Row:
-        with _one_thread():  # it says with how many threads torch ran
+        with one_thread():  # it says with how many threads torch ran
             return document(self._measured, self._settings, self.rows, **self._conclude(self.rows))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import dsq_ckpt
-from evaluation.recording import _one_thread
+from evaluation.recording import one_thread
 from evaluation.report import RESTART_EVERY, Column, Row, digits, percent, ratio
 from evaluation.workloads import Workload, create, with_noise
 
@@ -81,7 +81,7 @@ def compare(
         ValueError: A point is not a checkpoint of the run.
     """
     rows: list[Row] = []
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="dsq-resume-") as directory, ExitStack() as stack:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="dsq-resume-") as directory, ExitStack() as stack:
         workload = create(name, seed)
         every = workload.checkpoint_every
         if wrong := [point for point in points if point % every or not 0 < point <= workload.steps - steps]:

@@ -31,7 +31,7 @@ import dsq_ckpt
 from dsq_ckpt.config.systems import EXACT_MOMENTS
 from dsq_ckpt.storage.manifest import Manifest
 from evaluation.online import Report
-from evaluation.recording import _one_thread
+from evaluation.recording import one_thread
 from evaluation.report import Column, Row, digits, percent
 from evaluation.results import Results
 from evaluation.workloads import Workload, create
@@ -165,7 +165,7 @@ def methods(systems: Sequence[str], bits: Sequence[int], coded: bool = False) ->
 
 def loss_curve(plan: Experiment) -> list[float]:
     """Return the loss before the first step and after every one, up to the last step that may fail."""
-    with _one_thread():
+    with one_thread():
         workload = plan.workload()
         probe = Probe(workload)
         losses = [probe(workload.model)]
@@ -188,7 +188,7 @@ def run_method(
         report: Called with a line about every row that has to be made.
     """
     like = None if method.like is None else run_method(plan, method.like, curve, results, report)
-    with _one_thread():
+    with one_thread():
         workload = plan.workload()
         failures = plan.failures(workload.steps)
         settings = {
