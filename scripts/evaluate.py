@@ -62,7 +62,7 @@ ONLINE = [*SYSTEMS, NOISE_FLOOR]
 JSON = typer.Option(..., "--json", help="File to write the results to.")
 PART = typer.Option(list(parts.PARTS), help=f"Of {', '.join(parts.PARTS)}; several times for several.")
 EPSILON = typer.Option(0.05, help="Bound: relative degradation of the held-out loss by a base layer.")
-WORKLOADS = typer.Argument(..., help=f"Of {', '.join(names())}; several for several.")
+WORKLOADS = typer.Argument(..., help=f"One or more of {', '.join(names())}.")
 CONFIGS = typer.Option(
     ["default", "moments_exact"], "--config", help="A preset, or a configuration as JSON; several times for several."
 )
@@ -315,7 +315,7 @@ def rework(
     workload: str = typer.Argument(help=f"One of {', '.join(names())}; the paper's are mlr, lenet, alexnet and mf."),
     systems: str = _systems(["lc", "topn", "scar", "dsq"]),
     bits: str = typer.Option("2,3", help="Of lc, separated by commas; topn and scar are made as large as each."),
-    coded: bool = typer.Option(False, "--coded", help="As large in files, by rANS; else as the paper counts them."),
+    coded: bool = typer.Option(False, "--coded", help="As large in files, all by rANS; else as the paper counts."),
     trials: int = typer.Option(50, min=1, help="Failures at random steps."),
     every: int = typer.Option(1, min=1, help="Iterations between checkpoints."),
     limit: int = typer.Option(200, min=1, help="Iterations after which a trial is given up."),

@@ -1,4 +1,4 @@
-"""LC-Checkpoint's figures but for rework, which `evaluate.py rework` counts.
+"""LC-Checkpoint's figures other than rework, which `evaluate.py rework` counts.
 
     python scripts/evaluate_lc.py stages alexnet mf --json stages.json   # figures 2 and 4: what each stage is worth
     python scripts/evaluate_lc.py deleted mlr --json deleted.json        # figure 5: which buckets matter
@@ -19,7 +19,7 @@ from dsq_ckpt.cli import json_files
 app = typer.Typer(add_completion=False, help=__doc__)
 
 WORKLOAD = typer.Argument(help=f"One of {', '.join(names())}.")
-WORKLOADS = typer.Argument(..., help=f"Of {', '.join(names())}; several for several.")
+WORKLOADS = typer.Argument(..., help=f"One or more of {', '.join(names())}.")
 RATE = typer.Option(None, help="Highest learning rate, if not the workload's.")
 SEED = typer.Option(0, help="Seed of the initial weights and of the batches.")
 BITS = typer.Option([2, 3], help="Of priority promotion; several times for several.")
@@ -74,7 +74,15 @@ def case(
     json_path: Path = JSON,
 ) -> None:
     """Let a run fail once, with a lossy checkpoint after every iteration and with rare full ones."""
-    rows = list(case_study.compare(_plan(workload, seed, every, rate), bits, iterations, failure, interval))
+    plan = _plan(workload, seed, every, rate)
+    if failure > iterations:
+        raise typer.BadParameter(f"a failure at iteration {failure} is past the last one, {iterations}")
+    steps, planned = (iterations + case_study.MORE * failure) * every, plan.workload().plan
+    if steps > planned.steps and planned.floor < 1:
+        raise typer.BadParameter(
+            f"{steps} steps are more than the {planned.steps} of {workload}, whose learning rate ends with them"
+        )
+    rows = list(case_study.compare(plan, bits, iterations, failure, interval))
     settings = {
         "workload": workload, "every": every, "bits": bits, "iterations": iterations, "failure": failure,
         "interval": interval, "rate": rate, "seed": seed,

@@ -44,6 +44,8 @@ from evaluation.workloads import create
 Report = Callable[[str], None]
 WEIGHTS, EMBEDDING = "quantize.weights.codebook.", "quantize.groups.embedding.codebook."
 GRANULARITY = "quantize.granularity"
+TOP, PRUNED = 0.1, 0.3
+"""Shares of elements by rank: those that count as the largest or most sensitive, and those pruned."""
 
 RUN_COLUMNS = (
     Column("<what", "name"), Column("weights", "ratio_weights", ratio), Column("best delta", "best_delta", ratio),
@@ -307,10 +309,6 @@ def _spread(directory: Path, count: int) -> set[int]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.mean(values) if values else None
-
-
-TOP, PRUNED = 0.1, 0.3
-"""Shares of elements: those that count as the largest or most sensitive, and those pruned."""
 
 
 def ranks(directory: Path, report: Report, count: int = 4) -> list[Row]:

@@ -20,7 +20,8 @@ from evaluation.rework import Experiment, Method
 from evaluation.workloads import Workload
 
 FULL = Method("full", "exact")
-_MORE = 2  # times the iterations that a failure can cost, after which a run is given up
+MORE = 2
+"""Times the iterations that a failure can cost, after which a run is given up."""
 
 
 def compare(plan: Experiment, bits: int, iterations: int, failure: int, interval: int) -> Iterator[Row]:
@@ -59,13 +60,14 @@ def with_failure(plan: Experiment, method: Method, apart: int, failure: int, exa
 
     Returns:
         The losses after all iterations that were executed, those done again among them; the iteration restored; the
-        iterations that the failure costs, None if a limit was reached; and medians of seconds and bytes.
+        iterations that the failure costs, None if a limit was reached: those executed, less those after which the run
+        without a failure had that loss (not before the failure); and medians of seconds and bytes.
     """
     dsq_ckpt.forget()
     with one_thread(), tempfile.TemporaryDirectory(prefix="dsq-case-") as name:
         workload, directory = plan.workload(), Path(name)
-        taken, seconds, written = list[float](), list[float](), list[int]()
-        with dsq_ckpt.Compressor(workload.model, workload.optimizer, method.config(), every=apart) as compressor:
+        config, taken, seconds, written = method.config(), list[float](), list[float](), list[int]()
+        with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=apart * plan.every) as compressor:
 
             def save(done: int) -> None:
                 if done % apart == 0:
@@ -80,15 +82,15 @@ def with_failure(plan: Experiment, method: Method, apart: int, failure: int, exa
             losses += _train(plan, workload, failure - 1, failure, seconds)
             restored = (failure - 1) // apart * apart
             compressor.load(directory / f"{restored:04d}")
-            last = len(exact) - 1 + _MORE * failure
+            last = len(exact) - 1 + MORE * failure
             for loss in _train(plan, workload, restored, last, seconds, save):
                 losses.append(loss)
                 if loss <= exact[-1]:
                     break
-    reached = losses[-1] <= exact[-1]
+    reached = next(number for number in range(failure, len(exact)) if exact[number] <= exact[-1])
     return {
         "name": method.name, "losses": losses, "restored": restored,
-        "costs": len(losses) - len(exact) if reached else None, "seconds": statistics.median(seconds),
+        "costs": len(losses) - 1 - reached if losses[-1] <= exact[-1] else None, "seconds": statistics.median(seconds),
         "seconds_save": statistics.median(taken[1:] or taken), "bytes": statistics.median(written[1:] or written),
         "overhead": statistics.median(taken[1:] or taken) / statistics.median(seconds) / apart,
     }
@@ -113,5 +115,5 @@ COLUMNS = (
     Column("of an iteration", "overhead", percent), Column("bytes", "bytes", "{:,.0f}".format),
 )
 NOTES = """\
-iterations more: than without a failure, until the loss is no larger than at that run's end; seconds and bytes:
+iterations more: than without a failure, until the loss is as low as at the end of that run; seconds and bytes:
 medians, of all that a checkpoint writes; of an iteration: time of checkpoints per iteration."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dsq_ckpt.core.arrays import F32, I64
 from evaluation.language import stdlib_bytes
 from evaluation.workloads import Plan, Workload, register, seeded
 
@@ -30,8 +31,8 @@ HELD_OUT_ROWS = 4096
 class Entries(NamedTuple):
     """Known entries of a matrix: int64 `(count, 2)` of row and column, and their values, float32."""
 
-    places: np.ndarray
-    values: np.ndarray
+    places: I64
+    values: F32
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ from evaluation.rework import FP32, SPAN, Experiment, Method, Probe
 STRIDE, SPANS = 10, range(1, 7)
 """Figure 5: a difference is that of 10 n iterations."""
 PROMOTED = (2, 3, 4)
+ZERO = -(2**30)
+"""Stands for the exponent of zero, below all others."""
 
 
 class Buckets(NamedTuple):
@@ -49,10 +51,15 @@ class Buckets(NamedTuple):
 
 def buckets_of(values: F32) -> Buckets:
     """Put values into buckets: by exponent, then by number, then the positive first, as `exponent_buckets` does."""
-    keys = np.stack([np.where(values == 0, -(2**30), np.frexp(values)[1] - 1), np.sign(values)]).astype(np.int64)
+    keys = np.stack([_exponents(values), np.sign(values).astype(np.int64)])
     (exponents, signs), members, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
     order = np.lexsort((-signs, -counts, -exponents))
     return Buckets(exponents[order], signs[order], counts[order], np.argsort(order)[members.reshape(-1)])
+
+
+def _exponents(values: F32) -> I64:
+    """Return floor(log2 |x|), ZERO for zero."""
+    return np.where(values == 0, ZERO, np.frexp(values)[1] - 1).astype(np.int64)
 
 
 def stages(plan: Experiment, bits: int, samples: int) -> Row:
@@ -89,9 +96,9 @@ def exponents_of(values: F32, bits: int) -> list[Row]:
     """Return the share of values by exponent, the largest first, before and after priority promotion."""
     ascending, counts = np.unique(values + np.float32(0), return_counts=True)
     _, codes = exponent_buckets(ascending, ascending, ascending, counts, bits)
-    exponent = np.where(ascending == 0, -(2**30), np.frexp(ascending)[1] - 1)
+    exponent = _exponents(ascending)
     return [
-        {"exponent": int(one) if one > -(2**30) else None, "share": float(counts[same].sum() / len(values)),
+        {"exponent": int(one) if one > ZERO else None, "share": float(counts[same].sum() / len(values)),
          "promoted": float(counts[same & (codes > 0)].sum() / len(values))}
         for one in np.unique(exponent)[::-1] for same in [exponent == one]
     ]
@@ -132,7 +139,7 @@ class Loss:
         return self._probe(self._model)
 
 
-def _deletions(difference: F32, loss: Loss) -> Row:
+def _deletions(difference: F32, loss: Callable[[F32], float]) -> Row:
     """Return the loss, and by bucket and by number of bits the relative error without what is deleted."""
     exact, found = loss(difference), buckets_of(difference)
 
@@ -176,10 +183,10 @@ def _chain(
             compressor.save(run / f"step-{step:06d}")
             if step in steps:
                 exact[step] = _weights(workload.model, names)
-    loader = dsq_ckpt.Compressor(workload.model, workload.optimizer, {"system": "exact"})
-    for step, now in exact.items():  # at the end, since the checkpoint that is loaded would be the next one's parent
-        loader.load(run / f"step-{step - plan.every:06d}")
-        yield _weights(workload.model, names), now, run / f"step-{step:06d}"
+    with dsq_ckpt.Compressor(workload.model, workload.optimizer, {"system": "exact"}) as loader:
+        for step, now in exact.items():  # at the end: the checkpoint that is loaded would be the next one's parent
+            loader.load(run / f"step-{step - plan.every:06d}")
+            yield _weights(workload.model, names), now, run / f"step-{step:06d}"
 
 
 def _compressed(model: nn.Module, config: dsq_ckpt.DSQConfig) -> list[str]:

@@ -4,12 +4,13 @@ LC-Checkpoint, section 4.2 and Figure 3. A run is checkpointed at every iteratio
 fails: the newest checkpoint is decoded along its chain, training goes on from there, and iterations are counted until
 the training loss is back at what it was at the failure. Methods that write as many bytes per checkpoint are compared.
 
-The loss is that of training rows that no step draws, in evaluation mode: always the same, so that it tells states and
-not batches apart. SGD runs without momentum, as in the paper; whatever state an optimizer has is restored bit for bit.
+The loss is that of batches that are not those of any step, in evaluation mode: always the same, so that it tells states
+and not batches apart. Single rows may have been trained on: batches are drawn with replacement. SGD runs without
+momentum, as in the paper; whatever state an optimizer has is restored bit for bit.
 
 Top-n and SCAR are as large as LC-Checkpoint in one of two ways: as the paper counts, where a kept value of top-n takes
-64 bits (CSR: fp32 and its place) and one of SCAR 32; or in files, coded by rANS, where values are bf16 and their places
-take what they have of entropy. Huffman coding, at a bit per element and more, would leave room for few values.
+64 bits (CSR: fp32 and its place) and one of SCAR 32, whatever the files take; or in files, all three coded by rANS,
+where values are bf16 and places take what they have of entropy. A Huffman code takes a bit per element at least.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Method:
         sized: Setting of the codebook that is found so that checkpoints are as large as those of `like`, or None.
         like: The method whose size is matched.
         counted: Bits that a kept value counts as, None where it is the size of files that is matched.
+        coder: Of codes, if not the system's.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Method:
     sized: str | None = None
     like: Method | None = None
     counted: int | None = None
+    coder: str | None = None
 
     def config(self, **codebook: Any) -> dsq_ckpt.DSQConfig:
         """Make the configuration: base layers alone, one keyframe, at step 0."""
@@ -77,7 +80,7 @@ class Method:
             "storage": {"fsync": False},
         })
         chosen = {f"quantize.weights.codebook.{key}": value for key, value in (self.codebook | codebook).items()}
-        chosen |= {"delta.coder": "rans"} if self.sized and self.counted is None else {}
+        chosen |= {} if self.coder is None else {"delta.coder": self.coder}
         groups = {f"quantize.groups.{group}.refinement_bits": 0 for group in config.quantize.groups}
         return config.with_values(**{"quantize.weights.refinement_bits": 0}, **groups, **chosen)
 
@@ -126,7 +129,7 @@ class Experiment:
 
 
 class Probe:
-    """Mean loss on rows of the training data that no step of the plan draws as its batch."""
+    """Mean loss on batches that are not those of any step (single rows may be: they are drawn with replacement)."""
 
     def __init__(self, workload: Workload) -> None:
         self._loss = workload.loss
@@ -148,16 +151,17 @@ def methods(systems: Sequence[str], bits: Sequence[int], coded: bool = False) ->
     Args:
         systems: Names of systems.
         bits: Of LC-Checkpoint.
-        coded: Whether top-n and SCAR are as large in files, instead of as the paper counts.
+        coded: Whether top-n and SCAR are as large in files, all coded by rANS, instead of as the paper counts.
     """
     made: list[Method] = []
+    how, coder = (", rANS", "rans") if coded else ("", None)
     for count in bits:
-        lc = Method(f"lc, {count} bits", "lc", {"bits": count})
+        lc = Method(f"lc{how}, {count} bits", "lc", {"bits": count}, coder=coder)
         sized = {"lc": lc}
         for name, setting, counted in (("topn", "fraction", 2 * FP32), ("scar", "parts", FP32)):
-            how = f"{name}, rANS" if coded else name
             sized[name] = Method(
-                f"{how}, as lc {count}", name, sized=setting, like=lc, counted=None if coded else counted
+                f"{name}{how}, as lc {count}", name, sized=setting, like=lc,
+                counted=None if coded else counted, coder=coder,
             )
         made += [sized[system] for system in systems if system in sized]
     return made + [Method(f"{system}, base", system) for system in systems if system not in ("lc", "topn", "scar")]
@@ -284,12 +288,17 @@ def _summary(trials: Sequence[Row], plan: Experiment) -> Row:
 
 
 def _train_counted(plan: Experiment, method: Method, share: float, run: Path, failures: Sequence[int]) -> Row:
-    """Train with the setting that takes a share of the weights' size, as values are counted; that, and the setting."""
+    """Train with the setting that takes about a share of the weights' size, as values are counted.
+
+    Returns:
+        The setting, and the size as it is counted with that: SCAR's parts are a whole number, so not quite the share.
+    """
     assert method.sized is not None and method.counted is not None
     kept = share * FP32 / method.counted
     setting = round(1 / kept) if method.sized == "parts" else kept
     sizes = _train(plan, method.config(**{method.sized: setting}), run, failures)
-    return {method.sized: setting, **sizes, "bytes": sizes["bytes"] / sizes["share"] * share, "share": share}
+    counted = method.counted / FP32 * (1 / setting if method.sized == "parts" else setting)
+    return {method.sized: setting, **sizes, "bytes": sizes["bytes"] / sizes["share"] * counted, "share": counted}
 
 
 def _train_sized(

@@ -73,10 +73,18 @@ def test_rivals_are_as_large_as_the_paper_counts() -> None:
     [first] = [row for row in results.rows if row["name"] == lc.name]
     assert [row["name"] for row in rows] == ["topn, as lc 2", "scar, as lc 2"]
     assert rows[0]["fraction"] == pytest.approx(first["share"] / 2) and rows[1]["parts"] == round(1 / first["share"])
-    assert all(row["share"] == first["share"] and row["bytes"] == pytest.approx(first["bytes"]) for row in rows)
-    coded = rework.methods(["topn", "scar"], [2], coded=True)
-    assert [method.name for method in coded] == ["topn, rANS, as lc 2", "scar, rANS, as lc 2"]
-    assert [method.config().delta.coder for method in (lc, topn, *coded)] == ["huffman", "huffman", "rans", "rans"]
+    assert rows[0]["share"] == pytest.approx(first["share"]) and rows[1]["share"] == 1 / rows[1]["parts"]
+    for row in rows:
+        assert row["bytes"] / row["share"] == pytest.approx(first["bytes"] / first["share"])
+    assert [method.config().delta.coder for method in (lc, topn, scar)] == ["huffman"] * 3
+
+
+def test_in_files_all_have_one_coder() -> None:
+    coded = rework.methods(["lc", "topn", "scar", "dsq"], [2], coded=True)
+    assert [method.name for method in coded] == ["lc, rANS, 2 bits", "topn, rANS, as lc 2", "scar, rANS, as lc 2",
+                                                 "dsq, base"]
+    assert [method.config().delta.coder for method in coded] == ["rans"] * 4
+    assert [method.like for method in coded[:3]] == [None, coded[0], coded[0]]
 
 
 def test_deleted_buckets_leave_training_as_it_was(monkeypatch) -> None:
@@ -99,7 +107,7 @@ def test_deleted_buckets_leave_training_as_it_was(monkeypatch) -> None:
 def test_equation_2() -> None:
     """The bucket of 2 changes a loss that is the sum of the state from 4 to 2, that of 1 from 4 to 3."""
     difference = np.array([2, 1, 1], np.float32)
-    row = promotion._deletions(difference, lambda change: float(change.sum()))  # type: ignore[arg-type]
+    row = promotion._deletions(difference, lambda change: float(change.sum()))
     assert row["loss"] == 4 and row["largest"] == 1
     assert [one["error"] for one in row["buckets"]] == [0.25, 0.25]
     assert [(one["exponent"], one["sign"], one["count"]) for one in row["buckets"]] == [(1, 1, 1), (0, 1, 2)]
@@ -123,6 +131,13 @@ def test_a_run_that_does_not_come_back_is_given_up() -> None:
     plan = rework.Experiment("gpt-tiny", 0, every=2, trials=1, limit=1)
     row = case_study.with_failure(plan, case_study.FULL, 1, 2, [9.0, 8.0, 0.0])
     assert row["costs"] is None and len(row["losses"]) == 3 + 5
+
+
+def test_costs_are_told_from_where_the_exact_run_first_had_the_loss() -> None:
+    """The run without a failure is at 8 after two iterations already, and the other one by an iteration more."""
+    plan = rework.Experiment("gpt-tiny", 0, every=2, trials=1, limit=1)
+    row = case_study.with_failure(plan, case_study.FULL, 1, 2, [9.0, 8.5, 8.0, 8.2, 8.0])
+    assert row["losses"][-1] <= 8.0 and row["costs"] == len(row["losses"]) - 1 - 2 == 1
 
 
 def test_the_matrix_is_that_of_the_words_of_the_text(monkeypatch) -> None:
@@ -169,6 +184,18 @@ def test_commands_write_what_they_measure(tmp_path: Path, monkeypatch) -> None:
     assert "goes back to" in _run(*case)
     assert [row["name"] for row in _document(path)["rows"]] == ["no failure", "lc, 3 bits", "full"]
     assert CliRunner().invoke(app, ["deleted", "gtp", "--json", str(path)]).exit_code == 2
+
+
+def test_a_case_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """A failure after the end; more steps than gpt-tiny's 60, at whose end the learning rate is zero."""
+    case = ["case", "gpt-tiny", "--json", str(tmp_path / "case.json"), "--iterations", "4"]
+    for arguments, message in (
+        (["--every", "2", "--failure", "5"], "is past the last one, 4"),
+        (["--every", "8", "--failure", "2"], "64 steps are more than the 60"),
+    ):
+        result = CliRunner().invoke(app, [*case, *arguments])
+        assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split()), result.output
+    assert not (tmp_path / "case.json").exists()
 
 
 def _document(path: Path) -> dict[str, Any]:
