@@ -202,7 +202,7 @@ def _numbers_parameters(groups: Any) -> bool:
     if not isinstance(groups, list | tuple):
         return False
     known = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
-    return all(isinstance(own, list | tuple) and all(type(one) is int for one in own) for own in known)
+    return any(known) and all(isinstance(own, list | tuple) and all(type(one) is int for one in own) for own in known)
 
 
 def _entry(node: Any, key: Any, otherwise: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,3 +115,19 @@ def test_what_is_no_tensor_is_no_place_for_one(placeholder, tmp_path):
     dsq_ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "run" / "1")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'w' was saved as a tensor of shape \(3, 4\), and the state"):
         dsq_ckpt.load({"w": placeholder}, tmp_path / "run" / "1")
+
+
+class Noting(dcp.DefaultSavePlanner):
+    """Keeps data of its own in the metadata, by the names of what it saves."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data=dict.fromkeys(metadata.planner_data, 5))
+
+
+def test_planners_may_keep_something_else_than_paths(tmp_path):
+    writer = dsq_ckpt.DSQStorageWriter(tmp_path / "run" / "1")
+    dcp.save({"l": [torch.ones(3), torch.ones(4)]}, storage_writer=writer, planner=Noting())
+    found = {"l": [torch.zeros(3)]}
+    dsq_ckpt.load(found, tmp_path / "run" / "1")
+    assert found["l"][0].sum() == 3
