@@ -73,9 +73,9 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
-        saved = None if metadata is None else metadata.planner_data
+        saved: Any = None if metadata is None else metadata.planner_data  # of another planner it may be anything
         are_paths = isinstance(saved, dict) and all(isinstance(path, tuple) for path in saved.values())
-        stored = _lengths(saved) if are_paths else {}  # of another planner it may be anything
+        stored = _lengths(saved) if are_paths else {}
         for path, length in _lengths(self.mappings).items() if is_coordinator else ():
             if stored.get(path, 0) > length:
                 warn(
