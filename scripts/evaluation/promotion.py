@@ -213,11 +213,12 @@ per value of compressed weights, mean over checkpoints; E: exponent-based quanti
 P: priority promotion; H: Huffman coding, as it is in the files. Without tables of levels, index and manifest."""
 DELETED = (
     Column("<workload", "workload"), Column("iterations", "iterations"), Column("loss", "loss", digits(4)),
-    Column("bucket of largest error", "largest"),
+    Column("largest", "largest"),
     *(Column(f"first {2**bits - 1}", f"kept_{bits}", percent) for bits in PROMOTED),
-    *(Column(f"their elements, {bits} bits", f"elements_{bits}", percent) for bits in PROMOTED),
-    *(Column(f"without the rest, {bits} bits", f"without_rest_{bits}", "{:.1e}".format) for bits in PROMOTED),
+    *(Column(f"elements {2**bits - 1}", f"elements_{bits}", percent) for bits in PROMOTED),
+    *(Column(f"alone {2**bits - 1}", f"without_rest_{bits}", "{:.1e}".format) for bits in PROMOTED),
 )
 DELETED_NOTES = """\
-relative error of the loss, squared, when a bucket is set to zero (equation 2); first n: share of the sum of all errors
-that is in the n buckets of largest exponent; without the rest: the error when all others are set to zero at once."""
+relative error of the loss, squared, when a bucket is set to zero (equation 2); largest: the bucket of the largest one;
+first n: share of the sum of all errors that is in the n buckets of largest exponent; elements n: share of the elements
+in these; alone n: the error when all others are set to zero at once."""

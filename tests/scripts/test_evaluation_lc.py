@@ -174,7 +174,7 @@ def test_ranks_of_a_recording(tmp_path: Path) -> None:
 
 
 def test_commands_write_what_they_measure(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # where the window is narrow, heads are cut
+    monkeypatch.setenv("COLUMNS", "160")  # where the window is narrow, heads are cut
     monkeypatch.setattr(promotion, "SPANS", range(1, 2))
     path = tmp_path / "measured.json"
     assert "E+P+H" in _run("stages", "gpt-tiny", "--bits", "2", "--every", "12", "--samples", "2", "--json", str(path))
