@@ -93,7 +93,7 @@ def test_wrapped_optimizers_are_what_they_wrap(tmp_path):
 
 
 def test_a_step_that_takes_no_closure_or_needs_one_cannot_be_restored(tmp_path):
-    """What a signature does not tell is said by the load, which leaves the optimizer as it was."""
+    """A load says what a signature does not tell, and leaves the optimizer as it was."""
     model = Net()
     with pytest.raises(ConfigError, match=r"Bare\.step\(\) cannot be called as step\(closure=None\)"):
         dsq_ckpt.Compressor(model, Bare(model.parameters(), lr=0.1))
