@@ -46,8 +46,13 @@ def check_owner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> No
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer in Accelerate's or Lightning's, which has the hooks and the `step` that count."""
+    """Return the optimizer in Accelerate's or Lightning's, which has the hooks and the `step` that count.
+
+    These have its state; an optimizer with a state of its own, such as Lookahead, is not only a wrapper.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        if getattr(optimizer, "state", None) is not inner.state:
+            break
         optimizer = inner
     return optimizer
 

@@ -73,15 +73,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values())
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._nesting = Nesting.of(state_dict, self.mappings, all_keys=True)
-        saved: Any = None if metadata is None else metadata.planner_data  # of another planner it may be anything
-        are_paths = isinstance(saved, dict) and all(isinstance(path, tuple) for path in saved.values())
-        stored = _lengths(saved) if are_paths else {}
-        for path, length in _lengths(self.mappings).items() if is_coordinator else ():
-            if stored.get(path, 0) > length:
-                warn(
-                    f"'{'.'.join(map(str, path))}' is a list of {length}, of which {stored[path]} were saved: the rest "
-                    "is not loaded"
-                )
+        if is_coordinator and metadata is not None:
+            _warn_of_shorter(self.mappings, metadata.planner_data)
         empty = {*self._filled, *(path for path, _ in empty_dicts(state_dict))}
         self._empty = empty
         self._above = {path[:deep] for path in empty for deep in range(len(path))}
@@ -123,6 +116,19 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 "unpickles what is named"
             ) from error
         put(self.original_state_dict, self._nesting.steps(path), found)
+
+
+def _warn_of_shorter(paths: Mapping[str, Path], saved: Any) -> None:
+    """Warn of lists with fewer entries than were saved, by their paths; what another planner saved may be no paths."""
+    if not isinstance(saved, dict) or not all(isinstance(path, tuple) for path in saved.values()):
+        return
+    stored = _lengths(saved)
+    for path, length in _lengths(paths).items():
+        if stored.get(path, 0) > length:
+            warn(
+                f"'{'.'.join(map(str, path))}' is a list of {length}, of which {stored[path]} were saved: the rest is "
+                "not loaded"
+            )
 
 
 def _lengths(paths: Mapping[str, Path]) -> dict[Path, int]:

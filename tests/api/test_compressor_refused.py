@@ -62,6 +62,10 @@ class Wrapped(torch.optim.Optimizer):
     def param_groups(self):
         return self.optimizer.param_groups
 
+    @property
+    def state(self):
+        return self.optimizer.state
+
     def step(self, closure=None):
         return self.optimizer.step(closure)
 
@@ -90,6 +94,31 @@ def test_wrapped_optimizers_are_what_they_wrap(tmp_path):
         wrapped.step()
         assert compressor._gradients()
         compressor.save(tmp_path / "a")
+
+
+class Lookahead(torch.optim.SGD):
+    """One with state of its own beside that of another."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups[0]["params"], lr=0.0)
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slow"] = parameter.detach() * 0.5
+
+
+def test_an_optimizer_that_is_more_than_it_wraps_is_saved_as_it_is(tmp_path):
+    model = Net()
+    lookahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    with dsq_ckpt.Compressor(model, lookahead, every=1) as compressor:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        lookahead.step()
+        assert compressor.optimizer is lookahead
+        state = compressor.state()["optimizer"]["state"]
+    assert state and all("slow" in one for one in state.values())
 
 
 def test_a_step_that_takes_no_closure_or_needs_one_cannot_be_restored(tmp_path):
