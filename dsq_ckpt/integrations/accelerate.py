@@ -21,6 +21,7 @@ from accelerate.utils.constants import RNG_STATE_NAME
 from torch import nn
 from torch.optim import Optimizer
 
+from dsq_ckpt.api.checks import unwrapped
 from dsq_ckpt.api.save_load import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
@@ -167,7 +168,7 @@ class DSQAccelerator(Accelerator):
         return Path(str(self.project_dir), "checkpoints")
 
     def _plain_optimizers(self) -> list[Optimizer]:
-        return [getattr(one, "optimizer", one) for one in self._optimizers]
+        return [unwrapped(one) for one in self._optimizers]
 
 
 def _numbered(run: Path) -> list[Path]:
