@@ -345,22 +345,20 @@ def report(
     together: Path | None = typer.Option(
         None, help="Draw one PNG instead: size and harm of all systems, of files that offline and peers wrote."
     ),
+    side_by_side: Path | None = typer.Option(None, help="Draw one PNG instead: the first plot of each file."),
 ) -> None:
     """Draw results: one PNG for each file, or one for all."""
-    if together is not None:
-        try:
+    try:
+        if together is not None:
             results.plot_together(files, together)
-        except results.PlotError as error:
-            raise typer.BadParameter(str(error)) from error
-        console.print(together)
-        return
-    for file in files:
-        target = (directory or file.parent) / f"{file.stem}.png"
-        try:
-            results.plot(file, target)
-        except results.PlotError as error:
-            raise typer.BadParameter(str(error)) from error
-        console.print(target)
+        elif side_by_side is not None:
+            results.plot_side_by_side(files, side_by_side)
+        else:
+            for file in files:
+                results.plot(file, target := (directory or file.parent) / f"{file.stem}.png")
+                console.print(target)
+    except results.PlotError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _known(given: list[str], known: Collection[str]) -> list[str]:

@@ -120,10 +120,7 @@ def plot(source: Path, target: Path) -> None:
         PlotError: matplotlib is not there, or nothing knows how to draw this.
     """
     made = json.loads(source.read_text())
-    measured = made.get("measured") if isinstance(made, dict) else None
-    panels = PANELS[measured](made["rows"]) if measured in PANELS else []
-    if not panels:
-        raise PlotError(f"{source} holds nothing that can be drawn (measured: {measured!r})")
+    panels = _panels(made, source)
     with _figure((6.5 * min(len(panels), 2), 4.6 * math.ceil(len(panels) / 2)), target) as figure:
         axes = list(figure.subplots(math.ceil(len(panels) / 2), min(len(panels), 2), squeeze=False).flat)
         for axis, panel in zip(axes, panels, strict=False):
@@ -131,6 +128,22 @@ def plot(source: Path, target: Path) -> None:
         for axis in axes[len(panels):]:
             axis.remove()
         figure.suptitle(f"{_heading(made)}\n{made['machine']['processor']}, {made['date']}", fontsize=8)
+
+
+def plot_side_by_side(sources: Sequence[Path], target: Path) -> None:
+    """Draw the first panel of each file, side by side.
+
+    Args:
+        sources: JSON files with a `document` each.
+        target: a PNG file.
+
+    Raises:
+        PlotError: matplotlib is not there, or nothing knows how to draw one of them.
+    """
+    panels = [_panels(json.loads(source.read_text()), source)[0] for source in sources]
+    with _figure((6.5 * len(panels), 4.4), target) as figure:
+        for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+            panel(axis)
 
 
 def plot_together(sources: Sequence[Path], target: Path) -> None:
@@ -148,6 +161,14 @@ def plot_together(sources: Sequence[Path], target: Path) -> None:
         raise PlotError("none of these files holds results of offline or peers")
     with _figure((13.0, 6.2), target) as figure:
         overview.draw(figure, found)
+
+
+def _panels(made: Any, source: Path) -> list[Panel]:
+    measured = made.get("measured") if isinstance(made, dict) else None
+    panels = PANELS[measured](made["rows"]) if measured in PANELS else []
+    if not panels:
+        raise PlotError(f"{source} holds nothing that can be drawn (measured: {measured!r})")
+    return panels
 
 
 @contextmanager
@@ -240,7 +261,8 @@ def _restart(axis: Axes, rows: Sequence[Row]) -> None:
     axis.plot(steps, first[0]["exact_losses"], color="black", linewidth=2.5, label="without a restart")
     for row in first:
         if row["system"] != "floor":
-            axis.plot(steps, row["losses"], label=row["system"], linestyle="--")
+            axis.plot(steps, row["losses"], label=f"restarted from a checkpoint ({row['system']})", linestyle="--",
+                      marker=".")
     axis.set(xlabel="steps after the restart", ylabel="held-out loss",
              title="{workload}, seed {seed}, restarted at step {step}".format(**first[0]))
     axis.legend(fontsize=7)

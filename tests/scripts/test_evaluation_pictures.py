@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,14 @@ def test_report_together(tmp_path) -> None:
     none = ["report", str(RESULTS / "oneshot.json"), "--together", str(tmp_path / "none.png")]
     result = CliRunner().invoke(app, none)
     assert result.exit_code == 2 and "holds results of offline or peers" in " ".join(result.output.split())
+
+
+def test_report_side_by_side(tmp_path) -> None:
+    files = [str(RESULTS / name) for name in ("growth-gpt.json", "resume.json")]
+    result = CliRunner().invoke(app, ["report", *files, "--side-by-side", str(tmp_path / "run.png")])
+    assert result.exit_code == 0, result.output
+    width, height = struct.unpack(">II", (tmp_path / "run.png").read_bytes()[16:24])
+    assert width > 2 * height  # two panels
+    none = ["report", *files, str(RESULTS / "coder-2-core-amd-epyc.json"), "--side-by-side", str(tmp_path / "none.png")]
+    result = CliRunner().invoke(app, none)
+    assert result.exit_code == 2 and "nothing that can be drawn" in " ".join(result.output.split())
