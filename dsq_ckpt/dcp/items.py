@@ -119,7 +119,7 @@ def finished(results: list[WriteResult]) -> Future[list[WriteResult]]:
     return future
 
 
-def contents_of(metadata: Metadata, nesting: dict[str, Any]) -> SaveContents:
+def contents_of(metadata: Metadata, nesting: dict[str, Any], results: list[RankResult]) -> SaveContents:
     """Return the contents of a whole save."""
     tensors, objects = {}, []
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -130,10 +130,10 @@ def contents_of(metadata: Metadata, nesting: dict[str, Any]) -> SaveContents:
             }
         else:
             objects.append(fqn)
-    return SaveContents(tensors, objects, nesting)
+    return SaveContents(results, tensors, objects, nesting)
 
 
-def check_promised(contents: SaveContents, results: list[RankResult], planner: str) -> None:
+def check_promised(contents: SaveContents, planner: str) -> None:
     """Check that the metadata of a save names everything that was written.
 
     Whether all that it names was written is for `commit`, which serves other integrations too.
@@ -143,7 +143,7 @@ def check_promised(contents: SaveContents, results: list[RankResult], planner: s
     """
     promised: set[ChunkKey | str] = set(contents.objects)
     promised.update(chunk for tensor in contents.tensors.values() for chunk in tensor["chunks"])
-    for result in results:
+    for result in contents.results:
         for name in result.written.keys() - promised:
             raise SaveFailed(
                 f"{name!r} was written by rank {result.rank}, but the metadata that {planner} made of the global plan "

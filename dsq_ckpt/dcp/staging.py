@@ -21,7 +21,7 @@ from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.engine.chunks import QuantizedChunk
 from dsq_ckpt.engine.consistency import RankSettings
 from dsq_ckpt.engine.context import SaveContext
-from dsq_ckpt.engine.history import ChunkCache, Outline, SaveHistory
+from dsq_ckpt.engine.history import KnownCheckpoint, Outline, SaveHistory
 from dsq_ckpt.engine.local import SaveItem
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.errors import SaveFailed
@@ -118,7 +118,7 @@ class StagedCopy:
         """Return the save to `path` that a call begins; None: the call is not known."""
         made = cls(save_id, None if call is None else call.process_group, history, history.outline(), failure)
         if call is None or call.processes:  # this process learns in no other way what was saved
-            history.add_pending(path, save_id, ChunkCache())
+            history.add_pending(KnownCheckpoint(save_id, path.absolute()))
         return made
 
     def __getstate__(self) -> dict[str, Any]:

@@ -277,9 +277,9 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             raise SaveFailed(PLAN_CACHING)
         ranks = [written[0].storage_data["rank"] for written in results if written]
         nesting, lost = planner_json(metadata.planner_data, metadata.state_dict_metadata.keys())
-        contents = contents_of(metadata, nesting)
-        check_promised(contents, ranks, self._planner)
-        committed = pipeline.commit(context, ranks, contents)
+        contents = contents_of(metadata, nesting, ranks)
+        check_promised(contents, self._planner)
+        committed = pipeline.commit(context, contents)
         if committed.flushed:
             pipeline.retire()
         if lost is not None:

@@ -147,7 +147,7 @@ class _CollectiveSave:
 
         def commit() -> None:
             if comm.rank == 0:
-                self._commit_alone(context, reports, contents[0] if contents else _contents(reports))
+                self._commit_alone(context, contents[0] if contents else _contents(reports))
 
         try:
             if any(report.attachments for report in reports):
@@ -159,10 +159,8 @@ class _CollectiveSave:
                     foreign_files.restore(self._path, context.save_id)
             raise
 
-    def _commit_alone(
-        self, context: SaveContext, reports: Sequence[_RankReport], contents: SaveContents
-    ) -> None:
-        committed = self._pipeline.commit(context, [report.result for report in reports], contents)
+    def _commit_alone(self, context: SaveContext, contents: SaveContents) -> None:
+        committed = self._pipeline.commit(context, contents)
         if not committed.flushed:
             return
         foreign_files.remove_backups(self._path, [file.name for file in contents.attachments])
@@ -194,7 +192,7 @@ def _contents(reports: Sequence[_RankReport]) -> SaveContents:
         if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was given so that {problem}")
     return SaveContents(
-        tensors, [name for report in reports for name in report.objects],
+        [report.result for report in reports], tensors, [name for report in reports for name in report.objects],
         Nesting.merged(paths, [report.nesting for report in reports]).as_json(),
         [file for report in reports for file in report.attachments],
     )

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,24 +61,36 @@ class Committed(NamedTuple):
 
 @dataclass
 class SaveContents:
-    """The contents of a checkpoint, from all ranks.
+    """The contents of a checkpoint, from all ranks: what was planned, and what was written of it.
 
     Attributes:
+        results: results of all ranks, in rank order.
         tensors: {name: {"dtype", "shape", "chunks": [ChunkKey, ...]}} of all tensors.
         objects: names of all objects.
         nesting: keys of the index that tell how the state dict was nested.
         attachments: files of other formats that lie beside the data files and belong to the checkpoint.
     """
 
+    results: Sequence[RankResult]
     tensors: dict[str, dict[str, Any]]
     objects: Sequence[str]
     nesting: Mapping[str, Any]
     attachments: Sequence[FileInfo] = ()
 
+    @cached_property
+    def written(self) -> dict[ChunkKey | str, Written]:
+        """Records of all ranks, by chunk or name of an object."""
+        return {name: record for result in self.results for name, record in result.written.items()}
+
+    @cached_property
+    def required(self) -> list[str]:
+        """Names of the ancestors' files that the files of all ranks need."""
+        return sorted({name for result in self.results for name in result.requires})
+
 
 def commit(
-    path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], contents: SaveContents,
-    plan: QuantizationPlan, parent: Manifest | None = None,
+    path: Path, options: SaveOptions, context: SaveContext, contents: SaveContents, plan: QuantizationPlan,
+    parent: Manifest | None = None,
 ) -> Committed:
     """Check that everything is there, write index and manifest; on the coordinator.
 
@@ -85,7 +98,6 @@ def commit(
         path: directory of the checkpoint.
         options: options of the save.
         context: context of the save.
-        results: results of all ranks, in rank order.
         contents: contents of the checkpoint.
         plan: how it was stored.
         parent: manifest of the checkpoint that it is coded against; None: it is read.
@@ -95,32 +107,31 @@ def commit(
         CheckpointExists: another save completed a checkpoint here meanwhile.
     """
     config = plan.config
-    _check_complete(path, results, contents)
-    files = _data_files(path, context, results, contents, parent)
+    _check_complete(path, contents)
+    files = _data_files(path, context, contents, parent)
     found = sizes([file.path_in(path) for file in files])
     absent = [file for file in files if found[file.path_in(path)] != file.size]
     if absent:
-        raise SaveFailed(_incomplete(path, absent, results))
-    index = _index(context, results, contents, plan)
+        raise SaveFailed(_incomplete(path, absent, contents.results))
+    index = _index(context, contents, plan)
     files.append(ManifestFile.of(write_index(path, context.save_id, index, config.storage.fsync), "index"))
-    manifest = _manifest(path, options, context, results, plan, files)
+    manifest = _manifest(path, options, context, contents, plan, files)
     model = ParentModel.of_index(index, manifest.depth)
-    flushed = _publish(path, manifest, options.overwrite, config, context.parent if _required(results) else None)
+    flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required else None)
     _warn_of_idle(path, config, contents.tensors, context.layout.settings)
     return Committed(manifest, flushed, model)
 
 
-def _check_complete(path: Path, results: Sequence[RankResult], contents: SaveContents) -> None:
+def _check_complete(path: Path, contents: SaveContents) -> None:
     """Compare what is planned with what was written.
 
     Raises:
         SaveFailed: a chunk or an object is missing.
     """
-    written = _written(results)
     planned = [key for tensor in contents.tensors.values() for key in tensor["chunks"]] + list(contents.objects)
     if not planned and not contents.attachments:
         warn_safely(f"the state dict is empty: the checkpoint '{path}' holds nothing")
-    lost = [key for key in planned if key not in written]
+    lost = [key for key in planned if key not in contents.written]
     if lost:
         raise SaveFailed(
             f"{len(lost)} of {len(planned)} planned items were not written, among them {lost[0]!r}; "
@@ -129,7 +140,7 @@ def _check_complete(path: Path, results: Sequence[RankResult], contents: SaveCon
     for fqn, tensor in contents.tensors.items():
         if problem := uncovered(tensor["shape"], [(key.offsets, key.shape) for key in tensor["chunks"]]):
             raise SaveFailed(f"'{fqn}' of shape {tensor['shape']} was planned so that {problem}; it was not committed")
-    apart = sorted({key for result in results for key in result.units} - set(written))
+    apart = sorted({key for result in contents.results for key in result.units} - set(contents.written))
     if apart:
         raise SaveFailed(
             f"'{apart[0].fqn}' has no chunk at {apart[0].offsets} of shape {apart[0].shape}, which measures a first "
@@ -137,38 +148,27 @@ def _check_complete(path: Path, results: Sequence[RankResult], contents: SaveCon
         )
 
 
-def _written(results: Sequence[RankResult]) -> dict[ChunkKey | str, Written]:
-    return {name: record for result in results for name, record in result.written.items()}
-
-
 def _data_files(
-    path: Path, context: SaveContext, results: Sequence[RankResult], contents: SaveContents, manifest: Manifest | None
+    path: Path, context: SaveContext, contents: SaveContents, manifest: Manifest | None
 ) -> list[ManifestFile]:
     """Return all files of the checkpoint but the index."""
-    files = [ManifestFile.of(file, "own") for result in results for file in result.files]
-    files += [ManifestFile.of(result.refinement, "refinement") for result in results if result.refinement]
+    files = [ManifestFile.of(file, "own") for result in contents.results for file in result.files]
+    files += [ManifestFile.of(result.refinement, "refinement") for result in contents.results if result.refinement]
     files += [ManifestFile.of(file, "attachment") for file in contents.attachments]
-    required = _required(results)
-    if not required:
+    if not contents.required:
         return files
     assert context.parent is not None
     parent = expanded(context.parent.path)
     known = {file.name: file for file in (manifest or manifest_of_parent(parent)).files}
-    for name in required:
+    for name in contents.required:
         update = {"role": "ancestor", "held_by": holder_of(known[name], parent, path)}
         files.append(known[name].model_copy(update=update))
     return files
 
 
-def _required(results: Sequence[RankResult]) -> list[str]:
-    return sorted({name for result in results for name in result.requires})
-
-
-def _index(
-    context: SaveContext, results: Sequence[RankResult], contents: SaveContents, plan: QuantizationPlan
-) -> dict[str, Any]:
-    written, analysis = _written(results), plan.analysis
-    names = [file.name for result in results for file in result.files]
+def _index(context: SaveContext, contents: SaveContents, plan: QuantizationPlan) -> dict[str, Any]:
+    written, analysis = contents.written, plan.analysis
+    names = [file.name for result in contents.results for file in result.files]
     place = {name: number for number, name in enumerate(names)}
     nesting = contents.nesting
     if not {*contents.tensors, *contents.objects} <= set(nesting["planner"] or ()):
@@ -188,17 +188,17 @@ def _index(
             if fitted.mean_square > 0 and not context.layout.residual
         },
         "exponents": {} if context.layout.residual else analysis.exponents,
-        "tied": _tied(results),
+        "tied": _tied(contents.results),
         "planner_data": None, **nesting,
     }
 
 
 def _manifest(
-    path: Path, options: SaveOptions, context: SaveContext, results: Sequence[RankResult], plan: QuantizationPlan,
+    path: Path, options: SaveOptions, context: SaveContext, contents: SaveContents, plan: QuantizationPlan,
     files: list[ManifestFile],
 ) -> Manifest:
-    analysis, config = plan.analysis, plan.config
-    parent = context.parent if _required(results) else None
+    analysis, config, results = plan.analysis, plan.config, contents.results
+    parent = context.parent if contents.required else None
     previous, previous_name = _previous(path, context.previous)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,

@@ -156,23 +156,17 @@ class SaveHistory:
         return next((one for one in self.checkpoints() if one.save_id == save_id), None)
 
     def add_pending(
-        self, path: Path, save_id: str, cache: ChunkCache, shapes: Shapes | None = None,
-        previous: ParentRef | None = None, parent: str | None = None, shares: bool = False,
+        self, new: KnownCheckpoint, previous: ParentRef | None = None, parent: str | None = None
     ) -> None:
         """Add the checkpoint of a save under way; it counts once its manifest is there.
 
         Args:
-            path: directory of the checkpoint.
-            save_id: id of the save.
-            cache: chunks of this rank.
-            shapes: shapes of the tensors of all ranks; None: not known before its files are there.
+            new: the checkpoint.
             previous: the checkpoint it comes after.
             parent: save id of the checkpoint it is coded against.
-            shares: whether the next one is to be coded against that, too.
         """
-        new = KnownCheckpoint(save_id, path.absolute(), shapes, cache, shares=parent if shares else None)
         with self._lock:
-            self._known[:] = [one for one in self._known if one.save_id != save_id]
+            self._known[:] = [one for one in self._known if one.save_id != new.save_id]
             for other in self.checkpoints(new.run):
                 if other.shapes is None and has_shapes(other):
                     self._complete(other)  # by another process

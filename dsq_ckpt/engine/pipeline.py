@@ -15,7 +15,7 @@ Who drives the steps decides how ranks talk in between: DCP's plans (`dsq_ckpt.d
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.engine.commit import Committed, SaveContents, commit
 from dsq_ckpt.engine.consistency import RankSettings
 from dsq_ckpt.engine.context import SaveContext, negotiate
-from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.history import ChunkCache, KnownCheckpoint
 from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.engine.quantizing import QuantizedState, quantize
@@ -132,15 +132,15 @@ class SavePipeline:
 
     def remember(self, context: SaveContext, cache: ChunkCache) -> None:
         """Keep the chunks that the next save is coded against, once this one is committed."""
-        self.options.history.add_pending(
-            self.path, context.save_id, cache, context.layout.shapes, context.previous,
-            context.parent and context.parent.save_id, context.shared,
-        )
+        parent = None if context.parent is None else context.parent.save_id
+        new = KnownCheckpoint(context.save_id, self.path.absolute(), context.layout.shapes, cache)
+        new.shares = parent if context.shared else None
+        self.options.history.add_pending(new, context.previous, parent)
 
-    def commit(self, context: SaveContext, results: Sequence[RankResult], contents: SaveContents) -> Committed:
+    def commit(self, context: SaveContext, contents: SaveContents) -> Committed:
         """Write index and manifest, once every rank wrote; see `commit`."""
         assert self.plan is not None
-        committed = commit(self.path, self.options, context, results, contents, self.plan, self._parent)
+        committed = commit(self.path, self.options, context, contents, self.plan, self._parent)
         self._target = None  # from here on there is nothing to discard
         self._manifest = committed.manifest
         self.options.history.add_committed(self.path, context.save_id, committed.model)
