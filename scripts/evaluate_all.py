@@ -77,6 +77,11 @@ stall                   dsq bench --stall --parameters 2e7 --repeats 3
 # (files ending in -again and -first).
 FULL = """
 growth-gpt              measure_chain.py --workload gpt --saves 44 --every 36
+growth-llama            measure_chain.py --workload llama --saves 40 --every 36
+growth-lstm             measure_chain.py --workload lstm --saves 40 --every 36
+growth-vit              measure_chain.py --workload vit --saves 40 --every 36
+growth-moe              measure_chain.py --workload moe --saves 40 --every 36
+growth-bert             measure_chain.py --workload bert --saves 40 --every 36
 -                       evaluate.py record gpt --seed 0
 -                       evaluate.py record gpt --seed 1
 -                       evaluate.py record gpt --seed 2
