@@ -25,7 +25,7 @@ class Fold:
         evaluate: gives the metric of the model as it is.
         key: of the metric in the record of a search.
         metric: of the model at the last checkpoint.
-        sound: a search has seen that the same weights get the same metric, and others another.
+        sound: a search has asked whether the same weights get the same metric, and others another.
     """
 
     name: str
@@ -72,9 +72,14 @@ def degradation(metric: float, exact: float, search: SearchConfig) -> float:
     return change / max(abs(exact), 1e-30)
 
 
-def keeps(found: float, bound: float) -> bool:
+def keeps(found: float, bound: float, doubted: bool = False) -> bool:
     """Return whether a degradation keeps to a bound, and is believed.
 
-    Coarser weights that score much better show that the metric is read the wrong way, and would ruin the history.
+    Coarser weights that score much better may show that the metric is read the wrong way, and would ruin the history.
+
+    Args:
+        found: degradation.
+        bound: of the degradation.
+        doubted: the metric may be read the wrong way, so an improvement keeps to the bound too.
     """
-    return -TOO_GOOD <= found <= bound
+    return -(min(bound, TOO_GOOD) if doubted else TOO_GOOD) <= found <= bound

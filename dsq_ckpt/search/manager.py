@@ -34,10 +34,11 @@ from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
-from dsq_ckpt.search.folds import TOO_GOOD, Fold, degradation, keeps
+from dsq_ckpt.search.folds import Fold, degradation, keeps
 from dsq_ckpt.search.guided import drive, guided_exhaustive
-from dsq_ckpt.search.measuring import EvaluationFailed, check_fold, measure
+from dsq_ckpt.search.measuring import EvaluationFailed, check_noise, measure, ruined_metric
 from dsq_ckpt.search.neighbourhood import neighbourhood
+from dsq_ckpt.search.reading import Reading
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.manifest import Manifest
 
@@ -84,6 +85,7 @@ class ConfigManager:
             self.folds.append(Fold("check", check, "check_metric"))
         self._known = _Known()
         self._budget = RunBudget()
+        self._reading = Reading()
         self._told = False  # that a restore breaks its bound
 
     def resume(self, manifest: Manifest, *, refined: bool) -> None:
@@ -155,19 +157,13 @@ class ConfigManager:
         search, known = save.config.search, self._known
         for fold in self.folds:
             save.metrics[fold.name] = record[fold.key] = measure(save, fold, [None])[0]
-            check_fold(save, fold, record)
+            self._check(save, fold, record)
         if not self._budget.share(search):
             spent = f"restores of this run have cost {figures.percent(self._budget.lost)} of the metric"
             if self._budget.lost >= 1:
                 spent = "what restores of this run have cost was not measured"
             return self._exact(save, record, f"{spent}, and search.max_run_loss is {search.max_run_loss:g}")
         point, variant = self._base(save, record)
-        best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
-        if best < -TOO_GOOD:
-            warn(
-                f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
-                "higher is better, set search.higher_is_better", rank=save.comm.rank
-            )
         last = save.most_conservative
         if point is None and save.always_nearest(last) and self._try(save, [last], 0)[0]:
             point, variant = last, 0
@@ -205,8 +201,30 @@ class ConfigManager:
         analysis = save.refined(candidate, bits)
         self._known = _Known(point, variant, bits, known.comfortable, lost, distortion)
         for fold in self.folds:
-            fold.metric, fold.sound = save.metrics[fold.name], True
+            fold.metric = save.metrics[fold.name]
         return QuantizationPlan(analysis, config, record)
+
+    def _check(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
+        """Check once that a metric tells something, and the direction of `evaluate` until that is settled."""
+        search, exact = save.config.search, save.metrics[fold.name]
+        if not fold.sound:
+            bound = search.epsilon
+            if self._restores_count(save.config):
+                bound = min(bound, self._budget.allowed(search, None, exact) / max(abs(exact), 1e-30))
+            check_noise(save, fold, bound, record)
+        directs = fold is self.folds[0] and self._reading.open(exact, search)
+        if directs or not fold.sound:
+            ruined = ruined_metric(save, fold)
+            if directs:
+                self._reading.judge(fold.name, exact, ruined, search, save.comm.rank)
+        fold.sound = True
+
+    @staticmethod
+    def _restores_count(config: DSQConfig) -> bool:
+        """Return whether there is a bound on what a restore changes, besides the base layer's."""
+        return config.search.max_run_loss is not None or (
+            config.search.bound == "progress" and bool(config.quantize.weights.refinement_bits)
+        )
 
     def _base(self, save: SaveSearch, record: dict[str, Any]) -> tuple[Point | None, int]:
         """Return the smallest configuration whose base layer keeps to epsilon."""
@@ -247,7 +265,7 @@ class ConfigManager:
                 own[fold.name] = degradation(
                     measure(save, fold, [analysis])[0], save.metrics[fold.name], save.config.search
                 )
-                if not keeps(own[fold.name], bound):
+                if not keeps(own[fold.name], bound, self._reading.doubted):
                     return False, own
             return True, own
 
@@ -279,7 +297,9 @@ class ConfigManager:
                 metrics = measure(save, fold, [save.candidate(point, variant).analysis for point in new])
                 for point, metric in zip(new, metrics, strict=True):
                     found[point][fold.name] = degradation(metric, save.metrics[fold.name], search)
-            keeping = [point for point in keeping if keeps(found[point][fold.name], search.epsilon)]
+            keeping = [
+                point for point in keeping if keeps(found[point][fold.name], search.epsilon, self._reading.doubted)
+            ]
         return [point in keeping for point in points]
 
     def _refined(self, save: SaveSearch, candidate: Candidate, record: dict[str, Any]) -> int | None:
@@ -290,7 +310,7 @@ class ConfigManager:
         suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
         """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
-        if search.max_run_loss is None and (search.bound == "relative" or not configured):
+        if not self._restores_count(candidate.config):
             return configured
         fold = self.folds[-1]
         exact = save.metrics[fold.name]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from dsq_ckpt.core import figures
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import FailedElsewhere
@@ -13,7 +14,7 @@ from dsq_ckpt.errors import SaveFailed, described
 from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.search.candidates import SaveSearch
 from dsq_ckpt.search.folds import Fold
-from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged
+from dsq_ckpt.search.trial import EvaluateRaised, ModelChanged, Probe
 
 _VISIBLE = 0.1  # relative squared error of weights that any metric must notice
 
@@ -22,28 +23,28 @@ class EvaluationFailed(Exception):
     """`evaluate` or `check` raised, or gave no finite number; on any rank."""
 
 
-def measure(save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], bits: int = 0) -> list[float]:
+def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | None], bits: int = 0) -> list[float]:
     """Return the metrics of configurations: of all ranks together, or with `parallel_trials` some by each rank.
 
     Args:
         save: the search of one save.
         fold: batches to evaluate on.
-        analyses: codebooks of each configuration; None: the model as it is.
+        trials: codebooks of each configuration, or probes; None: the model as it is.
         bits: of the refinement layer; 0: the base layer.
 
     Raises:
         EvaluationFailed: on all ranks.
         SaveFailed: on all ranks, if the function changed the model.
     """
-    parallel, comm = save.config.search.parallel_trials and len(analyses) > 1, save.comm
-    mine = [i for i in range(len(analyses)) if not parallel or i % comm.size == comm.rank]
+    parallel, comm = save.config.search.parallel_trials and len(trials) > 1, save.comm
+    mine = [i for i in range(len(trials)) if not parallel or i % comm.size == comm.rank]
     found: dict[int, float] = {}
     failure: str | None = None
     changed: str | None = None
     stopped: BaseException | None = None
     try:
         for place in mine:
-            found[place] = save.model.metric(fold.evaluate, analyses[place], bits, fold.name)
+            found[place] = save.model.metric(fold.evaluate, trials[place], bits, fold.name)
             let_signals_through()
     except ModelChanged as error:
         changed = str(error)
@@ -51,7 +52,7 @@ def measure(save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], b
         failure = str(error)
     except BaseException as error:  # an interrupt, or what is not the user's: it ends the save, on all ranks
         stopped = error
-    save.evaluations[fold.name] += -(-len(analyses) // comm.size) if parallel else len(analyses)
+    save.evaluations[fold.name] += -(-len(trials) // comm.size) if parallel else len(trials)
     gathered = comm.gather((found, failure, changed, None if stopped is None else described(stopped)))
     if stopped is not None:
         raise stopped
@@ -65,41 +66,47 @@ def measure(save: SaveSearch, fold: Fold, analyses: Sequence[Analysis | None], b
     if failures:
         raise EvaluationFailed(failures[0])
     metrics = []
-    for place, analysis in enumerate(analyses):
+    for place, trial in enumerate(trials):
         values = [values[place] for values, *_ in gathered if place in values]
         mean = sum(values) / len(values)
-        if not math.isfinite(mean) and analysis is None:
+        if not math.isfinite(mean) and trial is None:
             raise EvaluationFailed(f"`{fold.name}` gave {mean} for the model as it is, before any compression")
         metrics.append(mean)
     return metrics
 
 
-def check_fold(save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
-    """Check once that the same model gets the same metric, and another model another.
-
-    Raises:
-        EvaluationFailed: on all ranks, if another model gets the same metric.
-    """
-    if fold.sound:
-        return
+def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, Any]) -> None:
+    """Warn if the same model gets another metric, by more than a relative bound, once its random numbers are others."""
     exact = save.metrics[fold.name]
-    again = measure(save, fold, [None])[0]
+    again = measure(save, fold, [Probe.AGAIN])[0]
     noise = abs(again - exact) / max(abs(exact), 1e-30)
     if noise:
         record["noise"] = max(noise, record.get("noise", 0.0))
-    search = save.config.search
-    if noise > search.epsilon or (search.bound == "progress" and noise > search.floor):
+    if noise > bound:
         warn(
-            f"`{fold.name}` is not deterministic: the same weights got {exact:.6g} and {again:.6g}, a "
-            f"difference of {noise:.2%}; that is more than a bound of this search, whose outcome is then chance: "
-            "evaluate on fixed batches, without dropout", rank=save.comm.rank
+            f"`{fold.name}` is not deterministic: of the same weights it gave {exact:.6g}, and {again:.6g} when asked "
+            f"again. That differs by {figures.percent(noise)}, and a bound of this search is {figures.percent(bound)}, "
+            "which is then kept by chance: evaluate on the same batches in each call, without dropout (model.eval())",
+            rank=save.comm.rank,
         )
-    coarsest = max(
-        (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),
-        key=save.distortion,
-    )
-    if save.distortion(coarsest) > _VISIBLE and measure(save, fold, [coarsest.analysis])[0] == exact:
-        raise EvaluationFailed(
-            f"`{fold.name}` gave {exact:.6g} for the model and for one whose weights are nearly gone: it must "
-            "evaluate the model that the Compressor was given, with its present weights"
+
+
+def ruined_metric(save: SaveSearch, fold: Fold) -> float:
+    """Return the metric of the model with random signs of its weights.
+
+    Raises:
+        EvaluationFailed: on all ranks, if it is that of the model as it is, and so is that of its coarsest weights.
+    """
+    exact = save.metrics[fold.name]
+    ruined = measure(save, fold, [Probe.RUINED])[0]
+    if ruined == exact:  # as the accuracy of a model may be that has learned nothing yet
+        coarsest = max(
+            (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),
+            key=save.distortion,
         )
+        if save.distortion(coarsest) > _VISIBLE and measure(save, fold, [coarsest.analysis])[0] == exact:
+            raise EvaluationFailed(
+                f"`{fold.name}` gave {exact:.6g} for the model and for one whose weights are nearly gone: it must "
+                "evaluate the model that the Compressor was given, with its present weights"
+            )
+    return ruined

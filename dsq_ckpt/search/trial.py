@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +25,13 @@ from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
 from dsq_ckpt.quantization.groups import unwrapped
 
 _Kept = TypeVar("_Kept")
+
+
+class Probe(Enum):
+    """Trials of no configuration, which show what a metric is worth."""
+
+    AGAIN = "the model as it is, with other random numbers"
+    RUINED = "the model with random signs of its weights"
 
 
 class EvaluateRaised(Exception):
@@ -113,14 +121,14 @@ class TrialModel:
         self._undo()
 
     def metric(
-        self, evaluate: Callable[[], float], analysis: Analysis | None = None, refinement_bits: int = 0,
+        self, evaluate: Callable[[], float], trial: Analysis | Probe | None = None, refinement_bits: int = 0,
         name: str = "evaluate",
     ) -> float:
-        """Return the metric of the model as decoded, or (`analysis` None) of the model itself.
+        """Return the metric of the model as decoded, or (`trial` None) of the model itself.
 
         Args:
             evaluate: gives the metric of the model as it is.
-            analysis: codebooks; chunks of groups that have none keep their values.
+            trial: codebooks, where chunks of groups that have none keep their values; or a probe.
             refinement_bits: decode with a refinement layer of so many bits; 0: the base layer.
             name: of `evaluate`, for errors.
 
@@ -128,8 +136,10 @@ class TrialModel:
             EvaluateRaised: `evaluate` did, or what it gave is no number.
             ModelChanged: parameters have other values, other memory or other gradients afterwards.
         """
-        self._store(analysis, refinement_bits)
+        self._store(trial, refinement_bits)
         before = self._marks()
+        if trial is Probe.AGAIN:
+            _draw_others(bool(self._random_cuda))
         try:
             metric = float(evaluate())
         except ModelChanged:
@@ -187,12 +197,17 @@ class TrialModel:
         random.setstate(self._random_others[0])
         np.random.set_state(self._random_others[1])
 
-    def _store(self, analysis: Analysis | None, refinement_bits: int) -> None:
+    def _store(self, trial: Analysis | Probe | None, refinement_bits: int) -> None:
+        def values(chunk: Chunk) -> torch.Tensor:
+            if trial is Probe.RUINED:
+                return _with_random_signs(chunk.tensor)
+            fitted = trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else None
+            return chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits)
+
         def store() -> None:
             for chunk, target in zip(self._chunks, self._targets, strict=True):
-                fitted = None if analysis is None else analysis.fitted.get(chunk.group)
                 with torch.no_grad():
-                    _write(target, chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits))
+                    _write(target, values(chunk))
 
         if self._refresh is None:
             store()
@@ -236,6 +251,26 @@ class TrialModel:
         for _ in self._workers.map(work, self._workers.blocks(chunk.key.elements)):
             pass
         return _within(torch.from_numpy(out).view(chunk.tensor.shape), chunk.tensor.dtype)
+
+
+def _draw_others(on_cuda: bool) -> None:
+    """Let random numbers be others than those drawn next; ranks that draw the same go on to draw the same."""
+    torch.default_generator.manual_seed(int(torch.randint(1 << 32, (), device="cpu")))
+    if on_cuda:
+        torch.cuda.manual_seed_all(int(torch.randint(1 << 32, (), device="cuda")))
+    random.seed(random.getrandbits(32))
+    np.random.seed(np.random.randint(1 << 32, dtype=np.uint32))
+
+
+def _with_random_signs(tensor: torch.Tensor) -> torch.Tensor:
+    """Return values of the same sizes, with signs that are the same in each call and leave nothing of what was learned.
+
+    A model that has learned nothing is as good as before, other than with zeros: they may improve it.
+    """
+    generator = torch.Generator(tensor.device)
+    generator.manual_seed(0)
+    signs = torch.randint(2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8) * 2 - 1
+    return tensor * signs
 
 
 def _put_back(registry: dict[str, _Kept], kept: dict[str, _Kept]) -> None:

@@ -1,0 +1,105 @@
+"""A metric that is chance is said, whichever random numbers it draws, and others are not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from tests.helpers.training import Net, batch, loss_of, train, trained
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+CHANCE = "is not deterministic: of the same weights it gave"
+
+
+def loss_on(model: Net, step: int) -> float:
+    return loss_of(model, 20_000 + step)
+
+
+def metrics(model: Net, kind: str):
+    """Return a metric that is another one at each call."""
+    numbers, own = itertools.count(), np.random.default_rng(0)
+    if kind == "dropout":
+        def with_dropout() -> float:
+            tokens, targets = batch(10_000)
+            model.train()
+            with torch.no_grad():
+                return float(nn.functional.cross_entropy(model(tokens), targets))
+        return with_dropout
+    draw = {
+        "torch": lambda: int(torch.randint(1 << 20, ())), "numpy": lambda: np.random.randint(1 << 20),
+        "python": lambda: random.randrange(1 << 20), "its own": lambda: int(own.integers(1 << 20)),
+        "next batch": lambda: next(numbers),
+    }[kind]
+    return lambda: loss_on(model, draw())
+
+
+def said(recorded: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in recorded if CHANCE in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", ["dropout", "torch", "numpy", "python", "its own", "next batch"])
+def test_a_metric_that_is_chance_is_said_once(tmp_path, kind):
+    model, optimizer = trained(60)
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=metrics(model, kind))
+    state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    found = []
+    for number in range(2):
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            compressor.save(tmp_path / str(number))
+        found.append(said(recorded))
+    assert [len(texts) for texts in found] == [1, 0], found
+    assert "`evaluate`" in found[0][0] and "0.02 %" in found[0][0], "the bound that a restore has"
+    assert (random.getstate(), np.random.get_state()[2]) == state[:2] and torch.equal(torch.get_rng_state(), state[2])
+
+
+@pytest.mark.parametrize("function", ["evaluate", "check"])
+def test_a_snapshot_by_a_metric_that_is_chance_is_said(tmp_path, function):
+    model, _ = trained(60)
+    functions = {"evaluate": lambda: loss_of(model), function: metrics(model, "torch")}
+    with pytest.warns(UserWarning, match=f"`{function}` {CHANCE}.* a bound of this search is 0.1 %"):
+        dsq_ckpt.compress(model, tmp_path / "a", max_degradation=0.001, probes=0, **functions)
+
+
+def test_noise_that_no_bound_notices_is_not_said(tmp_path):
+    """Without a refinement layer there is no bound on restores, and a base layer may cost 5 %."""
+    model, optimizer = trained(60)
+    functions = {"fixed batches": lambda: loss_of(model), "a little": lambda: loss_of(model) * (1 + noise())}
+
+    def noise() -> float:
+        return float(torch.rand(())) / 100
+
+    for name, config in (("fixed batches", {}), ("a little", {"system": "uniform"})):
+        compressor = dsq_ckpt.Compressor(model, optimizer, config, functions[name])
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            compressor.save(tmp_path / name)
+        assert not said(recorded)
+        assert ("noise" in compressor.quality) == (name == "a little")
+
+
+def test_the_same_seed_gives_the_same_trials(tmp_path):
+    """So that ranks that draw alike, as for the length of a batch, go on to draw alike."""
+    drawn = []
+    for name in "ab":
+        model, optimizer = trained(20)
+        train(model, optimizer, 20, 21)
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(7)
+        drawn.append([])
+
+        def evaluate(model=model) -> float:
+            drawn[-1].append((torch.rand(()).item(), np.random.rand(), random.random()))
+            return loss_of(model)
+
+        dsq_ckpt.compress(model, tmp_path / name, evaluate=evaluate, max_degradation=0.05, probes=0)
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 2, "one trial has others"
