@@ -24,6 +24,7 @@ from dsq_ckpt.engine.history import (
     shapes_of,
     shared,
 )
+from dsq_ckpt.engine.other_jobs import is_own
 from dsq_ckpt.errors import CheckpointNotFound, DSQError, SaveFailed
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.groups import QUANTIZABLE
@@ -104,6 +105,8 @@ def _last(run: Path, shapes: Shapes, history: SaveHistory, warns: bool = False) 
             if manifest.save_id == one.save_id:
                 resumes = manifest.lossy_resumes + (one.loaded and manifest.lossy)
                 return ParentRef(manifest.save_id, str(one.path), manifest.depth, resumes)
+            if not is_own(manifest.save_id):
+                problem = "was replaced by another process (two jobs need two directories)"
         if one.complete:  # else it is of a save that failed, or is still under way
             if warns:
                 warn(f"the parent checkpoint '{one.path}' {problem}; writing a keyframe")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsq_ckpt.core.arrays import F32, Codes
+from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.quantization.layout import ParentModel
@@ -165,6 +166,7 @@ class SaveHistory:
             previous: the checkpoint it comes after.
             parent: save id of the checkpoint it is coded against.
         """
+        other_jobs.note_own(new.path, new.save_id)
         with self._lock:
             self._known[:] = [one for one in self._known if one.save_id != new.save_id]
             for other in self.checkpoints(new.run):
@@ -184,6 +186,7 @@ class SaveHistory:
 
     def add_committed(self, path: Path, save_id: str, model: ParentModel | None = None) -> None:
         """Mark a checkpoint as committed: it is the parent of the next save of its state in its run; see `model`."""
+        other_jobs.note_own(path, save_id)
         with self._lock:
             found = self.find(save_id)
             if found is None:
@@ -203,6 +206,7 @@ class SaveHistory:
             cache: chunks of this rank.
             files: the checkpoint, if it is open.
         """
+        other_jobs.note_loaded(path, save_id)
         with self._lock:
             with suppress(DSQError):  # it was replaced since
                 shapes = _shapes_at(path, save_id) if files is None else shapes_of(files)
@@ -244,6 +248,7 @@ class SaveHistory:
     def clear(self, path: str | os.PathLike[str] | None = None) -> None:
         """Forget the run that the checkpoint at `path` belongs to, or all; the next save there is a keyframe."""
         run = None if path is None else run_of(checkpoint_path(path))
+        other_jobs.forget(run)
         with self._lock:
             self._known[:] = [one for one in self._known if run is not None and one.run != run]
 

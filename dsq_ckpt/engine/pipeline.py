@@ -14,6 +14,7 @@ Who drives the steps decides how ranks talk in between: DCP's plans (`dsq_ckpt.d
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from typing import Any
 
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
+from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.engine.commit import Committed, SaveContents, commit
 from dsq_ckpt.engine.consistency import RankSettings
 from dsq_ckpt.engine.context import SaveContext, negotiate
@@ -63,6 +65,7 @@ class SavePipeline:
         self._parent: Manifest | None = None
         """Manifest of the checkpoint that it is coded against, which may be removed once its files are linked."""
         self._manifest: Manifest | None = None
+        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         # A background process only writes what the policy chose; the policy itself looks at the model in training.
@@ -96,6 +99,8 @@ class SavePipeline:
             CheckpointNotFound, CorruptCheckpoint: a parent named by the caller cannot be read.
         """
         self._land(attached)
+        if self._process == os.getpid():  # DCP's background process does not know what the others saved
+            other_jobs.look(self.path, ranks)
         context = negotiate(self.path, self.options, ranks, layouts)
         context = replace(context, started=self.started, save_id=save_id or context.save_id)
         return context if staged else self._claim(context)

@@ -1,0 +1,111 @@
+"""Whether another job saves into a run directory too.
+
+`latest` would return the checkpoints of either, and what a trainer removes to keep the newest few may be the other's.
+No clock is asked, since those of hosts differ: another job's are checkpoints that this process neither saved nor
+loaded, and that were not there at its first save. One may be somebody's export or merge; two are of a job.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.distributed.mpi import launched
+from dsq_ckpt.errors import DSQError
+from dsq_ckpt.storage.atomic_io import is_hidden
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import Manifest, is_complete
+from dsq_ckpt.storage.runs import run_of
+
+
+@dataclass
+class _Watch:
+    """A run directory that this process saves to.
+
+    Attributes:
+        names: of directories in it that need not be looked at: they were there at the first save, or are its own.
+        foreign: save ids of others.
+        told: a warning was given.
+    """
+
+    names: set[str]
+    foreign: set[str] = field(default_factory=set)
+    told: bool = False
+
+
+_own: set[str] = set()  # save ids of this process, whichever history they are in
+_watched: dict[Path, _Watch] = {}
+
+
+def note_own(path: Path, save_id: str) -> None:
+    """Note a checkpoint that this process saves."""
+    _own.add(save_id)
+    if (watch := _watched.get(run_of(path))) is not None:
+        watch.names.add(path.name)
+
+
+def is_own(save_id: str) -> bool:
+    """Return whether this process made a checkpoint."""
+    return save_id in _own
+
+
+def note_loaded(path: Path, save_id: str) -> None:
+    """Note a checkpoint that this process loaded; of another one, this process goes on from what is there now."""
+    if not is_own(save_id):
+        _watched.pop(run_of(path), None)
+
+
+def forget(run: Path | None = None) -> None:
+    """Forget a run directory, or all."""
+    for known in [run] if run is not None else list(_watched):
+        _watched.pop(known, None)
+
+
+def look(path: Path, ranks: int) -> None:
+    """Warn, once for a run directory, if another job saves there; on the coordinator, before a save.
+
+    Args:
+        path: directory of the new checkpoint.
+        ranks: number of ranks that save; where they are not the whole job, others of the job may save by themselves.
+    """
+    run = run_of(path)
+    watch = _watched.get(run)
+    if ranks < _size_of_job() or (watch is not None and watch.told):
+        return
+    try:
+        names = {entry.name for entry in storage_of(run).entries(run) if entry.directory and not is_hidden(entry.name)}
+    except OSError:
+        return
+    if watch is None:
+        _watched[run] = _Watch(names | {path.name})
+        return
+    for name in sorted(names - watch.names):
+        with suppress(DSQError):
+            if not is_complete(run / name):
+                continue
+            save_id = Manifest.read(run / name).save_id
+            if is_own(save_id):  # renamed
+                watch.names.add(name)
+            else:
+                watch.foreign.add(save_id)
+        if len(watch.foreign) > 1:
+            watch.told = True
+            warn(
+                f"another job saves into '{run}' too: its checkpoint '{name}' was not there when this process first "
+                "saved, and was not loaded since. `latest` may return either job's, and a trainer that keeps the "
+                "newest few may remove the other's: give each job a directory of its own"
+            )
+            return
+
+
+def _size_of_job() -> int:
+    """Return how many processes were started together, as far as they know."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    told = os.environ.get("WORLD_SIZE", "")
+    return max(launched(slurm=True).size, int(told) if told.isdecimal() else 1)

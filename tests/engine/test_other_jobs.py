@@ -1,0 +1,103 @@
+"""Two jobs in one run directory are told of each other; a job that is alone, however it saves, is told nothing."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.processes import run
+
+CONFIG = {"storage": {"fsync": False}, "refinement": {"keep_last": 1}}
+OTHER = """
+import sys, torch, dsq_ckpt
+torch.manual_seed(1)
+for path in sys.argv[2:]:
+    if sys.argv[1]:
+        dsq_ckpt.load({"w": torch.zeros(80, 80)}, sys.argv[1])
+    dsq_ckpt.save({"w": torch.randn(80, 80)}, path, config={"refinement": {"keep_last": 1}}, overwrite=True)
+"""
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def other_job(*paths, loaded="") -> None:
+    status, output = run(["-c", OTHER, str(loaded), *map(str, paths)], forked=True)
+    assert status == 0, output
+
+
+def said(path, save=dsq_ckpt.save, **options) -> list[str]:
+    """Save, and return what was said of other jobs."""
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        result = save({"w": torch.randn(80, 80)}, path, config=CONFIG, **options)
+        if save is dsq_ckpt.async_save:
+            result.result()
+    return [text for one in recorded if "another job" in (text := str(one.message)) or "two jobs" in text]
+
+
+@pytest.mark.parametrize("save", [dsq_ckpt.save, dsq_ckpt.async_save])
+def test_a_job_that_saves_into_the_same_directory_is_told_once(tmp_path, save):
+    assert not said(tmp_path / "a-1", save)
+    other_job(tmp_path / "b-1", tmp_path / "b-2")
+    (text,) = said(tmp_path / "a-2", save)
+    assert f"'{tmp_path}'" in text and "'b-2'" in text and "a directory of its own" in text
+    other_job(tmp_path / "b-3")
+    assert not said(tmp_path / "a-3", save)
+
+
+def test_refinement_layers_of_another_job_are_left_alone(tmp_path):
+    """Whatever either keeps."""
+    other_job(tmp_path / "b-1")
+    for number in range(3):
+        said(tmp_path / f"a-{number}")
+    other_job(tmp_path / "b-2")
+    kept = {path.name: Manifest.read(path).refinement for path in tmp_path.iterdir()}
+    assert kept == {"b-1": "kept", "a-0": "dropped", "a-1": "dropped", "a-2": "kept", "b-2": "kept"}
+
+
+def test_a_checkpoint_that_another_job_replaced_is_said(tmp_path):
+    said(tmp_path / "step-1")
+    other_job(tmp_path / "step-1")
+    (text,) = said(tmp_path / "step-2")
+    assert "step-1' was replaced by another process" in text
+
+
+def test_what_was_there_and_what_was_loaded_is_of_the_same_job(tmp_path):
+    """As after a restart, or where a program that starts others goes on from what they saved."""
+    other_job(tmp_path / "1", tmp_path / "2")
+    assert not said(tmp_path / "3")
+    other_job(tmp_path / "4", tmp_path / "5", loaded=tmp_path / "3")
+    dsq_ckpt.load({"w": torch.zeros(80, 80)}, tmp_path / "5")
+    assert not said(tmp_path / "6") + said(tmp_path / "7")
+
+
+def test_a_job_by_itself_is_told_nothing(tmp_path):
+    """With several states and histories, in the background, renamed, copied, deleted and saved again."""
+    history = dsq_ckpt.SaveHistory()
+    for number in range(4):
+        assert not said(tmp_path / f"a-{number}") + said(tmp_path / f"b-{number}", history=history)
+        assert not said(tmp_path / f"c-{number}", dsq_ckpt.async_save, history=dsq_ckpt.SaveHistory())
+        assert not said(tmp_path / "last", overwrite=True)
+        (tmp_path / f"a-{number}").rename(tmp_path / f"renamed-{number}")
+        shutil.copytree(tmp_path / f"b-{number}", tmp_path / f"best-{number}")
+        shutil.rmtree(tmp_path / f"c-{number}")
+        (tmp_path / f"logs-{number}").mkdir()
+    assert not said(tmp_path / "c-0")
+
+
+def test_somebodys_export_is_no_job(tmp_path):
+    said(tmp_path / "1")
+    other_job(tmp_path / "best", loaded=tmp_path / "1")
+    assert not said(tmp_path / "2") + said(tmp_path / "3")
+
+
+def test_a_part_of_a_job_is_told_nothing(tmp_path, monkeypatch):
+    """Its other processes may save by themselves."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said(tmp_path / "rank-0-1")
+    other_job(tmp_path / "rank-1-1", tmp_path / "rank-1-2")
+    assert not said(tmp_path / "rank-0-2")
