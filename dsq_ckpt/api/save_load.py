@@ -322,10 +322,12 @@ def load(
     comm = SingleProcess() if no_dist else communicator(process_group)
     if isinstance(state_dict, nn.Module):
         own = run_on_all_ranks(comm, lambda: told_state({"": state_dict}, loads=True)[""], LoadFailed)
+        found = dict(own)  # of which `tell_of_more` warns
         load(
-            own, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
+            found, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
             no_dist=no_dist, history=history,
         )
+        own.update(found)
         state_dict.load_state_dict(own)
         tell_of_more(own, path, comm)
         return
@@ -357,7 +359,7 @@ def load(
             _sortable(inner) as sortable,
         ):
             dcp.load(
-                sortable, storage_reader=reader, planner=NestedLoadPlanner(empty), process_group=process_group,
+                sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told), process_group=process_group,
                 no_dist=no_dist,
             )
         number_parameters(told, {id(target) for target, _ in to_fill})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from dsq_ckpt.core.arguments import shown
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.errors import LoadFailed
+from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import dtype_of
 
@@ -54,11 +56,16 @@ class NestedLoadPlanner(DefaultLoadPlanner):
     Args:
         filled: paths of the dicts that were empty. What is stored there was not asked for by name, so it is unpickled
             only as far as it is plain data; other objects are unpickled as DCP does it.
+        given: the state dict as the caller gave it; None: as DCP gives it.
+
+    Attributes:
+        given: the state dict to load into, with the state dicts that modules made.
     """
 
-    def __init__(self, filled: Iterable[Path] = ()) -> None:
+    def __init__(self, filled: Iterable[Path] = (), given: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self._filled = list(filled)
+        self.given = given
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -205,6 +212,44 @@ def warn_of_empty(state_dict: Mapping[str, Any], checkpoint: Checkpoint, rank: i
                 "torch.distributed.checkpoint.state_dict makes it, or by dsq_ckpt.load, which fills empty dicts",
                 rank=rank,
             )
+
+
+def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Warn of state dicts of modules of which a checkpoint has more, as of six layers where a model has four.
+
+    A state dict that `Module.state_dict` made names all modules of its model, so entries of others are not left out on
+    purpose. Of entries that are missing where their module is there, and of plain dicts, that is not known.
+    """
+    told = {path: value for path, value in _mappings((), state_dict) if value and getattr(value, "_metadata", None)}
+    if not told:
+        return
+    with checkpoint.naming():
+        nesting = Nesting.from_json(checkpoint.index) or Nesting({})
+    for path, own in told.items():
+        modules = {unwrapped(name) for name in own._metadata}
+        if not all(_module_of(name) in modules for name in own):
+            continue  # they are named otherwise than their modules
+        saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
+        more = [name for name in saved if name not in own and _module_of(name) not in modules]
+        if more:
+            place = f"'{'.'.join(path)}' in '{checkpoint.directory}'" if path else f"'{checkpoint.directory}'"
+            warn(
+                f"{place} has {named(more)} of modules that the model does not have, which is not loaded: is it the "
+                "same model? If a part is meant, give a plain dict in place of the model's state dict: dict(...) of it"
+            )
+
+
+def _mappings(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield a dict and those below it, with their paths."""
+    yield path, node
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _mappings((*path, str(key)), value)
+
+
+def _module_of(name: str) -> str:
+    """Return the name of the module that an entry of its state dict belongs to."""
+    return unwrapped(name.rpartition(".")[0])
 
 
 def _empty(

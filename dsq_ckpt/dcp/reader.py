@@ -37,8 +37,9 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.ranges import Ranges, memory_of
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.located import Located
-from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty
+from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty, warn_of_more
 from dsq_ckpt.dcp.planner_data import decoded
+from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
 from dsq_ckpt.engine.history import ChunkCache, SaveHistory, default_history
@@ -103,6 +104,8 @@ class DSQStorageReader(Located, StorageReader):
         self._history = default_history() if history is None else history
         self._save_id: str | None = None
         self._level = logging.INFO
+        self._asked: set[str] | None = None
+        """Names that all ranks of the job ask for, on the coordinator; None where others may load by themselves."""
         self._opened: Checkpoint | None = None
         """The checkpoint as this load opened it first; closed, and kept for its index."""
         self.unreadable: DSQError | None = None
@@ -135,6 +138,8 @@ class DSQStorageReader(Located, StorageReader):
         """Decide for all ranks whether the refinement is used, since it may be dropped at any moment."""
         # A planner that rebuilds the plans drops a reader's storage_data.
         _refuse_different([plan.storage_data for plan in plans if plan.storage_data is not None])
+        alone = len(plans) < size_of_job()
+        self._asked = None if alone else {item.storage_index.fqn for plan in plans for item in plan.items}
         with self._open() as checkpoint:
             self._check_guards(checkpoint)
             refined = self._refined(checkpoint)
@@ -166,6 +171,9 @@ class DSQStorageReader(Located, StorageReader):
                 warmup.wait("load")
             if isinstance(planner, DefaultLoadPlanner) and not isinstance(planner, NestedLoadPlanner):
                 warn_of_empty(planner.original_state_dict, checkpoint, 0 if self._level == logging.INFO else 1)
+            own = {item.storage_index.fqn for item in plan.items}
+            if isinstance(planner, DefaultLoadPlanner) and own == self._asked:  # other ranks have nothing else
+                warn_of_more(getattr(planner, "given", None) or planner.original_state_dict, checkpoint)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     _load_object(checkpoint, item, planner)

@@ -7,15 +7,12 @@ loaded, and that were not there at its first save. One may be somebody's export 
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.distributed.mpi import launched
+from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
@@ -75,7 +72,7 @@ def look(path: Path, ranks: int) -> None:
     """
     run = run_of(path)
     watch = _watched.get(run)
-    if ranks < _size_of_job() or (watch is not None and watch.told):
+    if ranks < size_of_job() or (watch is not None and watch.told):
         return
     try:
         names = {entry.name for entry in storage_of(run).entries(run) if entry.directory and not is_hidden(entry.name)}
@@ -101,11 +98,3 @@ def look(path: Path, ranks: int) -> None:
                 "newest few may remove the other's: give each job a directory of its own"
             )
             return
-
-
-def _size_of_job() -> int:
-    """Return how many processes were started together, as far as they know."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "")
-    return max(launched(slurm=True).size, int(told) if told.isdecimal() else 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.convert.export import export_torch
@@ -131,3 +132,77 @@ def test_planners_may_keep_something_else_than_paths(tmp_path):
     found = {"l": [torch.zeros(3)]}
     dsq_ckpt.load(found, tmp_path / "run" / "1")
     assert found["l"][0].sum() == 3
+
+
+def layers(number, **more):
+    torch.manual_seed(0)
+    return nn.ModuleDict({**{f"layer{place}": nn.Linear(80, 80) for place in range(number)}, **more})
+
+
+def part_of(model, *names):
+    return {name: value for name, value in model.state_dict().items() if name.startswith(names)}
+
+
+def without_frozen(model):
+    for parameter in model["layer0"].parameters():
+        parameter.requires_grad_(False)
+    return get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+
+
+def renamed(model):
+    """As of a model in a wrapper whose prefix its state dict leaves out, and its modules do not."""
+    found = nn.ModuleDict({"wrapper": model}).state_dict()
+    for name in list(found):
+        found[name.removeprefix("wrapper.")] = found.pop(name)
+    return found
+
+
+def whole_or_part(state, path, by):
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        if by == "dcp":
+            dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(path))
+        else:
+            dsq_ckpt.load(state, path)
+    return [text for one in recorded if "the model does not have" in (text := str(one.message))]
+
+
+@pytest.mark.parametrize("by", ["dcp", "dsq"])
+@pytest.mark.parametrize("state", [
+    lambda: {"model": layers(4).state_dict()}, lambda: {"model": layers(4)},
+    lambda: {"a": {"model": get_model_state_dict(torch.compile(layers(4)))}},
+])
+def test_a_model_with_fewer_modules_than_were_saved_is_warned_of(tmp_path, state, by):
+    given = state()
+    saved = {"model": layers(6).state_dict(), "optimizer": {"lr": 0.1}}
+    dsq_ckpt.save({"a": saved} if "a" in given else saved, tmp_path / "run" / "1", config="exact")
+    (text,) = whole_or_part(given, tmp_path / "run" / "1", by)
+    assert "has 'layer4.weight', 'layer4.bias', 'layer5.weight' and 1 more of modules" in text
+    assert ("'a.model' in" if "a" in given else "'model' in") in text and str(tmp_path) in text
+
+
+def test_a_state_dict_of_a_model_with_fewer_modules_is_warned_of(tmp_path):
+    dsq_ckpt.save(layers(6), tmp_path / "run" / "1", config="exact")
+    (text,) = whole_or_part(layers(4).state_dict(), tmp_path / "run" / "1", "dsq")
+    assert "'layer4.weight'" in text
+
+
+@pytest.mark.parametrize("by", ["dcp", "dsq"])
+@pytest.mark.parametrize("state", [
+    lambda: {"model": layers(6).state_dict()}, lambda: {"optimizer": {"lr": 0.0}},
+    lambda: {"model": part_of(layers(6), "layer0", "layer1")},  # as of adapters
+    lambda: {"model": without_frozen(layers(6))}, lambda: {"model": renamed(layers(4))},
+    lambda: {"model": dict(layers(4).state_dict())},
+    lambda: {"model": get_model_state_dict(layers(4), options=StateDictOptions(full_state_dict=True))},
+    lambda: {"model": layers(6, layer5=nn.Linear(80, 80, bias=False)).state_dict()},  # or somebody left the bias out
+])
+def test_a_part_that_was_chosen_is_not_warned_of(tmp_path, state, by):
+    dsq_ckpt.save({"model": layers(6).state_dict(), "optimizer": {"lr": 0.1}}, tmp_path / "run" / "1", config="exact")
+    assert not whole_or_part(state(), tmp_path / "run" / "1", by)
+
+
+def test_a_stage_by_itself_is_not_warned_of(tmp_path, monkeypatch):
+    """Where the job has others, each of which may load its own."""
+    dsq_ckpt.save({"model": layers(6).state_dict()}, tmp_path / "run" / "1", config="exact")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not whole_or_part({"model": layers(4).state_dict()}, tmp_path / "run" / "1", "dsq")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -75,9 +76,26 @@ def placeholders(root: Path, rank: int) -> None:
     done("placeholders")
 
 
+def partial(root: Path, rank: int) -> None:
+    """A model that is shorter than the saved one is warned of, and stages of a pipeline that are whole together not."""
+    def stage(*places: int) -> dict[str, object]:
+        return {"model": torch.nn.ModuleDict({f"layer{place}": torch.nn.Linear(80, 80) for place in places})}
+
+    dsq_ckpt.save(stage(0, 1, 2), root / "a")
+    for state, alone, expected in (
+        (stage(0, 1), False, rank == 0), (stage(rank, 2), False, False), (stage(rank), True, False)
+    ):
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            dsq_ckpt.load(state, root / "a", no_dist=alone)
+        assert expected == any("of modules that the model does not have" in str(one.message) for one in recorded)
+    done("partial")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, ranks):
         keys(Path(sys.argv[1]) / "keys", me, ranks)
         early(Path(sys.argv[1]) / "early", me)
         placeholders(Path(sys.argv[1]) / "placeholders", me)
+        partial(Path(sys.argv[1]) / "partial", me)

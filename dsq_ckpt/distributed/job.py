@@ -1,0 +1,17 @@
+"""How many processes a job has, whichever of them save or load together."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from dsq_ckpt.distributed.mpi import launched
+
+
+def size_of_job() -> int:
+    """Return how many processes were started together, as far as this one knows."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    told = os.environ.get("WORLD_SIZE", "")
+    return max(launched(slurm=True).size, int(told) if told.isdecimal() else 1)
