@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,21 @@ def without_warning(no_dist: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         silence()
         yield
+
+
+@contextmanager
+def without_traceback() -> Iterator[None]:
+    """Keep DCP from printing the traceback of an error of ours with which it goes on, and which is raised then."""
+    def passes(record: logging.LogRecord) -> bool:
+        known = record.exc_info is not None and isinstance(record.exc_info[1], DSQError)
+        return not (known and record.module == "state_dict_loader")
+
+    root = logging.getLogger()  # by which that module logs
+    root.addFilter(passes)
+    try:
+        yield
+    finally:
+        root.removeFilter(passes)
 
 
 def silence() -> None:

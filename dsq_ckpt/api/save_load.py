@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
-from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_warning
+from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_traceback, without_warning
 from dsq_ckpt.api.stateful import told_state, warn_of_objects
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
@@ -355,7 +355,7 @@ def load(
         for target, placeholders in to_fill:
             target.update(placeholders)
         with (
-            plain_errors(LoadFailed, comm.rank), without_warning(no_dist), loading(told) as inner,
+            plain_errors(LoadFailed, comm.rank), without_warning(no_dist), without_traceback(), loading(told) as inner,
             _sortable(inner) as sortable,
         ):
             dcp.load(

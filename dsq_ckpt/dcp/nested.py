@@ -102,10 +102,30 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             missing = [fqn for fqn in self.state_dict if fqn not in known]
             if not missing:
                 raise
+            self._refuse_entries(missing, self.metadata)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LoadFailed(
                 f"the checkpoint has no '{missing[0]}'{more}, which the state dict has{name_hint(missing[0], known)}"
             ) from error
+
+    def _refuse_entries(self, missing: Iterable[str], metadata: Metadata) -> None:
+        """Refuse a placeholder in whose place a dict or a list was saved, with entries of their own."""
+        if not isinstance(saved := metadata.planner_data, dict):
+            return
+        for fqn in missing:
+            path, value = self.mappings[fqn], self.state_dict[fqn]
+            below = {
+                name: own for name in metadata.state_dict_metadata
+                if isinstance(own := saved.get(name), tuple) and own[: len(path)] == path and len(own) > len(path)
+            }
+            if below:
+                kind = "list" if type(next(iter(below.values()))[len(path)]) is int else "dict"
+                fills = ", or an empty dict, which dsq_ckpt.load fills with all of them" if kind == "dict" else ""
+                raise LoadFailed(
+                    f"'{fqn}' was saved as a {kind} with the entries {named(list(below))}, and the state dict has "
+                    f"{'None' if value is None else f'a {type(value).__name__}'} there: put a {kind} with a "
+                    f"placeholder for each there{fills}"
+                )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
@@ -267,6 +287,11 @@ def _empty(
 
 def _nothing_below(path: Path, nesting: Nesting, checkpoint: Checkpoint) -> str:
     name = ".".join(map(str, path))
+    if path in nesting.values():
+        return (
+            f"'{name}' is an empty dict, to be filled with what is stored below it, but '{checkpoint.directory}' has "
+            "one object there: put a placeholder for it in place of the dict, such as None"
+        )
     known = sorted({str(own[0]) for own in [*nesting.values(), *(nesting.empty or ())]})
     return (
         f"'{name}' is an empty dict, to be filled with what is stored below it, but '{checkpoint.directory}' has "

@@ -108,6 +108,10 @@ class ContainerWriter:
 class ContainerReader:
     """Reader of one file, which checks every block against its checksum; safe to use from several threads.
 
+    Args:
+        path: path of the file.
+        expected: size that it must have; None: any.
+
     Attributes:
         path: path of the file.
         size: size of the file in bytes.
@@ -120,7 +124,7 @@ class ContainerReader:
         LoadFailed: it cannot be opened, for a reason outside of it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, expected: int | None = None) -> None:
         self.path = path
         try:
             self._file = storage_of(path).open(path)
@@ -128,6 +132,11 @@ class ContainerReader:
             raise unreadable(path, error) from error
         try:
             self.size = self._file.size
+            if expected not in (None, self.size):
+                raise CorruptCheckpoint(
+                    f"'{path}' has {self.size} bytes, expected {expected}: truncated or overwritten; restore it or "
+                    "load another checkpoint"
+                )
             self.checksum, self.contents = self._read_contents()
         except BaseException:
             self._file.close()

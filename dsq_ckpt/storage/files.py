@@ -339,7 +339,7 @@ class CheckpointFiles(PackReader):
             if name not in self._readers:
                 if name not in self._sizes:
                     raise CorruptCheckpoint(f"'{self.directory}': a record needs '{name}', which no manifest names")
-                reader = ContainerReader(self._sizes[name].path_in(self.directory))
+                reader = ContainerReader(self._sizes[name].path_in(self.directory), self._sizes[name].size)
                 try:
                     self._bind(reader, self._sizes[name])
                 except BaseException:
@@ -350,8 +350,6 @@ class CheckpointFiles(PackReader):
 
     def _bind(self, reader: ContainerReader, file: ManifestFile) -> None:
         """Refuse a data file that is another than the manifest and its own name say, whole as it may be."""
-        if reader.size != file.size:
-            raise CorruptCheckpoint(f"'{reader.path}' has {reader.size} bytes, expected {file.size}")
         name, contents = _DATA_NAME.fullmatch(file.name), reader.contents
         if name is None:
             raise CorruptCheckpoint(f"'{reader.path}' does not have the name of a data file")

@@ -29,6 +29,7 @@ from dsq_ckpt.storage.atomic_io import is_hidden
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import FORMAT_VERSION, FileInfo
 from dsq_ckpt.storage.order import in_order
+from dsq_ckpt.storage.paths import absent
 from dsq_ckpt.storage.sealed import NO_CHECKSUM, checked, sealed
 
 MANIFEST = "manifest.json"
@@ -376,7 +377,7 @@ def _missing(directory: Path) -> str:
     if is_remote(directory):
         return _missing_remote(directory)
     if not directory.exists():
-        return f"'{directory}' does not exist; name a checkpoint directory"
+        return f"'{directory}' {absent(directory)}; name a checkpoint directory"
     if (directory / ".metadata").exists():
         return f"'{directory}' is a plain DCP checkpoint; load it with torch.distributed.checkpoint.FileSystemReader"
     inside = [entry.name for entry, _ in checkpoints(directory, lambda *_: None)]

@@ -72,6 +72,17 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     return absolute(found)
 
 
+def file_above(path: Path) -> Path | None:
+    """Return what a path leads through that is no directory, so that nothing can lie there; None: there is none."""
+    return next((above for above in path.parents if os.path.lexists(above) and not above.is_dir()), None)
+
+
+def absent(path: Path) -> str:
+    """Return why nothing is at a path, as the end of a sentence."""
+    file = file_above(path)
+    return "does not exist" if file is None else f"leads through '{file}', which is no directory"
+
+
 def existing_path(path: str | os.PathLike[str] | None) -> Path:
     """Return the directory of a checkpoint to be read; whether it exists is not checked.
 

@@ -22,6 +22,7 @@ from dsq_ckpt.errors import (
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.gc import HARMLESS, collect_failed, is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
+from dsq_ckpt.storage.paths import file_above
 from dsq_ckpt.storage.runs import canonical
 
 _ATTACHED = re.compile(r"[A-Za-z0-9_-]+\.pt|offloaded_tensors|\..+\.[0-9a-f]{16}\.old|\..+\.pt\.[0-9a-f]{8}\.tmp")
@@ -57,6 +58,8 @@ def refuse_checkpoint(path: Path, overwrite: bool, attached: bool = False) -> No
     if is_remote(path) and path.parent == path:
         example = path / "run" / "step-000001"
         raise SaveFailed(f"'{path}' is a whole bucket; save to a key in it, to '{example}' for example")
+    if not is_remote(path) and (file := file_above(path)):
+        raise SaveFailed(f"'{path}' leads through '{file}', which is no directory; choose another path")
     for above in canonical(path).parents:
         if _is_checkpoint(above):
             raise SaveFailed(

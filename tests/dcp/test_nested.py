@@ -206,3 +206,19 @@ def test_a_stage_by_itself_is_not_warned_of(tmp_path, monkeypatch):
     dsq_ckpt.save({"model": layers(6).state_dict()}, tmp_path / "run" / "1", config="exact")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not whole_or_part({"model": layers(4).state_dict()}, tmp_path / "run" / "1", "dsq")
+
+
+@pytest.mark.parametrize("state, kind, entries, has", [
+    ({"l": []}, "list", r"'l\.0', 'l\.1'", "a list"), ({"l": None}, "list", r"'l\.0', 'l\.1'", "None"),
+    ({"d": {"x": []}}, "dict", r"'d\.x\.a'", "a list"),
+])
+def test_a_placeholder_for_a_whole_list_or_dict_is_told_its_entries(tmp_path, state, kind, entries, has):
+    dsq_ckpt.save({"l": [torch.ones(3), torch.ones(4)], "d": {"x": {"a": 1}}}, tmp_path / "run" / "1")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=f"was saved as a {kind} with the entries {entries}, and .* {has} th"):
+        dsq_ckpt.load(state, tmp_path / "run" / "1")
+
+
+def test_an_empty_dict_in_place_of_an_object_is_told_so(tmp_path):
+    dsq_ckpt.save({"numbers": [1, 2]}, tmp_path / "run" / "1")
+    with pytest.raises(dsq_ckpt.LoadFailed, match=r"'numbers' is an empty dict, .* has one object there: put a place"):
+        dsq_ckpt.load({"numbers": {}}, tmp_path / "run" / "1")

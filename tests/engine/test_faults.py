@@ -73,7 +73,7 @@ def test_unwritable_places(tmp_path, monkeypatch):
     kept = Kept(state, tmp_path / "0")
     (tmp_path / "file").write_text("not a directory")
     for path, says in (
-        (tmp_path / "file", "exists|Not a directory"), (tmp_path / "file" / "x", "Not a directory"),
+        (tmp_path / "file", "exists|Not a directory"), (tmp_path / "file" / "x", "which is no directory"),
         ("/proc/dsq/x", "No such file"), (tmp_path / ("n" * 300), "too long"),
     ):
         with pytest.raises(dsq_ckpt.DSQError, match=says):

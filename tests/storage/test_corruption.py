@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -76,11 +77,23 @@ def test_truncated_files(damaged):
         for size in {0, 1, 7, 8, 16, 39, 40, len(held) - 1, *(rng.randrange(len(held)) for _ in range(6))}:
             file.write_bytes(held[:size])
             assert failure(path, state), (SEED, file.name, size)
+            if file.name != "manifest.json":
+                assert f"{size} bytes, expected {len(held)}" in str(failure(path, state)), (file.name, size)
         file.write_bytes(held + b"\0")
         if file.name != "manifest.json":
             assert failure(path, state), file.name
         file.write_bytes(held)
     assert failure(path, state) is None
+
+
+def test_a_damaged_index_is_told_once(damaged, caplog):
+    """By the error that is raised; DCP prints the traceback of one with which it goes on."""
+    path, state, _ = damaged
+    index = next(path.glob("*.index"))
+    os.truncate(index, index.stat().st_size // 2)
+    caplog.clear()
+    assert index.name in str(failure(path, state))
+    assert not [record.getMessage() for record in caplog.records if record.exc_info]
 
 
 def test_flipped_bits(damaged):

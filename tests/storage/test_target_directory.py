@@ -161,6 +161,17 @@ def test_a_checkpoint_in_a_checkpoint(run, tmp_path):
     assert os.listdir(run).count("new") == 1
 
 
+@pytest.mark.parametrize("way", ["save", "async_save", "dcp", "compress"])
+def test_a_path_through_a_file(tmp_path, way):
+    (tmp_path / "file.txt").write_text("kept")
+    for path in (tmp_path / "file.txt" / "step-1", tmp_path / "file.txt" / "run" / "step-1"):
+        with pytest.raises(BaseException, match=f"leads through '{tmp_path / 'file.txt'}', which is no directory"):
+            write(way, path, True)
+        with pytest.raises(CheckpointNotFound, match=f"leads through '{tmp_path / 'file.txt'}', which is no directory"):
+            dsq_ckpt.load(dict(STATE), path)
+    assert (tmp_path / "file.txt").read_text() == "kept"
+
+
 def test_latest_of_what_is_no_run(run, tmp_path):
     (tmp_path / "file.py").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
