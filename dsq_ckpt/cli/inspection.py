@@ -10,7 +10,7 @@ from typing import Any
 from dsq_ckpt.cli import output
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from dsq_ckpt.storage.description import describe
+from dsq_ckpt.storage.description import describe, restored_error
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
 
 _SHARE = "share of the metric"
@@ -71,26 +71,28 @@ def print_contents(path: Path, manifest: Manifest) -> None:
     if not manifest.groups:
         return
     rows = output.table(
-        "<group", "elements", "<codebook", "levels", "step", "coded", "bits/element", "rel. error", "refined", "update"
+        "<group", "elements", "<codebook", "levels", "step", "coded", "bits/element", "base error", "restored"
     )
     for name, group in sorted(manifest.groups.items()):
+        restored = restored_error(group)
         rows.add_row(
             name, output.number(group.elements), _codebook(name, manifest), str(group.levels),
             f"{group.step:.3g}" if group.step else "-", "delta" if group.delta else "keyframe",
             f"{max(group.bits_per_element, 0):.3f}", f"{100 * group.relative_error:.2f} %",
-            "-" if group.refined_error is None else f"{100 * group.refined_error:.2f} %",
-            "-" if group.update_error is None else f"{100 * group.update_error:.0f} %",
+            "-" if restored is None else f"{100 * restored:.2f} %",
         )
     screen.print()
     screen.print(rows)
     screen.print(
         "elements: k is 1000; levels: values besides zero\n"
         "step: of a lattice, in units of the tensors once divided by their powers of two\n"
-        "bits/element, rel. error (root mean square): of the base layer; refined: rel. error with the refinement layer;"
-        " update: rel. error that a restore gives the optimizer's next update"
+        "bits/element, base error (relative, root mean square): of the base layer\n"
+        "restored: the error after a restore with the refinement layer\n"
+        "errors of first moments: those of the optimizer's next update"
     )
     for name, group in sorted(manifest.groups.items()):
-        whole = group.relative_error if group.refined_error is None else group.refined_error
+        whole = restored_error(group)
+        whole = group.relative_error if whole is None else whole
         if group.worst_error is not None and group.worst_error > _STANDS_OUT * whole:
             screen.print(f"loses most of {name}: {output.plain(group.worst_tensor or '')}, {group.worst_error:.1%} off")
 

@@ -25,6 +25,7 @@ from dsq_ckpt.report.charts import WIDTH, Chart
 from dsq_ckpt.report.history import History, RunCheckpoint
 from dsq_ckpt.report.searches import Search
 from dsq_ckpt.storage.atomic_io import new_file
+from dsq_ckpt.storage.description import restored_error
 from dsq_ckpt.version import __version__
 
 _BEGINS = b"<!doctype html>\n<!-- dsq report -->"
@@ -222,7 +223,7 @@ def _groups(entry: RunCheckpoint) -> list[list[str]]:
         worst = "-" if group.worst_tensor is None else f"{group.worst_tensor} ({share(group.worst_error)})"
         rows.append([
             name, figures.number(group.elements), f"{max(group.bits_per_element, 0):.3f}", str(group.levels),
-            share(group.relative_error), share(group.refined_error), share(group.update_error), worst,
+            share(group.relative_error), share(restored_error(group)), worst,
         ])
     return rows
 

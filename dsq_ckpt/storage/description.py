@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint, as its manifest tells them."""
+"""Sizes and errors of a checkpoint, as its manifest tells them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from dsq_ckpt.storage.backend import storage_of
-from dsq_ckpt.storage.manifest import MANIFEST, Manifest
+from dsq_ckpt.storage.manifest import MANIFEST, GroupReport, Manifest
 from dsq_ckpt.storage.paths import existing_path
 
 
@@ -24,6 +24,15 @@ def sizes_of(manifest: Manifest, overhead: int) -> Total:
     dropped = sum(sizes.refinement for sizes in manifest.kinds.values()) if manifest.refinement == "dropped" else 0
     kept = manifest.bytes_in("own", "index", "refinement", "attachment") + overhead
     return Total(sum(sizes.logical for sizes in manifest.kinds.values()), kept + dropped, kept)
+
+
+def restored_error(group: GroupReport) -> float | None:
+    """Return the relative error of a group after a restore with the refinement layer; None where there is none.
+
+    First moments are quantized in units of the optimizer's next update, of which `update_error` was computed value by
+    value; `refined_error` takes values as spread evenly over their cells.
+    """
+    return group.refined_error if group.update_error is None else group.update_error
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
