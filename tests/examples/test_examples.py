@@ -10,6 +10,7 @@ import torch
 
 import dsq_ckpt
 from tests.deepspeed.launched import ON_CPU, by_torchrun
+from tests.helpers import forks
 from tests.helpers.packages import needs
 from tests.helpers.processes import ROOT, run, torchrun
 
@@ -81,19 +82,25 @@ def test_hugging_face(tmp_path: Path) -> None:
 
 
 TWICE = """
-import runpy, sys
-arguments = sys.argv[1:]
+import ray, runpy, sys
+arguments = sys.argv[2:]
+ray.init(runtime_env={"py_executable": sys.argv[1]})
 for sys.argv in (arguments, [*arguments, "--steps", "60"]):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @needs("ray")
-@pytest.mark.slow(40)
+@pytest.mark.slow(25)
 def test_ray_train(tmp_path: Path) -> None:
-    """Two workers, twice in one process, as Ray's start takes long; what it keeps of the deltas is complete."""
+    """Two workers, twice in one process, as Ray's start takes long; what it keeps of the deltas is complete.
+
+    Workers and Ray's actors, a dozen processes, are forks that need not import torch. Ray they import themselves:
+    forks of a process that has imported it draw the same ids.
+    """
+    python = forks.interpreter(tmp_path / "python")
     status, output = run(
-        ["-c", TWICE, str(EXAMPLES / "ray_train.py"), "--out", str(tmp_path / "run")], forked=True,
+        ["-c", TWICE, str(python), str(EXAMPLES / "ray_train.py"), "--out", str(tmp_path / "run")], forked=True,
         RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     )
     assert status == 0, output[-4000:]

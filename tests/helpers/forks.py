@@ -34,8 +34,8 @@ EXECUTABLE = "DSQ_TEST_EXECUTABLE"
 """What `sys.executable` is in a fork with this variable: an `interpreter`, so that what it starts are forks, too."""
 _USED_LATE = (  # prefixes of variables that nothing reads when it is imported, or that are others in every process
     "AWS_", "CUDA_VISIBLE_DEVICES", "GLOO_", "NCCL_SOCKET_IFNAME", "OLDPWD", "PWD", "PYTEST_", "PYTHON=",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "SHLVL", "STALL_AT_STEP", "TMPDIR", "_=", "_MLFLOW_TELEMETRY_SESSION_ID",
-    "TORCHINDUCTOR_CACHE_DIR", TEARDOWN, EXECUTABLE,
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP", "TMPDIR", "_=",
+    "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN, EXECUTABLE,
 )
 NAMESPACES = ("user", "net", "uts", "pid", "mnt")
 _SECONDS = 600  # that a server may take to begin
@@ -100,14 +100,15 @@ def start(
     return Fork(server)
 
 
-def interpreter(path: Path, environment: Mapping[str, str]) -> Path:
+def interpreter(path: Path, environment: Mapping[str, str] | None = None) -> Path:
     """Write a program that starts forks as Python starts processes, for what takes the path of an interpreter.
 
     Args:
         path: of the program.
-        environment: that it will have; the servers are started now, not by who may be in other namespaces.
+        environment: that it will have; the servers are started now, not by who may be in other namespaces. None: it
+            is not known, and they are started when they are needed.
     """
-    for turn in range(2):
+    for turn in range(0 if environment is None else 2):
         _connect(environment, turn).close()
     path.write_text(
         f"#!{sys.executable} -S\nimport os, sys\nsys.path[0] = {str(Path(__file__).parents[2])!r}\n"
