@@ -28,9 +28,10 @@ from dsq_ckpt import kernels
 from dsq_ckpt.api import save_load as api
 from dsq_ckpt.cli.bench_coding import COUNT, STREAMS, coding_work
 from dsq_ckpt.cli.bench_stall import STALL, stalls
+from dsq_ckpt.cli.machine import processor
 from dsq_ckpt.codebooks.algorithms.exact_kmeans import exact_kmeans
 from dsq_ckpt.codebooks.lattice import Lattice
-from dsq_ckpt.coding import RansCoder, _native
+from dsq_ckpt.coding import RansCoder, coder_path
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.kernels.keys import FULL
@@ -99,8 +100,8 @@ def run_bench(
     return {
         "parameters": parameters, "threads": threads or DSQConfig().storage.thread_count(), "rows": rows,
         **({"left_out": left_out} if left_out else {}),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "coder": _native.path(),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "coder": coder_path(),
         "versions": {"dsq_ckpt": __version__, "torch": torch.__version__, "numpy": np.__version__},
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -362,13 +363,3 @@ def _resident_peak(reset: bool) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -7,6 +7,7 @@ with the same model. `rans` reaches the conditional entropy; `changes` does wher
 
 from __future__ import annotations
 
+from dsq_ckpt.coding._native import path as coder_path
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.changes import ChangesCoder, fit_fastest
 from dsq_ckpt.coding.huffman import HuffmanCoder, huffman_bits
@@ -21,6 +22,7 @@ __all__ = [
     "HuffmanCoder",
     "RansCoder",
     "coder_class",
+    "coder_path",
     "fit_fastest",
     "huffman_bits",
     "shuffle_compress",

@@ -14,24 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dsq_ckpt.coding import _native
+from dsq_ckpt.coding.scales import FACTORS, ONE, TINY, divide, multiply
 from dsq_ckpt.core.arrays import F32, F64, I16
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
 
 SHARED = 32
 """Elements of a row, or of a column, from which it has a number of its own: 16 bits for fewer would not pay."""
 _EIGHTH = 20  # bits of a float below an eighth of its octave
-_ONE = 127 << 3  # eighths of an octave up to 1.0
 _REACH = 120 << 3  # by which a ratio may be away from 1
 _TOGETHER = 1 << 24  # elements that are looked at together on a device
-_PIECE = 1 << 10  # elements of a row whose scales are made at once
-_TINY = float(np.finfo(np.float32).tiny)
-_LARGEST = np.float32(np.finfo(np.float32).max)
-FACTORS: F32 = np.exp2(np.arange(256 << 3).clip(1 << 3, (255 << 3) - 1) / 8 - 127).astype(np.float32)
-"""float32[2048]: scales by 1016 plus the numbers of row and column; from the smallest normal number to a finite one."""
-_MANTISSAS = FACTORS[_ONE : _ONE + 8].view(np.int32) - (127 << 23)
 
 
 class _Sums(NamedTuple):
@@ -117,14 +109,12 @@ class MatrixScales:
         """
         values = values.to(torch.float32)
         if values.device.type == "cpu":
-            out = np.empty(len(values), np.float32)
-            _scale(values.numpy(), start, *self._numbers(start + len(values)), FACTORS, True, out)
-            return torch.from_numpy(out)
-        values = torch.where(values.abs() < _TINY, 0.0, values)
+            return torch.from_numpy(divide(values.numpy(), start, *self._numbers(start + len(values))))
+        values = torch.where(values.abs() < TINY, 0.0, values)
         if not self.any:
             return values
         place = torch.arange(start, start + len(values), device=values.device)
-        number = torch.full((len(values),), _ONE, dtype=torch.int32, device=values.device)
+        number = torch.full((len(values),), ONE, dtype=torch.int32, device=values.device)
         if len(self.by_row):
             number += torch.from_numpy(self.by_row).to(values.device)[place // self.columns]
         if len(self.by_column):
@@ -139,14 +129,8 @@ class MatrixScales:
         Raises:
             ValueError: they are no flat float32, or not all of the chunk.
         """
-        if not self.any:
-            return
-        level, numbers = _native.level(), self._numbers(start + len(values))
-        check_array("values", values, np.float32, (len(values),))
-        if level < 0:
-            _scale(values, start, *numbers, FACTORS, False, values)
-        elif _native.scale(level, values, start, *numbers, FACTORS):
-            raise ValueError(f"{len(values)} values from {start} on are not all of {len(self.by_row)} rows")
+        if self.any:
+            multiply(values, start, *self._numbers(start + len(values)))
 
     def _numbers(self, stop: int) -> tuple[int, I16, I16]:
         """Return what kernels take for elements before `stop`: columns; by row, or the same for all; by column."""
@@ -175,8 +159,8 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
     """Return what `_here` does, from a part on a device; on the host, if its memory is full."""
     try:
         values = part.to(torch.float32).contiguous()
-        held = (values >= _TINY) & values.isfinite()
-        logs = torch.where(held, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - _ONE, 0)
+        held = (values >= TINY) & values.isfinite()
+        logs = torch.where(held, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - ONE, 0)
         numbers = torch.zeros(1, dtype=torch.float64, device="cpu")
         if by_row:
             numbers = (logs.sum(1, dtype=torch.float64) / held.sum(1).clamp(min=1)).round()
@@ -203,9 +187,9 @@ def _add(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reac
                 counts = (row[j] >= first) & (row[j] < beyond)
                 total += np.int64(row[j]) if counts else 0
                 held += counts
-            numbers[i] = np.rint(total * 2.0**-20 / held) - _ONE if held else 0.0
+            numbers[i] = np.rint(total * 2.0**-20 / held) - ONE if held else 0.0
         number = numbers[i] if by_row else 0.0
-        less = np.int32((number + _ONE) * (1 << 20))
+        less = np.int32((number + ONE) * (1 << 20))
         inverse, total_left, held_left = 2.0 ** (-number / 8), 0.0, 0
         for j in range(columns):
             counts = (row[j] >= first) & (row[j] < beyond)
@@ -222,64 +206,3 @@ def _add(bits: Any, by_row: bool, by_column: bool, numbers: Any, left: Any, reac
             left[0, 0] += total_left
             left[1, 0] += held_left
     reach[0], reach[1] = low, high
-
-
-@jit
-def _patterns(numbers: Any, out: Any) -> None:
-    """Write bits of the scales of 8 neighbouring numbers of a row and each number of a column, but for the octave.
-
-    A scale has few mantissas, so the octave that is left to add is the same for a whole row: one sum for each element.
-    """
-    for eighth in range(8):
-        for j in range(len(numbers)):
-            place = np.int64(numbers[j]) + eighth
-            out[eighth, j] = np.int32(((place >> 3) << 23) + np.int64(_MANTISSAS[place & 7]))
-
-
-@jit(error_model="numpy")
-def _apply(values: Any, factors: Any, divides: bool, out: Any) -> None:
-    tiny = np.float32(_TINY)
-    if divides:
-        for j in range(len(values)):
-            out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j]
-    else:
-        for j in range(len(values)):
-            out[j] = min(max(values[j] * factors[j], -_LARGEST), _LARGEST)
-
-
-@jit
-def _scale(
-    values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any, divides: bool, out: Any
-) -> None:
-    """Divide or multiply elements by their scales; `out` may be `values`. One number serves all rows, or columns."""
-    factors = np.empty(_PIECE, np.float32)
-    bits = factors.view(np.int32)
-    stop, width = start + len(values), min(columns, _PIECE)
-    patterns = np.empty((8, width), np.int32)
-    first, last = start // columns, (stop + columns - 1) // columns
-    for left in range(0, columns if len(by_column) > 1 else width, width):
-        numbers = by_column[left : left + width] if len(by_column) > 1 else by_column
-        pays = len(by_column) > 1 and last - first > 8
-        if pays:
-            _patterns(numbers, patterns)
-        low, high = np.int64(min(numbers)), np.int64(max(numbers))
-        for row in range(first, last):
-            number = _ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
-            begin = row * columns + left
-            end = min(stop, (row + 1) * columns)
-            if len(by_column) > 1:
-                end = min(end, begin + width)
-            i, column = max(start, begin), max(start - begin, 0)
-            while i < end:
-                size = min(end - i, _PIECE)
-                if len(by_column) == 1:
-                    factors[:size] = table[min(max(number + low, 0), 2047)]
-                elif pays and number + low >= 8 and number + high < 2040:
-                    octave, row_bits = np.int32(number >> 3) << np.int32(23), patterns[number & 7]
-                    for j in range(size):
-                        bits[j] = np.int32(row_bits[column + j] + octave)
-                else:
-                    for j in range(size):
-                        factors[j] = table[min(max(number + numbers[column + j], 0), 2047)]
-                _apply(values[i - start : i - start + size], factors[:size], divides, out[i - start : i - start + size])
-                i += size

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import dsq_ckpt
 from dsq_ckpt.cli import json_files, output
+from dsq_ckpt.cli.machine import processor
 from evaluation import along, overview
 
 if TYPE_CHECKING:
@@ -90,19 +91,9 @@ def command_line() -> str:
 def machine() -> dict[str, Any]:
     """Return the processor, its cores, the system and the threads of torch."""
     return {
-        "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(),
+        "processor": processor(), "cores": os.cpu_count(), "system": platform.system(),
         "torch_threads": torch.get_num_threads(),
     }
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 class PlotError(RuntimeError):

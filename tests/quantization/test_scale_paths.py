@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsq_ckpt.quantization.matrix_scales import FACTORS, MatrixScales
+from dsq_ckpt.coding.scales import FACTORS
+from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from tests.helpers.coder_paths import path as path
 
 LARGEST = np.float32(np.finfo(np.float32).max)

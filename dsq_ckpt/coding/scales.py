@@ -1,0 +1,118 @@
+"""Elements of a matrix times or over scales of its rows and columns, in one pass over the data.
+
+A scale is the entry of a table at the sum of a row's and a column's number, which are eighths of an octave.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dsq_ckpt.coding import _native
+from dsq_ckpt.core.arrays import F32, I16
+from dsq_ckpt.kernels.checks import check_array
+from dsq_ckpt.kernels.jit import jit
+
+ONE = 127 << 3
+"""Eighths of an octave up to 1.0."""
+FACTORS: F32 = np.exp2(np.arange(256 << 3).clip(1 << 3, (255 << 3) - 1) / 8 - 127).astype(np.float32)
+"""float32[2048]: scales by ONE plus the numbers of row and column; from the smallest normal number to a finite one."""
+TINY = float(np.finfo(np.float32).tiny)
+"""The smallest normal number."""
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_MANTISSAS = FACTORS[ONE : ONE + 8].view(np.int32) - (127 << 23)
+_PIECE = 1 << 10  # elements of a row whose scales are made at once
+
+
+def divide(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -> F32:
+    """Return elements over their scales; zero for zero and subnormal numbers.
+
+    Args:
+        values: flat elements of the matrix from `start` on.
+        start: see above.
+        columns: elements of a row.
+        by_row: int16[rows], or one for all rows.
+        by_column: int16[columns], or one for all columns.
+    """
+    out = np.empty(len(values), np.float32)
+    _scale(values, start, columns, by_row, by_column, FACTORS, True, out)
+    return out
+
+
+def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -> None:
+    """Multiply elements by their scales, in place; products past the largest finite number become that number.
+
+    Args:
+        values, start, columns, by_row, by_column: see `divide`.
+
+    Raises:
+        ValueError: they are no flat float32, or not all of the matrix.
+    """
+    check_array("values", values, np.float32, (len(values),))
+    level = _native.level()
+    if level < 0:
+        _scale(values, start, columns, by_row, by_column, FACTORS, False, values)
+    elif _native.scale(level, values, start, columns, by_row, by_column, FACTORS):
+        raise ValueError(f"{len(values)} values from {start} on are not all of {len(by_row)} rows")
+
+
+@jit
+def _patterns(numbers: Any, out: Any) -> None:
+    """Write bits of the scales of 8 neighbouring numbers of a row and each number of a column, but for the octave.
+
+    A scale has few mantissas, so the octave that is left to add is the same for a whole row: one sum for each element.
+    """
+    for eighth in range(8):
+        for j in range(len(numbers)):
+            place = np.int64(numbers[j]) + eighth
+            out[eighth, j] = np.int32(((place >> 3) << 23) + np.int64(_MANTISSAS[place & 7]))
+
+
+@jit(error_model="numpy")
+def _apply(values: Any, factors: Any, divides: bool, out: Any) -> None:
+    tiny = np.float32(TINY)
+    if divides:
+        for j in range(len(values)):
+            out[j] = np.float32(0) if abs(values[j]) < tiny else values[j] / factors[j]
+    else:
+        for j in range(len(values)):
+            out[j] = min(max(values[j] * factors[j], -_LARGEST), _LARGEST)
+
+
+@jit
+def _scale(
+    values: Any, start: int, columns: int, by_row: Any, by_column: Any, table: Any, divides: bool, out: Any
+) -> None:
+    """Divide or multiply elements by their scales; `out` may be `values`. One number serves all rows, or columns."""
+    factors = np.empty(_PIECE, np.float32)
+    bits = factors.view(np.int32)
+    stop, width = start + len(values), min(columns, _PIECE)
+    patterns = np.empty((8, width), np.int32)
+    first, last = start // columns, (stop + columns - 1) // columns
+    for left in range(0, columns if len(by_column) > 1 else width, width):
+        numbers = by_column[left : left + width] if len(by_column) > 1 else by_column
+        pays = len(by_column) > 1 and last - first > 8
+        if pays:
+            _patterns(numbers, patterns)
+        low, high = np.int64(min(numbers)), np.int64(max(numbers))
+        for row in range(first, last):
+            number = ONE + np.int64(by_row[row] if len(by_row) > 1 else by_row[0])
+            begin = row * columns + left
+            end = min(stop, (row + 1) * columns)
+            if len(by_column) > 1:
+                end = min(end, begin + width)
+            i, column = max(start, begin), max(start - begin, 0)
+            while i < end:
+                size = min(end - i, _PIECE)
+                if len(by_column) == 1:
+                    factors[:size] = table[min(max(number + low, 0), 2047)]
+                elif pays and number + low >= 8 and number + high < 2040:
+                    octave, row_bits = np.int32(number >> 3) << np.int32(23), patterns[number & 7]
+                    for j in range(size):
+                        bits[j] = np.int32(row_bits[column + j] + octave)
+                else:
+                    for j in range(size):
+                        factors[j] = table[min(max(number + numbers[column + j], 0), 2047)]
+                _apply(values[i - start : i - start + size], factors[:size], divides, out[i - start : i - start + size])
+                i += size
