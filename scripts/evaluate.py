@@ -348,17 +348,13 @@ def report(
     side_by_side: Path | None = typer.Option(None, help="Draw one PNG instead: the first plot of each file."),
 ) -> None:
     """Draw results: one PNG for each file, or one for all."""
-    try:
-        if together is not None:
-            results.plot_together(files, together)
-        elif side_by_side is not None:
-            results.plot_side_by_side(files, side_by_side)
-        else:
-            for file in files:
-                results.plot(file, target := (directory or file.parent) / f"{file.stem}.png")
-                console.print(target)
-    except results.PlotError as error:
-        raise typer.BadParameter(str(error)) from error
+    if together is not None:
+        results.plot_together(files, together)
+    elif side_by_side is not None:
+        results.plot_side_by_side(files, side_by_side)
+    else:
+        for picture in results.plot_each(files, directory):
+            console.print(picture)
 
 
 def _known(given: list[str], known: Collection[str]) -> list[str]:

@@ -229,13 +229,8 @@ def report(
     directory: Path | None = typer.Option(None, help="Where plots go; beside each file by default."),
 ) -> None:
     """Draw results, one PNG for each file, and say which targets they reach."""
-    for file in files:
-        target = (directory or file.parent) / f"{file.stem}.png"
-        try:
-            results.plot(file, target)
-        except results.PlotError as error:
-            raise typer.BadParameter(str(error)) from error
-        console.print(target)
+    for picture in results.plot_each(files, directory):
+        console.print(picture)
     for file in files:
         made = json.loads(file.read_text())
         _print_targets(made["measured"], made["rows"])

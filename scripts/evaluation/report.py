@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import typer
 from rich.table import Table
 
 import dsq_ckpt
@@ -96,8 +97,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-class PlotError(RuntimeError):
-    """A document cannot be plotted; the message says why."""
+class PlotError(typer.BadParameter):
+    """A document cannot be plotted; the message says why, also where a command ends with it."""
 
 
 def plot(source: Path, target: Path) -> None:
@@ -135,6 +136,14 @@ def plot_side_by_side(sources: Sequence[Path], target: Path) -> None:
     with _figure((6.5 * len(panels), 4.4), target) as figure:
         for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
             panel(axis)
+
+
+def plot_each(sources: Iterable[Path], directory: Path | None) -> Iterator[Path]:
+    """Draw JSON files as `plot` does, each to a PNG file in a directory or beside it; yield the path of each."""
+    for source in sources:
+        target = (directory or source.parent) / f"{source.stem}.png"
+        plot(source, target)
+        yield target
 
 
 def plot_together(sources: Sequence[Path], target: Path) -> None:
