@@ -24,7 +24,7 @@ from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.storage.manifest import Manifest
 from evaluation.recording import one_thread
 from evaluation.report import Column, Row, digits, percent
-from evaluation.rework import FP32, SPAN, Experiment, Method, Probe
+from evaluation.rework import FP32, SPAN, Experiment, Method, Probe, checkpoints
 
 STRIDE, SPANS = 10, range(1, 7)
 """Figure 5: a difference is that of 10 n iterations."""
@@ -174,19 +174,16 @@ def _chain(
     plan: Experiment, method: Method, run: Path, steps: set[int]
 ) -> Iterator[tuple[Mapping[str, Tensor], Mapping[str, Tensor], Path]]:
     """Yield at given steps the weights as reconstructed before, as they are, and the checkpoint that says so."""
-    dsq_ckpt.forget()
-    config, workload, exact = method.config(), plan.workload(), dict[int, dict[str, Tensor]]()
-    names = _compressed(workload.model, config)
-    with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=plan.every) as compressor:
-        for step in range(0, max(steps) + 1, plan.every):
-            workload.train(max(0, step - plan.every), step)
-            compressor.save(run / f"step-{step:06d}")
-            if step in steps:
-                exact[step] = _weights(workload.model, names)
+    config, workload = method.config(), plan.workload()
+    names, paths, exact = _compressed(workload.model, config), dict[int, Path](), dict[int, dict[str, Tensor]]()
+    for step, path in checkpoints(workload, plan.every, config, run, max(steps)):
+        paths[step] = path
+        if step in steps:
+            exact[step] = _weights(workload.model, names)
     with dsq_ckpt.Compressor(workload.model, workload.optimizer, {"system": "exact"}) as loader:
         for step, now in exact.items():  # at the end: the checkpoint that is loaded would be the next one's parent
-            loader.load(run / f"step-{step - plan.every:06d}")
-            yield _weights(workload.model, names), now, run / f"step-{step:06d}"
+            loader.load(paths[step - plan.every])
+            yield _weights(workload.model, names), now, paths[step]
 
 
 def _compressed(model: nn.Module, config: dsq_ckpt.DSQConfig) -> list[str]:

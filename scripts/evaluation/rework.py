@@ -223,29 +223,44 @@ def run_method(
     })
 
 
+def checkpoints(
+    workload: Workload, every: int, config: dsq_ckpt.DSQConfig, run: Path, last: int
+) -> Iterator[tuple[int, Path]]:
+    """Train from step 0 to a last one with checkpoints of one chain on the way; yield the step and path of each.
+
+    Args:
+        workload: at its step 0; at the yielded step whenever one is yielded.
+        every: steps between checkpoints.
+        config: of the checkpoints.
+        run: directory for them.
+        last: step after which no checkpoint comes.
+    """
+    dsq_ckpt.forget()
+    with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=every) as compressor:
+        for step in range(0, last + 1, every):
+            workload.train(max(0, step - every), step)
+            path = _directory(run, step)
+            compressor.save(path)
+            yield step, path
+
+
 def _train(plan: Experiment, config: dsq_ckpt.DSQConfig, run: Path, failures: Sequence[int]) -> Row:
     """Train to the last failure with checkpoints on the way, keep those that a failure goes back to; their size."""
-    dsq_ckpt.forget()
-    workload = plan.workload()
     kept = {_directory(run, step - step % plan.every) for step in failures}
     weights: list[int] = []
     written: list[int] = []
     full = 0
     previous: Path | None = None
-    with dsq_ckpt.Compressor(workload.model, workload.optimizer, config, every=plan.every) as compressor:
-        for step in range(0, max(failures) + 1, plan.every):
-            workload.train(max(0, step - plan.every), step)
-            path = _directory(run, step)
-            compressor.save(path)
-            if previous is not None and previous not in kept:
-                shutil.rmtree(previous)  # checkpoints are self-contained; thousands of links add up
-            previous = path
-            if step:
-                kinds = Manifest.read(path).kinds
-                sizes = kinds.get("weights") or kinds["exact"]  # all of it, if weights are exact too
-                full = sizes.logical
-                weights.append(sizes.base)
-                written.append(dsq_ckpt.describe(path)["bytes_written"])
+    for step, path in checkpoints(plan.workload(), plan.every, config, run, max(failures)):
+        if previous is not None and previous not in kept:
+            shutil.rmtree(previous)  # checkpoints are self-contained; thousands of links add up
+        previous = path
+        if step:
+            kinds = Manifest.read(path).kinds
+            sizes = kinds.get("weights") or kinds["exact"]  # all of it, if weights are exact too
+            full = sizes.logical
+            weights.append(sizes.base)
+            written.append(dsq_ckpt.describe(path)["bytes_written"])
     average = statistics.fmean(weights)
     return {"bytes": average, "share": average / full, "bytes_written": statistics.fmean(written)}
 
