@@ -21,7 +21,7 @@ SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "campaign.py")
 @pytest.mark.slow(50)
 def test_campaigns() -> None:
     """Nothing is wrong, crashes or hangs in any; one process does them all, since to begin takes longer than trials."""
-    status, output = processes.run([SCRIPT, "all", "--seed", "7", "--short", "--lanes", "2"])
+    status, output = processes.run([SCRIPT, "all", "--seed", "7", "--short", "--lanes", "2"], forked=True)
     print(output)
     assert status == 0, output[-8000:]
 

@@ -51,7 +51,9 @@ def subject_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
         return Subject(name, backend, "cpu", (0, 1, 300, 4097, 5 * 123 * 123))
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     from dsq_ckpt.triton_kernels import backend, counting, launch
+    from tests.helpers.interpreted import remember_functions
 
+    remember_functions()
     device = "cpu" if launch.INTERPRETED else "cuda"
     if launch.INTERPRETED and name == LARGE:
         monkeypatch.setattr(launch, "TILE", 1 << 18)

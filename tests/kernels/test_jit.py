@@ -19,19 +19,26 @@ if __name__ == "__main__":
 """
 
 
-def run(tmp_path):
-    status, output = processes.run([str(tmp_path / "kernel.py")], NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+def run(directory):
+    status, output = processes.run([str(directory / "kernel.py")], NUMBA_CACHE_DIR=str(directory / "cache"))
     assert status == 0, output
     return output.strip()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The directory of a kernel and its machine code."""
+    directory = tmp_path_factory.mktemp("kept")
+    (directory / "kernel.py").write_text(KERNEL)
+    assert run(directory) == "42 1"
+    return directory
 
 
 @pytest.mark.parametrize("content", [
     pickle.dumps(numba.__version__) + b"cdsq_ckpt\nClassThatIsGone\n.", pickle.dumps(numba.__version__)[:-2], b"",
 ], ids=["of another version", "cut off", "empty"])
-def test_an_index_that_cannot_be_read_is_made_again(tmp_path, content):
-    (tmp_path / "kernel.py").write_text(KERNEL)
-    assert run(tmp_path) == "42 1"
-    [index] = (tmp_path / "cache").rglob("*.nbi")
+def test_an_index_that_cannot_be_read_is_made_again(kept, content):
+    [index] = (kept / "cache").rglob("*.nbi")
     index.write_bytes(content)
-    assert run(tmp_path) == "42 1"
-    assert run(tmp_path) == "42 0"
+    assert run(kept) == "42 1"
+    assert run(kept) == "42 0"

@@ -1,14 +1,10 @@
 """The benchmark for GPUs runs on machines without one, and never passes what it finds there for a measurement."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_gpu.py"
+from tests.helpers.processes import ROOT, run
 
 
 def test_a_trial_run_says_that_it_is_none(tmp_path):
@@ -16,13 +12,11 @@ def test_a_trial_run_says_that_it_is_none(tmp_path):
     path = tmp_path / "gpu.json"
     small = ["--parameters", "70000", "--elements", "40000", "--repeats", "1", "--saves", "1", "--chunks", "3"]
     small += ["--width", "64"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", "cpu", *small, "--json", str(path)], capture_output=True, text=True,
-        timeout=900, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    script = str(ROOT / "scripts" / "bench_gpu.py")
+    status, output = run([script, "--device", "cpu", *small, "--json", str(path)], forked=True, TRITON_INTERPRET="1")
+    assert status == 0, output
     made = json.loads(path.read_text())
-    assert made["measured"].startswith("nothing") and "nothing: a trial run" in done.stdout
+    assert made["measured"].startswith("nothing") and "nothing: a trial run" in output
     assert {"sketch, fp32", "quantize, joint table, fp32", "stall / copy to pinned memory"} <= made["rows"].keys()
     assert {"sketch, µs for each of 3 small chunks", "stall, µs per tensor, 3 small chunks"} <= made["rows"].keys()
     assert {"stall, s, a transformer", "stall, µs per tensor"} <= made["rows"].keys()

@@ -42,6 +42,9 @@ def here(request, monkeypatch):
         interpreted = pytest.importorskip("dsq_ckpt.triton_kernels.backend").TritonBackend
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled here, and take CUDA tensors: see test_cuda.py")
+        from tests.helpers.interpreted import remember_functions
+
+        remember_functions()
         for module in (coding, device.passes, dsq_ckpt.quantization.chunk):
             monkeypatch.setattr(module, "backend_for", interpreted)
     monkeypatch.setattr(device, "DEVICES", {"cpu"})

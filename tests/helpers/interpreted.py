@@ -1,0 +1,29 @@
+"""Triton's interpreter, which looks through `triton.language` for its functions whenever a kernel or a part of one is
+called; here it does so once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from triton.language.core import is_builtin
+from triton.runtime import interpreter
+
+
+@functools.cache
+def _functions_of(place: Any) -> tuple[str, ...]:
+    return tuple(name for name, member in inspect.getmembers(place) if is_builtin(member))
+
+
+def _patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+    """Do what Triton's function of that name does; within a kernel's own call, functions are replaced already."""
+    for name in _functions_of(place):
+        if is_builtin(member := getattr(place, name)):
+            interpreter._patch_attr(place, name, member, builder, scope)
+
+
+def remember_functions() -> None:
+    """Let the interpreter of this process remember what it finds."""
+    interpreter._patch_builtin = _patch_builtin
