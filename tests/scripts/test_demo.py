@@ -1,0 +1,44 @@
+"""A demo that is terminated leaves no ranks behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from tests.helpers import processes
+
+DEMO = """
+import demo
+demo.run_command("", 2, 2, 1, lambda directory, *_: demo.launch(directory, "ranks", 2, target=[{script!r}]), print)
+"""
+RANK = """
+import os, pathlib, signal
+with pathlib.Path(__file__).with_name("pipe").open("w") as pipe:
+    print(os.getpid(), file=pipe, flush=True)
+    signal.pause()
+"""
+
+
+def test_ranks_end_with_a_demo_that_is_terminated(tmp_path: Path) -> None:
+    """A pipe that all ranks hold open is at its end once none of them is left."""
+    script, ranks = tmp_path / "rank.py", list[int]()
+    script.write_text(RANK)
+    os.mkfifo(tmp_path / "pipe")
+    demo = processes.start(
+        ["-c", DEMO.format(script=str(script))], PYTHONPATH=str(processes.ROOT / "scripts"), TMPDIR=str(tmp_path)
+    )
+    try:
+        with (tmp_path / "pipe").open("rb", buffering=0) as pipe:
+            ranks += [int(pipe.readline()) for _ in range(2)]
+            demo.terminate()
+            output, _ = demo.communicate(timeout=processes.PATIENCE)
+            assert demo.returncode == 128 + signal.SIGTERM, output
+            os.set_blocking(pipe.fileno(), False)
+            assert pipe.read(1) == b"", "a rank is left"
+    finally:
+        processes.kill(demo)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
