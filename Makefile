@@ -12,7 +12,7 @@ RESULTS ?= evaluation
 # With bytecode in files, or each process that a test starts would compile all modules again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv demo demo-deepspeed test coverage kernels lint docs campaign bench evaluate evaluate-quick clean
+.PHONY: venv demo demo-deepspeed test tests coverage kernels lint docs campaign bench evaluate evaluate-quick clean
 
 venv: $(STAMP)
 
@@ -28,8 +28,11 @@ demo: $(STAMP)
 demo-deepspeed: $(STAMP)
 	$(BIN)/python scripts/demo_deepspeed.py --json demo-deepspeed.json
 
+# At once: of two cores the second one has nothing to do while mypy looks at everything.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync lint kernels
+	$(MAKE) --no-print-directory --jobs 2 lint tests
+
+tests: kernels
 	$(PYTEST)
 
 coverage: $(STAMP)
