@@ -80,6 +80,13 @@ def states() -> list[dict[str, Any]]:
     return [first, second, third, copy.deepcopy(third)]
 
 
+@pytest.fixture(scope="module")
+def by_the_host(tmp_path_factory) -> list[tuple[dict[str, bytes], dict[str, Any]]]:
+    """What the host stores of `states()`: the codes of each, and what a load gives."""
+    far = chain_of(tmp_path_factory.mktemp("host"), states(), dsq_ckpt.save)
+    return [(codes_of(path), loaded(path, states()[0])) for path in far]
+
+
 def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any]) -> None:
     """An asynchronous save whose state is gone as soon as the call returns, as codes: so are states on a GPU staged."""
     state = copy.deepcopy(state)
@@ -90,14 +97,11 @@ def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
-def test_a_chain_is_what_the_host_makes(here, tmp_path, monkeypatch, save):
-    near = chain_of(tmp_path / "device", states(), save)
-    back = [loaded(path, states()[0]) for path in near]
-    monkeypatch.setattr(device, "DEVICES", HOST)
-    far = chain_of(tmp_path / "host", states(), dsq_ckpt.save)
-    for mine, theirs, values in zip(near, far, back, strict=True):
-        assert codes_of(mine) == codes_of(theirs)
-        assert differences(values, loaded(theirs, states()[0])) == []
+def test_a_chain_is_what_the_host_makes(by_the_host, here, tmp_path, save):
+    near = chain_of(tmp_path, states(), save)
+    for path, (codes, values) in zip(near, by_the_host, strict=True):
+        assert codes_of(path) == codes
+        assert differences(loaded(path, states()[0]), values) == []
 
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
@@ -127,17 +131,13 @@ def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
     ("protected_capacity", lambda tables, n: None), ("change_capacity", lambda tables, n: 0),
     ("change_capacity", lambda tables, n: 1),
 ], ids=["waited for", "codes travel whole", "more changes than capacity"])
-def test_without_room_the_same_is_stored(here, tmp_path, monkeypatch, place, instead):
+def test_without_room_the_same_is_stored(by_the_host, here, tmp_path, monkeypatch, place, instead):
     """As on the host, and so as with room (`test_a_chain_is_what_the_host_makes`)."""
-    with monkeypatch.context() as patched:
-        patched.setattr(device, "DEVICES", HOST)
-        far = chain_of(tmp_path / "host", states(), dsq_ckpt.save)
-        values = [loaded(path, states()[0]) for path in far]
     monkeypatch.setattr(coding.DeviceTables, place, instead)
-    near = chain_of(tmp_path / "device", states(), dsq_ckpt.save)
-    for mine, theirs, expected in zip(near, far, values, strict=True):
-        assert codes_of(mine) == codes_of(theirs)
-        assert differences(loaded(mine, states()[0]), expected) == []
+    near = chain_of(tmp_path, states(), dsq_ckpt.save)
+    for path, (codes, values) in zip(near, by_the_host, strict=True):
+        assert codes_of(path) == codes
+        assert differences(loaded(path, states()[0]), values) == []
 
 
 def test_a_tensor_that_changes_under_a_save_fails_it(here):
