@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -240,13 +241,13 @@ def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     A state dict that `Module.state_dict` made names all modules of its model, so entries of others are not left out on
     purpose. Of entries that are missing where their module is there, and of plain dicts, that is not known.
     """
-    told = {path: value for path, value in _mappings((), state_dict) if value and getattr(value, "_metadata", None)}
+    told = {path: value for path, value in _mappings((), state_dict) if value and _modules_of(value)}
     if not told:
         return
     with checkpoint.naming():
         nesting = Nesting.from_json(checkpoint.index) or Nesting({})
     for path, own in told.items():
-        modules = {unwrapped(name) for name in own._metadata}
+        modules = {unwrapped(name) for name in _modules_of(own)}
         if not all(_module_of(name) in modules for name in own):
             continue  # they are named otherwise than their modules
         saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
@@ -265,6 +266,12 @@ def _mappings(path: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...
     for key, value in node.items():
         if isinstance(value, Mapping):
             yield from _mappings((*path, str(key)), value)
+
+
+def _modules_of(state_dict: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names of the modules that made a state dict; other mappings may raise an error for `_metadata`."""
+    metadata = vars(state_dict).get("_metadata") if isinstance(state_dict, OrderedDict) else None
+    return metadata if isinstance(metadata, dict) else ()
 
 
 def _module_of(name: str) -> str:

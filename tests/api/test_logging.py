@@ -26,3 +26,23 @@ def test_saves_loads_and_decisions(tmp_path, caplog, capfd):
     assert told[4][0] == "INFO" and told[4][1].startswith("loaded 2: 1 chunks, base and refinement, depth 1, ")
     assert len(told) == 5
     assert capfd.readouterr() == ("", "")
+
+
+class Talkative:
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.zeros(3)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        logging.error("loads %s", sorted(state), exc_info=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_others_log_during_a_load_is_left_alone(tmp_path, caplog):
+    """Only the traceback of an error that is raised anyway is kept back."""
+    dsq_ckpt.save({"own": {"w": torch.ones(3)}}, tmp_path / "1")
+    dsq_ckpt.load({"own": Talkative()}, tmp_path / "1")
+    assert "loads ['w']" in caplog.messages
+    caplog.clear()
+    with pytest.raises(dsq_ckpt.LoadFailed):
+        dsq_ckpt.load({"absent": torch.ones(3)}, tmp_path / "1")
+    assert not [record for record in caplog.records if record.exc_info]

@@ -201,6 +201,24 @@ def test_a_part_that_was_chosen_is_not_warned_of(tmp_path, state, by):
     assert not whole_or_part(state(), tmp_path / "run" / "1", by)
 
 
+class Settings(dict):
+    """As of omegaconf, whose dicts have a `_metadata` that names no modules."""
+
+    _metadata = object()
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [Settings, Attributes])
+def test_dicts_with_attributes_of_their_own_are_loaded(tmp_path, kind):
+    dsq_ckpt.save({"model": layers(2).state_dict(), "settings": kind({"lr": 0.1})}, tmp_path / "run" / "1")
+    state = {"model": layers(2).state_dict(), "settings": kind({"lr": 0.0})}
+    assert not whole_or_part(state, tmp_path / "run" / "1", "dsq")
+    assert state["settings"]["lr"] == 0.1
+
+
 def test_a_stage_by_itself_is_not_warned_of(tmp_path, monkeypatch):
     """Where the job has others, each of which may load its own."""
     dsq_ckpt.save({"model": layers(6).state_dict()}, tmp_path / "run" / "1", config="exact")
