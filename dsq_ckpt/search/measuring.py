@@ -92,13 +92,16 @@ def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, An
 
 
 def ruined_metric(save: SaveSearch, fold: Fold) -> float:
-    """Return the metric of the model with random signs of its weights.
+    """Return the metric of the model with random signs of its weights; infinite if there is none.
 
     Raises:
         EvaluationFailed: on all ranks, if it is that of the model as it is, and so is that of its coarsest weights.
     """
     exact = save.metrics[fold.name]
-    ruined = measure(save, fold, [Probe.RUINED])[0]
+    try:
+        ruined = measure(save, fold, [Probe.RUINED])[0]
+    except EvaluationFailed:  # as where weights have to be positive; no checkpoint gives such a model back
+        return math.inf
     if ruined == exact:  # as the accuracy of a model may be that has learned nothing yet
         coarsest = max(
             (save.candidate(point, 0) for point in save.space.points() if math.isfinite(save.size(point, 0))),

@@ -31,12 +31,16 @@ def said(recorded: list[warnings.WarningMessage]) -> int:
 
 
 def base_accuracy(path) -> float:
-    """By the base layer, which history keeps."""
+    return accuracy_of(base(path))
+
+
+def base(path) -> Net:
+    """Load the base layer, which history keeps."""
     other = Net(seed=5)
     state = other.state_dict()
     dsq_ckpt.load(state if "compressed" in path.parts else {"model": state}, path, refinement=False)
     other.load_state_dict(state)
-    return accuracy_of(other)
+    return other
 
 
 @pytest.mark.parametrize("steps", [20, 150])
@@ -133,3 +137,21 @@ def test_what_is_settled_costs_no_more_evaluations(tmp_path, config, metric, exp
         asked.append(sum(ruined))
         train(model, optimizer, 20 * number, 20 * (number + 1))
     assert asked == expected
+
+
+def test_an_evaluation_that_only_a_ruined_model_fails_is_none_that_failed(tmp_path):
+    """As where scales have to be positive: no checkpoint has other signs."""
+    model, optimizer = trained(0)
+    with torch.no_grad():
+        model.hidden.weight.abs_()
+
+    def evaluate() -> float:
+        if (model.hidden.weight < 0).any():
+            raise ValueError("scales have to be positive")
+        return loss_of(model)
+
+    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        compressor.save(tmp_path / "0")
+    assert compressor.quality["satisfied"] and loss_of(base(tmp_path / "0")) <= 1.05 * loss_of(model)
