@@ -248,8 +248,8 @@ def warn_of_more(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         nesting = Nesting.from_json(checkpoint.index) or Nesting({})
     for path, own in told.items():
         modules = {unwrapped(name) for name in _modules_of(own)}
-        if not all(_module_of(name) in modules for name in own):
-            continue  # they are named otherwise than their modules
+        if "" not in modules or not all(_module_of(name) in modules for name in own):
+            continue  # it is of a submodule, with a prefix, or entries are named otherwise than their modules
         saved = [str(found[-1]) for found in nesting.values() if found[:-1] == path]
         more = [name for name in saved if name not in own and _module_of(name) not in modules]
         if more:

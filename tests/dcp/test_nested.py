@@ -193,6 +193,7 @@ def test_a_state_dict_of_a_model_with_fewer_modules_is_warned_of(tmp_path):
     lambda: {"model": part_of(layers(6), "layer0", "layer1")},  # as of adapters
     lambda: {"model": without_frozen(layers(6))}, lambda: {"model": renamed(layers(4))},
     lambda: {"model": dict(layers(4).state_dict())},
+    lambda: {"model": layers(4)["layer0"].state_dict(prefix="layer0.")},
     lambda: {"model": get_model_state_dict(layers(4), options=StateDictOptions(full_state_dict=True))},
     lambda: {"model": layers(6, layer5=nn.Linear(80, 80, bias=False)).state_dict()},  # or somebody left the bias out
 ])
