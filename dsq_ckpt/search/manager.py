@@ -209,8 +209,9 @@ class ConfigManager:
         search, exact = save.config.search, save.metrics[fold.name]
         if not fold.sound:
             bound = search.epsilon
-            if self._restores_count(save.config):
-                bound = min(bound, self._budget.allowed(search, None, exact) / max(abs(exact), 1e-30))
+            restore = self._budget.allowed(search, None, exact) / max(abs(exact), 1e-30)
+            if restore and self._restores_count(save.config):  # nothing left: weights are stored exactly
+                bound = min(bound, restore)
             check_noise(save, fold, bound, record)
         directs = fold is self.folds[0] and self._reading.open(exact, search)
         if directs or not fold.sound:

@@ -87,6 +87,20 @@ def test_noise_that_no_bound_notices_is_not_said(tmp_path):
         assert ("noise" in compressor.quality) == (name == "a little")
 
 
+def test_a_bound_that_is_used_up_is_not_kept_by_chance(tmp_path):
+    """Weights are stored exactly then, whatever a GPU's order of sums does to the last bits of a metric."""
+    model, optimizer = trained(60)
+    dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "1")
+    sign = itertools.cycle((1, -1))
+    compressor = dsq_ckpt.Compressor(
+        model, optimizer, {"search": {"max_run_loss": 0.005}}, lambda: loss_of(model) * (1 + 1e-7 * next(sign))
+    )
+    compressor.load(tmp_path / "1")
+    with pytest.warns(UserWarning, match="are stored exactly") as recorded:
+        compressor.save(tmp_path / "2")
+    assert not said(list(recorded))
+
+
 def test_the_same_seed_gives_the_same_trials(tmp_path):
     """So that ranks that draw alike, as for the length of a batch, go on to draw alike."""
     drawn = []
