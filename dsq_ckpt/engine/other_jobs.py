@@ -37,6 +37,7 @@ class _Watch:
 
 _own: set[str] = set()  # save ids of this process, whichever history they are in
 _watched: dict[Path, _Watch] = {}
+_shared: set[Path] = set()  # where checkpointing processes of this job save too
 
 
 def note_own(path: Path, save_id: str) -> None:
@@ -57,6 +58,11 @@ def note_loaded(path: Path, save_id: str) -> None:
         _watched.pop(run_of(path), None)
 
 
+def share(run: Path) -> None:
+    """Note that checkpointing processes of this job save into a run directory, too."""
+    _shared.add(run_of(run / "any"))
+
+
 def forget(run: Path | None = None) -> None:
     """Forget a run directory, or all."""
     for known in [run] if run is not None else list(_watched):
@@ -72,7 +78,7 @@ def look(path: Path, ranks: int) -> None:
     """
     run = run_of(path)
     watch = _watched.get(run)
-    if ranks < size_of_job() or (watch is not None and watch.told):
+    if ranks < size_of_job() or run in _shared or (watch is not None and watch.told):
         return
     try:
         names = {entry.name for entry in storage_of(run).entries(run) if entry.directory and not is_hidden(entry.name)}

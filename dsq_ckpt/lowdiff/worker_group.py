@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
+from dsq_ckpt.engine import other_jobs
 from dsq_ckpt.errors import CheckpointExists, ConfigError, SaveFailed
 from dsq_ckpt.lowdiff import segments, snapshots
 from dsq_ckpt.lowdiff.capture import CapturedStep
@@ -132,6 +133,7 @@ class WorkerGroup(ABC):
             for path in segments.leftovers(self.run):
                 path.unlink(missing_ok=True)
             snapshots.clear_interrupted(self.run)
+        other_jobs.share(self.run)
         self._train_state.hyper()
         self._train_state.states_now()
 

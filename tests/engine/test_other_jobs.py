@@ -95,6 +95,20 @@ def test_somebodys_export_is_no_job(tmp_path):
     assert not said(tmp_path / "2") + said(tmp_path / "3")
 
 
+def test_the_checkpointing_process_of_a_log_is_no_job(tmp_path):
+    said(tmp_path / "1")
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    log = dsq_ckpt.lowdiff.GradientLog(tmp_path, model, optimizer, compressor="none", snapshot_every=1, keep=9)
+    for _ in range(3):
+        model(torch.ones(16)).sum().backward()
+        optimizer.step()
+        log.step()
+    log.close()
+    assert len([*tmp_path.glob("step-*")]) > 1, "else this test shows nothing"
+    assert not said(tmp_path / "2")
+
+
 def test_a_part_of_a_job_is_told_nothing(tmp_path, monkeypatch):
     """Its other processes may save by themselves."""
     monkeypatch.setenv("WORLD_SIZE", "2")
