@@ -2,7 +2,7 @@
 
 An accuracy that is read as a loss makes degradation an improvement, so a search would store the coarsest configuration.
 A model with random signs of its weights has lost all that it learned, and is no better than before if it has learned
-nothing yet; so if it scores much better, lower is not better, or training has made the model worse than none.
+nothing yet; so if it scores much better, lower is not better, or the model is worse than a random one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Reading:
             warn(
                 f"`{name}` gave {exact:.6g} for the model and {ruined:.6g} for one with random signs of its weights, "
                 "which is ruined and counts as better, since search.higher_is_better is false. For an accuracy, set "
-                "search.higher_is_better: true; for a loss, training has made the model worse than none. "
-                "Configurations that improve the metric by more than their bound are not taken", rank=rank
+                "search.higher_is_better: true; for a loss, the model is worse than a random one, as where training "
+                "diverged or has not begun. Configurations that improve the metric by more than their bound are not "
+                "taken", rank=rank
             )
