@@ -83,7 +83,7 @@ setup(
     options=options,
     entry_points={"console_scripts": ["dsq = dsq_ckpt.cli:main"]},
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.10",
         "numpy",
         "numba",
         "pydantic>=2",
