@@ -2,16 +2,19 @@
 
 `latest` would return the checkpoints of either, and what a trainer removes to keep the newest few may be the other's.
 No clock is asked, since those of hosts differ: another job's are checkpoints that this process neither saved nor
-loaded, and that were not there at its first save. One may be somebody's export or merge; two are of a job.
+loaded, and that were not there at its first save. Such may be somebody's exports; two of which one was saved after the
+other, as each names those before it, are of a job.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.atomic_io import is_hidden
@@ -25,7 +28,7 @@ class _Watch:
     """A run directory that this process saves to.
 
     Attributes:
-        names: of directories in it that need not be looked at: they were there at the first save, or are its own.
+        names: names in it that need not be looked at: they were there at the first save, or are its own.
         foreign: save ids of others.
         told: a warning was given.
     """
@@ -81,26 +84,37 @@ def look(path: Path, ranks: int) -> None:
     if ranks < size_of_job() or run in _shared or (watch is not None and watch.told):
         return
     try:
-        names = {entry.name for entry in storage_of(run).entries(run) if entry.directory and not is_hidden(entry.name)}
+        names = _names(run)
     except OSError:
         return
     if watch is None:
         _watched[run] = _Watch(names | {path.name})
         return
+    others: dict[str, Manifest] = {}
     for name in sorted(names - watch.names):
         with suppress(DSQError):
             if not is_complete(run / name):
                 continue
-            save_id = Manifest.read(run / name).save_id
-            if is_own(save_id):  # renamed
+            manifest = Manifest.read(run / name)
+            if is_own(manifest.save_id):  # renamed
                 watch.names.add(name)
             else:
-                watch.foreign.add(save_id)
-        if len(watch.foreign) > 1:
-            watch.told = True
-            warn(
-                f"another job saves into '{run}' too: its checkpoint '{name}' was not there when this process first "
-                "saved, and was not loaded since. `latest` may return either job's, and a trainer that keeps the "
-                "newest few may remove the other's: give each job a directory of its own"
-            )
-            return
+                others[name] = manifest
+    watch.foreign.update(manifest.save_id for manifest in others.values())
+    later = next((name for name, manifest in others.items() if manifest.comes_after() & watch.foreign), None)
+    if later is not None:
+        watch.told = True
+        warn(
+            f"another job saves into '{run}' too: its checkpoint '{later}' was not there when this process first "
+            "saved, and was not loaded since. `latest` may return either job's, and a trainer that keeps the newest "
+            "few may remove the other's: give each job a directory of its own"
+        )
+
+
+def _names(run: Path) -> set[str]:
+    """Return the names in a run directory, of a local one without a look at each, which may take a round trip."""
+    if is_remote(run):
+        names = {entry.name for entry in storage_of(run).entries(run) if entry.directory}
+    else:
+        names = set(os.listdir(run)) if run.is_dir() else set()
+    return {name for name in names if not is_hidden(name)}

@@ -21,11 +21,16 @@ for path in sys.argv[2:]:
         dsq_ckpt.load({"w": torch.zeros(80, 80)}, sys.argv[1])
     dsq_ckpt.save({"w": torch.randn(80, 80)}, path, config={"refinement": {"keep_last": 1}}, overwrite=True)
 """
+EXPORTS = """
+import sys, torch, dsq_ckpt
+for path in sys.argv[2:]:
+    dsq_ckpt.compress(torch.nn.Linear(80, 80), path)
+"""
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def other_job(*paths, loaded="") -> None:
-    status, output = run(["-c", OTHER, str(loaded), *map(str, paths)], forked=True)
+def other_job(*paths, loaded="", text=OTHER) -> None:
+    status, output = run(["-c", text, str(loaded), *map(str, paths)], forked=True)
     assert status == 0, output
 
 
@@ -89,9 +94,10 @@ def test_a_job_by_itself_is_told_nothing(tmp_path):
     assert not said(tmp_path / "c-0")
 
 
-def test_somebodys_export_is_no_job(tmp_path):
+def test_somebodys_exports_are_no_job(tmp_path):
     said(tmp_path / "1")
     other_job(tmp_path / "best", loaded=tmp_path / "1")
+    other_job(tmp_path / "a", tmp_path / "b", text=EXPORTS)
     assert not said(tmp_path / "2") + said(tmp_path / "3")
 
 
