@@ -93,8 +93,8 @@ class NestedLoadPlanner(DefaultLoadPlanner):
             stored = self.metadata.state_dict_metadata.get(fqn)
             if isinstance(stored, TensorStorageMetadata) and not isinstance(placeholder, torch.Tensor | ShardedTensor):
                 raise LoadFailed(
-                    f"'{fqn}' was saved as a tensor of shape {tuple(stored.size)}, and the state dict has "
-                    f"{shown(placeholder)} there: put a tensor of that shape there, or leave '{fqn}' out"
+                    f"'{fqn}' was saved as a tensor of shape {tuple(stored.size)}, and its value in the state dict is "
+                    f"{shown(placeholder)}: put a tensor of that shape there, or leave '{fqn}' out"
                 )
         try:
             return super().create_local_plan()
@@ -114,7 +114,7 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         if not isinstance(saved := metadata.planner_data, dict):
             return
         for fqn in missing:
-            path, value = self.mappings[fqn], self.state_dict[fqn]
+            path = self.mappings[fqn]
             below = {
                 name: own for name in metadata.state_dict_metadata
                 if isinstance(own := saved.get(name), tuple) and own[: len(path)] == path and len(own) > len(path)
@@ -123,9 +123,9 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 kind = "list" if type(next(iter(below.values()))[len(path)]) is int else "dict"
                 fills = ", or an empty dict, which dsq_ckpt.load fills with all of them" if kind == "dict" else ""
                 raise LoadFailed(
-                    f"'{fqn}' was saved as a {kind} with the entries {named(list(below))}, and the state dict has "
-                    f"{'None' if value is None else f'a {type(value).__name__}'} there: put a {kind} with a "
-                    f"placeholder for each there{fills}"
+                    f"'{fqn}' was saved as a {kind} with the entries {named(list(below))}, and its value in the state "
+                    f"dict is {shown(self.state_dict[fqn])}: put a {kind} there with a placeholder for each, a "
+                    f"tensor for a tensor{fills}"
                 )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -114,7 +114,7 @@ def test_a_list_that_is_shorter_than_the_saved_one_is_warned_of(tmp_path):
 @pytest.mark.parametrize("placeholder", [None, 1.5, "text"])
 def test_what_is_no_tensor_is_no_place_for_one(placeholder, tmp_path):
     dsq_ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "run" / "1")
-    with pytest.raises(dsq_ckpt.LoadFailed, match=r"'w' was saved as a tensor of shape \(3, 4\), and the state"):
+    with pytest.raises(dsq_ckpt.LoadFailed, match=r"'w' was saved as a tensor of shape \(3, 4\), and its value"):
         dsq_ckpt.load({"w": placeholder}, tmp_path / "run" / "1")
 
 
@@ -228,12 +228,13 @@ def test_a_stage_by_itself_is_not_warned_of(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("state, kind, entries, has", [
-    ({"l": []}, "list", r"'l\.0', 'l\.1'", "a list"), ({"l": None}, "list", r"'l\.0', 'l\.1'", "None"),
-    ({"d": {"x": []}}, "dict", r"'d\.x\.a'", "a list"),
+    ({"l": []}, "list", r"'l\.0', 'l\.1'", "of class list"), ({"l": None}, "list", r"'l\.0', 'l\.1'", "None"),
+    ({"l": [0, 0]}, "list", r"'l\.0', 'l\.1'", "of class list"),  # which DCP takes for one object
+    ({"d": {"x": []}}, "dict", r"'d\.x\.a'", "of class list"), ({"d": {"x": 0}}, "dict", r"'d\.x\.a'", "0"),
 ])
 def test_a_placeholder_for_a_whole_list_or_dict_is_told_its_entries(tmp_path, state, kind, entries, has):
     dsq_ckpt.save({"l": [torch.ones(3), torch.ones(4)], "d": {"x": {"a": 1}}}, tmp_path / "run" / "1")
-    with pytest.raises(dsq_ckpt.LoadFailed, match=f"was saved as a {kind} with the entries {entries}, and .* {has} th"):
+    with pytest.raises(dsq_ckpt.LoadFailed, match=f"saved as a {kind} with the entries {entries}, and .* is {has}: "):
         dsq_ckpt.load(state, tmp_path / "run" / "1")
 
 
