@@ -11,7 +11,7 @@
     python scripts/evaluate.py resume llama --json resume.json        # steps that a restore costs the next hundred
     python scripts/evaluate.py resume-deepspeed --json resume-deepspeed.json  # the same from DeepSpeed's tags
     python scripts/evaluate.py rework mlr --json rework.json          # iterations that a restore costs
-    python scripts/evaluate.py report offline.json online.json        # plots, of each file or --together
+    python scripts/evaluate.py report offline.json online.json        # plots; --together, --side-by-side
 """
 
 from __future__ import annotations

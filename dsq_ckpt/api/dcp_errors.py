@@ -83,7 +83,8 @@ def without_warning(no_dist: bool) -> Iterator[None]:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Keep DCP from printing the traceback of an error of ours with which it goes on, and which is raised then."""
+    """Keep DCP from printing the traceback of an error of this package before it raises that error itself."""
+
     def passes(record: logging.LogRecord) -> bool:
         known = record.exc_info and isinstance(record.exc_info[1], DSQError)  # False where a caller gave False
         return not (known and record.module == "state_dict_loader")

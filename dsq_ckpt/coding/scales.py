@@ -29,8 +29,8 @@ def divide(values: F32, start: int, columns: int, by_row: I16, by_column: I16) -
     """Return elements over their scales; zero for zero and subnormal numbers.
 
     Args:
-        values: flat elements of the matrix from `start` on.
-        start: see above.
+        values: flat elements of the matrix, row by row, from the one at `start` on.
+        start: how many elements of the matrix come before.
         columns: elements of a row.
         by_row: int16[rows], or one for all rows.
         by_column: int16[columns], or one for all columns.

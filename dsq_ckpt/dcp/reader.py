@@ -138,8 +138,8 @@ class DSQStorageReader(Located, StorageReader):
         """Decide for all ranks whether the refinement is used, since it may be dropped at any moment."""
         # A planner that rebuilds the plans drops a reader's storage_data.
         _refuse_different([plan.storage_data for plan in plans if plan.storage_data is not None])
-        alone = len(plans) < size_of_job()
-        self._asked = None if alone else {item.storage_index.fqn for plan in plans for item in plan.items}
+        together = len(plans) >= size_of_job()
+        self._asked = {item.storage_index.fqn for plan in plans for item in plan.items} if together else None
         with self._open() as checkpoint:
             self._check_guards(checkpoint)
             refined = self._refined(checkpoint)

@@ -138,8 +138,8 @@ class SavePipeline:
     def remember(self, context: SaveContext, cache: ChunkCache) -> None:
         """Keep the chunks that the next save is coded against, once this one is committed."""
         parent = None if context.parent is None else context.parent.save_id
-        new = KnownCheckpoint(context.save_id, self.path.absolute(), context.layout.shapes, cache)
-        new.shares = parent if context.shared else None
+        shares = parent if context.shared else None
+        new = KnownCheckpoint(context.save_id, self.path.absolute(), context.layout.shapes, cache, shares=shares)
         self.options.history.add_pending(new, context.previous, parent)
 
     def commit(self, context: SaveContext, contents: SaveContents) -> Committed:

@@ -210,10 +210,10 @@ class ConfigManager:
         if not fold.sound:
             bound = search.epsilon
             restore = self._budget.allowed(search, None, exact) / max(abs(exact), 1e-30)
-            if restore and self._restores_count(save.config):  # nothing left: weights are stored exactly
+            if restore and self._bounds_restores(save.config):  # nothing left: weights are stored exactly
                 bound = min(bound, restore)
             check_noise(save, fold, bound, record)
-        directs = fold is self.folds[0] and self._reading.open(exact, search)
+        directs = fold is self.folds[0] and self._reading.is_open(exact, search)
         if directs or not fold.sound:
             ruined = ruined_metric(save, fold)
             if directs:
@@ -221,7 +221,7 @@ class ConfigManager:
         fold.sound = True
 
     @staticmethod
-    def _restores_count(config: DSQConfig) -> bool:
+    def _bounds_restores(config: DSQConfig) -> bool:
         """Return whether there is a bound on what a restore changes, besides the base layer's."""
         return config.search.max_run_loss is not None or (
             config.search.bound == "progress" and bool(config.quantize.weights.refinement_bits)
@@ -311,7 +311,7 @@ class ConfigManager:
         suit the batches of `evaluate` too. Few bits are tried, in order, so `check` is hardly fitted.
         """
         search, configured = save.config.search, candidate.config.quantize.weights.refinement_bits
-        if not self._restores_count(candidate.config):
+        if not self._bounds_restores(candidate.config):
             return configured
         fold = self.folds[-1]
         exact = save.metrics[fold.name]

@@ -76,7 +76,7 @@ def measure(save: SaveSearch, fold: Fold, trials: Sequence[Analysis | Probe | No
 
 
 def check_noise(save: SaveSearch, fold: Fold, bound: float, record: dict[str, Any]) -> None:
-    """Warn if the same model gets another metric, by more than a relative bound, once its random numbers are others."""
+    """Warn if the metric of the same model differs by more than a relative bound with other random numbers."""
     exact = save.metrics[fold.name]
     again = measure(save, fold, [Probe.AGAIN])[0]
     noise = abs(again - exact) / max(abs(exact), 1e-30)

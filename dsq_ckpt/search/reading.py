@@ -24,14 +24,14 @@ class Reading:
     Attributes:
         doubted: a ruined model scored better, which was said.
         settled: nothing more is asked.
-        asked: the metric of the model for which a ruined one was asked for last.
+        asked: the metric of the model when a ruined one was evaluated last; None: none was.
     """
 
     doubted: bool = False
     settled: bool = False
     asked: float | None = None
 
-    def open(self, exact: float, search: SearchConfig) -> bool:
+    def is_open(self, exact: float, search: SearchConfig) -> bool:
         """Return whether a ruined model may tell more than at the saves before: once the metric has moved."""
         if self.settled or search.higher_is_better:  # which somebody has thought of
             return False

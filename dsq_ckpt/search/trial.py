@@ -254,7 +254,7 @@ class TrialModel:
 
 
 def _draw_others(on_cuda: bool) -> None:
-    """Let random numbers be others than those drawn next; ranks that draw the same go on to draw the same."""
+    """Seed all generators anew, from their own numbers, so that ranks that draw alike go on to draw alike."""
     torch.default_generator.manual_seed(int(torch.randint(1 << 32, (), device="cpu")))
     if on_cuda:
         torch.cuda.manual_seed_all(int(torch.randint(1 << 32, (), device="cuda")))
@@ -263,9 +263,9 @@ def _draw_others(on_cuda: bool) -> None:
 
 
 def _with_random_signs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return values of the same sizes, with signs that are the same in each call and leave nothing of what was learned.
+    """Return values of the same sizes with random signs, the same in each call, which leave nothing that was learned.
 
-    A model that has learned nothing is as good as before, other than with zeros: they may improve it.
+    They do not improve a model that has learned nothing, as zeros may.
     """
     generator = torch.Generator(tensor.device)
     generator.manual_seed(0)

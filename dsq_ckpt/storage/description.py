@@ -29,8 +29,8 @@ def sizes_of(manifest: Manifest, overhead: int) -> Total:
 def restored_error(group: GroupReport) -> float | None:
     """Return the relative error of a group after a restore with the refinement layer; None where there is none.
 
-    First moments are quantized in units of the optimizer's next update, of which `update_error` was computed value by
-    value; `refined_error` takes values as spread evenly over their cells.
+    First moments are quantized in units of the optimizer's next update. Of these `update_error` was computed from the
+    sketch; `refined_error` assumes that values are spread evenly over their cells.
     """
     return group.refined_error if group.update_error is None else group.update_error
 

@@ -73,7 +73,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
 
 
 def file_above(path: Path) -> Path | None:
-    """Return what a path leads through that is no directory, so that nothing can lie there; None: there is none."""
+    """Return the nearest path above one that exists and is no directory, so that nothing can lie below; None: none."""
     return next((above for above in path.parents if os.path.lexists(above) and not above.is_dir()), None)
 
 
