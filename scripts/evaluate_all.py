@@ -165,7 +165,6 @@ resume-seed0            evaluate.py resume llama llama-bf16 vit lstm moe finetun
 resume                  evaluate.py resume vit llama moe lstm finetune llama-bf16 --config default --seed 0 --seed 1
                           --seed 2 --share 0.3 --share 0.6
 resume-large            evaluate.py resume resnet gpt --config default --share 0.3 --share 0.6
-resume-resnet           evaluate.py resume resnet --config default --share 0.3 --share 0.6
 resume-octaves          evaluate.py resume vit lstm
                           --config '{"quantize":{"exp_avg_sq":{"codebook":{"fit":"octaves","per_octave":1,
                           "rate_distortion":0.0}}}}'

@@ -53,9 +53,10 @@ def warn(text: str, *, rank: int = 0) -> None:
 
     Args:
         text: the warning.
-        rank: of this process; where all ranks find the same, only rank 0 says it.
+        rank: of this process; where all ranks find the same, only rank 0 says it. Where warnings are errors, all ranks
+            raise it, since others would wait for one that raised it alone.
     """
-    if rank:
+    if rank and not _are_errors():
         return
     frame = _calling_frame()
     line = _background.get() if frame is None else _line(frame)
@@ -64,6 +65,10 @@ def warn(text: str, *, rank: int = 0) -> None:
     else:
         registry = None if frame is None else frame.f_globals.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, UserWarning, line.filename, line.lineno, line.module, registry)
+
+
+def _are_errors() -> bool:
+    return any(action == "error" and issubclass(UserWarning, category) for action, _, category, *_ in warnings.filters)
 
 
 def warn_safely(text: str) -> None:

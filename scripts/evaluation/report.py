@@ -261,10 +261,10 @@ def _restart(axis: Axes, rows: Sequence[Row]) -> None:
     axis.plot(steps, first[0]["exact_losses"], color="black", linewidth=2.5, label="without a restart")
     for row in first:
         if row["system"] != "floor":
-            axis.plot(steps, row["losses"], label=f"restarted from a checkpoint ({row['system']})", linestyle="--",
+            axis.plot(steps, row["losses"], label=f"restarted from a checkpoint, {row['system']}", linestyle="--",
                       marker=".")
     axis.set(xlabel="steps after the restart", ylabel="held-out loss",
-             title="{workload}, seed {seed}, restarted at step {step}".format(**first[0]))
+             title="A restart at step {step} ({workload}, seed {seed})".format(**first[0]))
     axis.legend(fontsize=7)
 
 

@@ -56,11 +56,19 @@ def test_once_for_a_line_by_default():
 
 
 def test_one_rank_speaks():
+    with pytest.warns(UserWarning, match="a text") as recorded:
+        for rank in (1, 0):
+            notices.warn("a text", rank=rank)
+    assert len(recorded) == 1
+
+
+def test_all_ranks_raise_a_warning_that_is_an_error():
+    """Else the others would wait in a collective for the one that raised it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        notices.warn("a text", rank=1)
-        with pytest.raises(UserWarning, match="a text"):
-            notices.warn("a text", rank=0)
+        warnings.simplefilter("error", UserWarning)
+        for rank in (0, 1):
+            with pytest.raises(UserWarning, match="found"):
+                notices.warn("found", rank=rank)
 
 
 def test_what_is_done_is_not_undone_by_a_warning(caplog):

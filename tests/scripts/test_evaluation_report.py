@@ -75,7 +75,7 @@ def test_restarts_are_drawn_in_steps_behind() -> None:
     for axis, panel in zip((restart, behind), report.PANELS["resume"](rows), strict=True):
         panel(axis)
     labels = [line.get_label() for line in restart.lines]
-    assert labels == ["without a restart", "restarted from a checkpoint (default)"]
+    assert labels == ["without a restart", "restarted from a checkpoint, default"]
     lines = {line.get_label(): line for line in behind.lines if not line.get_label().startswith("_")}
     assert list(lines["default"].get_ydata()) == pytest.approx([2.0] * 5)
     assert list(lines["floor"].get_ydata()) == [0.0] * 5 and list(lines["floor"].get_xdata()) == [0, 5, 10, 15, 20]
