@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import shutil
 import signal
 import sys
 import uuid
+import zlib
 from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch asks when it is imported; tests are for two cores, two at once
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from _pytest.unraisableexception import gc_collect_iterations_key
@@ -69,6 +72,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if mark := item.get_closest_marker("slow"):
             seconds[item.path] += mark.args[0] if mark.args else 10
     items.sort(key=lambda item: -seconds[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test, and fixtures that are made for it, draw the same numbers whichever tests came before it."""
+    seed = zlib.crc32(item.nodeid.encode())
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)
