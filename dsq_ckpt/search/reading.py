@@ -19,7 +19,7 @@ _CLEAR = 0.1
 
 @dataclass
 class Reading:
-    """What is known of the direction of a metric.
+    """The direction of a metric, as far as it is known.
 
     Attributes:
         doubted: a ruined model scored better, which was said.

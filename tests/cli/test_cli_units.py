@@ -73,7 +73,7 @@ def test_the_tensor_that_loses_most_is_named(tmp_path):
 
 
 def test_first_moments_have_one_error_after_a_restore(run):
-    """That of the next update, which is computed; what is estimated of the same may be three times that."""
+    """The error of the next update is shown, which is computed; an estimate of the same may be three times as large."""
     path = run / NAMES[2]
     manifest = Manifest.read(path)
     name, group = next((name, group) for name, group in manifest.groups.items() if name.startswith("exp_avg/"))

@@ -221,7 +221,7 @@ def test_dicts_with_attributes_of_their_own_are_loaded(tmp_path, kind):
 
 
 def test_a_stage_by_itself_is_not_warned_of(tmp_path, monkeypatch):
-    """Where the job has others, each of which may load its own."""
+    """A job may have other stages, each of which loads its own part."""
     dsq_ckpt.save({"model": layers(6).state_dict()}, tmp_path / "run" / "1", config="exact")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not whole_or_part({"model": layers(4).state_dict()}, tmp_path / "run" / "1", "dsq")

@@ -82,7 +82,7 @@ def states() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def by_the_host(tmp_path_factory) -> list[tuple[dict[str, bytes], dict[str, Any]]]:
-    """What the host stores of `states()`: the codes of each, and what a load gives."""
+    """The codes that the host stores of each of `states()`, and the state that a load gives."""
     far = chain_of(tmp_path_factory.mktemp("host"), states(), dsq_ckpt.save)
     return [(codes_of(path), loaded(path, states()[0])) for path in far]
 
