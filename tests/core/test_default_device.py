@@ -69,4 +69,4 @@ def test_a_search(tmp_path, system, request):
     result = compressor.save(tmp_path / "a")
     before = loss().item()
     compressor.load(tmp_path / "a")
-    assert result.quality["satisfied"] and loss().item() <= 1.0501 * before  # search.epsilon
+    assert result.quality["satisfied"] and loss().item() < 1.02 * before
