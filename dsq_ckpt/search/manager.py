@@ -34,7 +34,7 @@ from dsq_ckpt.quantization.plan import QuantizationPlan, as_configured
 from dsq_ckpt.search.allocation import Allocation, Losses
 from dsq_ckpt.search.budget import RunBudget
 from dsq_ckpt.search.candidates import Candidate, SaveSearch
-from dsq_ckpt.search.folds import Fold, degradation, keeps
+from dsq_ckpt.search.folds import TOO_GOOD, Fold, degradation, keeps
 from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.measuring import EvaluationFailed, check_noise, measure, ruined_metric
 from dsq_ckpt.search.neighbourhood import neighbourhood
@@ -164,6 +164,12 @@ class ConfigManager:
                 spent = "what restores of this run have cost was not measured"
             return self._exact(save, record, f"{spent}, and search.max_run_loss is {search.max_run_loss:g}")
         point, variant = self._base(save, record)
+        best = min((one for found in save.degradations.values() for one in found.values()), default=0.0)
+        if search.higher_is_better and best < -TOO_GOOD:  # of which no ruined model was asked
+            warn(
+                f"coarser weights improve the metric by {-best:.0%}, which is not believed, and was not taken: if "
+                "lower is better, as of a loss, unset search.higher_is_better", rank=save.comm.rank
+            )
         last = save.most_conservative
         if point is None and save.always_nearest(last) and self._try(save, [last], 0)[0]:
             point, variant = last, 0

@@ -155,3 +155,10 @@ def test_an_evaluation_that_only_a_ruined_model_fails_is_none_that_failed(tmp_pa
         warnings.simplefilter("error", UserWarning)
         compressor.save(tmp_path / "0")
     assert compressor.quality["satisfied"] and loss_of(base(tmp_path / "0")) <= 1.05 * loss_of(model)
+
+
+def test_a_loss_that_is_said_to_be_an_accuracy_is_found_out(tmp_path):
+    model, optimizer = trained(150)
+    compressor = dsq_ckpt.Compressor(model, optimizer, HIGHER, evaluate=lambda: loss_of(model))
+    with pytest.warns(UserWarning, match=r"improve the metric by \d+%.* unset search.higher_is_better"):
+        compressor.save(tmp_path / "0")
