@@ -16,7 +16,6 @@ import dsq_ckpt
 from dsq_ckpt.cli import benchmark as bench
 from dsq_ckpt.cli import output
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers import processes
 from tests.helpers.commands import alter, document, dsq, error, owned, printed
 from tests.helpers.small_run import NAMES
 from tests.helpers.states import differences, loaded
@@ -243,8 +242,11 @@ def test_as_a_process(trained, run):
     assert owned(run / NAMES[2]).name in bad.stdout
     assert bad.stderr == f"error: 1 of 3 checkpoint(s) damaged: {NAMES[2]}\n"
     assert "\x1b" not in bad.stdout
-    entry = processes.run(["-c", "from dsq_ckpt.cli import main; main()", "--version"], forked=True)
-    assert entry == (0, f"dsq_ckpt {dsq_ckpt.__version__}\n")
+    entry = subprocess.run(
+        [sys.executable, "-c", "from dsq_ckpt.cli import main; main()", "--version"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=False,
+    )
+    assert entry.stdout == f"dsq_ckpt {dsq_ckpt.__version__}\n"
 
 
 def test_inspect_knows_the_chain_without_its_directories(trained, tmp_path):
@@ -267,16 +269,22 @@ for command, target in (
     try:
         app([command, sys.argv[1], target])
     except SystemExit as status:
-        print(target, status.code, flush=True)
+        print(target, status.code)
 """
 
 
 def test_exports_and_copies_to_a_full_disk(trained, tmp_path):
     """Torch's writers hide the system's error behind one of their own."""
     run, _ = trained
-    _, output = processes.run(["-c", FULL, str(run / NAMES[2])], forked=True, directory=tmp_path)
-    assert output.splitlines() == [
-        line for name in ("state.pt", "flat.safetensors", "plain", "copied")
-        for line in (f"error: '{tmp_path / name}': File too large, not all of which was written", f"{name} 1")
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, str(run / NAMES[2])], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert result.stdout.splitlines() == [
+        "state.pt 1", "flat.safetensors 1", "plain 1", "copied 1"
+    ], result.stderr
+    assert result.stderr.splitlines() == [
+        f"error: '{tmp_path / name}': File too large, not all of which was written"
+        for name in ("state.pt", "flat.safetensors", "plain", "copied")
     ]
     assert os.listdir(tmp_path) == []
