@@ -31,6 +31,11 @@ def document(*arguments, code=0):
     return json.loads(result.stdout)
 
 
+def words(text):
+    """The words of a text that was wrapped, perhaps in a box: long paths in it decide where lines break."""
+    return " ".join(text.replace("│", " ").split())
+
+
 def error(*arguments):
     """The one line that a failing command prints."""
     result = dsq(*arguments)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import dsq_ckpt
 from dsq_ckpt.storage.manifest import checkpoints
+from tests.helpers.commands import words
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -222,7 +223,7 @@ def test_an_interrupted_command_goes_on_where_it_was(reference, tmp_path, monkey
     assert CliRunner().invoke(app, [*command, "--systems", "exact", "--failures", "2"]).exit_code == 0
     assert trained == ["exact", "dsq", "exact"]
     other = CliRunner().invoke(app, ["rework", "gpt-tiny", "--json", str(path)])
-    assert other.exit_code == 2 and "name another file" in " ".join(other.output.split())
+    assert other.exit_code == 2 and "name another file" in words(other.output)
 
 
 def test_arguments_are_checked() -> None:

@@ -12,6 +12,8 @@ from evaluation import along, overview, report
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from tests.helpers.commands import words
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -101,7 +103,7 @@ def test_report_together(tmp_path) -> None:
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     none = ["report", str(RESULTS / "oneshot.json"), "--together", str(tmp_path / "none.png")]
     result = CliRunner().invoke(app, none)
-    assert result.exit_code == 2 and "holds results of offline or peers" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "holds results of offline or peers" in words(result.output)
 
 
 def test_report_side_by_side(tmp_path) -> None:
@@ -112,4 +114,4 @@ def test_report_side_by_side(tmp_path) -> None:
     assert width > 2 * height  # two panels
     none = ["report", *files, str(RESULTS / "coder-2-core-amd-epyc.json"), "--side-by-side", str(tmp_path / "none.png")]
     result = CliRunner().invoke(app, none)
-    assert result.exit_code == 2 and "nothing that can be drawn" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "nothing that can be drawn" in words(result.output)

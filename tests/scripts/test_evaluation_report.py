@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tests.helpers.commands import words
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "evaluate.py"]
 
@@ -100,7 +102,7 @@ def test_report_of_online_results(tmp_path) -> None:
         assert (tmp_path / f"{file.stem}.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "none.json").write_text(json.dumps({"measured": "online", "rows": ROWS[-1:]}))
     result = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
-    assert result.exit_code == 2 and "nothing that can be drawn" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "nothing that can be drawn" in words(result.output)
 
 
 def options() -> dict[str, dict[str, str]]:
@@ -121,7 +123,7 @@ def test_systems_are_named_in_one_way() -> None:
     for name in ("offline", "online", "rework"):
         required = ["--json", "x.json"] if name == "offline" else []
         result = CliRunner().invoke(app, [name, "gpt-tiny", "--systems", "dsq,qsd", *required])
-        assert result.exit_code == 2 and "'qsd' is not one of" in " ".join(result.output.split())
+        assert result.exit_code == 2 and "'qsd' is not one of" in words(result.output)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -19,6 +19,8 @@ from evaluation.recording import GRADIENT_WEIGHT, GradientAverage, default_direc
 from evaluation.workloads import NO_TARGET, Plan, cache_directory
 from typer.testing import CliRunner
 
+from tests.helpers.commands import words
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -282,7 +284,7 @@ def test_command_line(recording: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [f"{recording} is complete", str(recording)]
     result = CliRunner().invoke(app, ["record", "gtp"])
-    assert result.exit_code == 2 and "'gtp' is not one of gpt" in result.output
+    assert result.exit_code == 2 and "'gtp' is not one of gpt" in words(result.output)
 
 
 def test_default_directory_is_in_the_cache(monkeypatch, tmp_path: Path) -> None:
