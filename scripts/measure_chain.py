@@ -128,7 +128,7 @@ def spent(run: Path) -> dict[str, int]:
             contents = _contents(path / own.name)
             parts = Counter({f"models of the coder, {when}": sum(g["model"][1] for g in contents["groups"].values())})
             if "scales" in contents:
-                parts[f"exp_avg_sq, scales of {when}"] = contents["scales"][0][1]
+                parts[f"exp_avg_sq, scales of {when}"] = contents["packs"][contents["scales"][0]][0][1]
             for record in contents["records"]:
                 parts[_cause(record, when)] += _size(record, contents["packs"])
             parts["tables of base files"] = own.size - sum(parts.values())

@@ -108,12 +108,13 @@ def _decode_plane(model: memoryview, coded: memoryview, context: U8) -> U8:
 
 def _joint_counts(plane: U8, context: U8) -> I64:
     """Count bytes by the exponent they come after, as `Coder.fit` takes counts; none is without one."""
-    counts = np.zeros(1 << 16, np.int64)
+    rows, symbols = int(context.max(initial=0)) + 1, int(plane.max(initial=0)) + 1
+    counts = np.zeros((rows + 1) * symbols, np.int64)  # the last row is that without an exponent
     for start in range(0, plane.size, _COUNTED):
         where = slice(start, start + _COUNTED)
-        counts += np.bincount(context[where].astype(np.uint16) << np.uint16(8) | plane[where], minlength=1 << 16)
-    rows, symbols = int(context.max(initial=0)) + 1, int(plane.max(initial=0)) + 1
-    return np.concatenate((counts.reshape(256, 256)[:rows, :symbols], np.zeros((1, symbols), np.int64)))
+        places = context[where].astype(np.uint16) * np.uint16(symbols) + plane[where]
+        counts[:-symbols] += np.bincount(places, minlength=rows * symbols)
+    return counts.reshape(rows + 1, symbols)
 
 
 def _expected_bytes(rows: I64) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dsq_ckpt.coding import _native
 from dsq_ckpt.core.arrays import F32, I16
+from dsq_ckpt.errors import CodingError
 from dsq_ckpt.kernels.checks import check_array
 from dsq_ckpt.kernels.jit import jit
 
@@ -22,6 +23,7 @@ TINY = float(np.finfo(np.float32).tiny)
 """The smallest normal number."""
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _MANTISSAS = FACTORS[ONE : ONE + 8].view(np.int32) - (127 << 23)
+_ITEM_ONE = 1 << 14  # of a pack, for number 0: items are in the order of numbers then, differences small
 _PIECE = 1 << 10  # elements of a row whose scales are made at once
 
 
@@ -55,6 +57,24 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
         _scale(values, start, columns, by_row, by_column, FACTORS, False, values)
     elif _native.scale(level, values, start, columns, by_row, by_column, FACTORS):
         raise ValueError(f"{len(values)} values from {start} on are not all of {len(by_row)} rows")
+
+
+def items_of_scales(numbers: I16) -> bytes:
+    """Return numbers of rows and columns as the items of a pack, two bytes each."""
+    return (numbers + np.int16(_ITEM_ONE)).astype("<u2").tobytes()
+
+
+def scales_of_items(items: bytes) -> I16:
+    """Invert `items_of_scales`.
+
+    Raises:
+        CodingError: an item stands for no such number.
+    """
+    found = np.frombuffer(items, "<i2")
+    if found.size and found.min() < 0:
+        raise CodingError(f"item {found.argmin()} of scales is {found.min() & 0xFFFF}, expected less than {1 << 15}")
+    numbers: I16 = found - np.int16(_ITEM_ONE)
+    return numbers
 
 
 @jit

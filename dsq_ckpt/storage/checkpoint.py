@@ -13,6 +13,7 @@ import torch
 
 from dsq_ckpt.coding import coder_class, turns
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.coding.scales import scales_of_items
 from dsq_ckpt.coding.turns import Steps
 from dsq_ckpt.core.arrays import F32, I16, U32, Codes
 from dsq_ckpt.core.workers import Scratch, Workers
@@ -39,6 +40,7 @@ from dsq_ckpt.storage.chunk_load import (
 from dsq_ckpt.storage.container import Block
 from dsq_ckpt.storage.files import CheckpointFiles, names_file
 from dsq_ckpt.storage.layers import Layer, block_elements, decode_chain
+from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.record_fields import FACTORS, check_factors, dtype_of, exponent_of, protected_count, times_of
 from dsq_ckpt.storage.shard import RecordRef
 
@@ -239,7 +241,7 @@ class Checkpoint(CheckpointFiles):
         """Return the scales of rows and columns of second moments, if they have any."""
         if "scales" not in record:
             return None
-        numbers = self._scale_numbers(ref.file)
+        numbers = self.scale_numbers(ref.file)
         first, by_row, by_column = record["scales"]
         shape = record["shape"]
         rows = shape[0] if shape else 1
@@ -253,13 +255,19 @@ class Checkpoint(CheckpointFiles):
         end = first + by_row
         return MatrixScales(columns, numbers[first:end], numbers[end : end + by_column])
 
-    def _scale_numbers(self, file: str) -> I16:
-        """Return the numbers of all scales of a file."""
+    def scale_numbers(self, file: str) -> I16:
+        """Return the numbers of all scales of a file, which has some."""
         if file not in self._numbers:
-            block, count = self.reader(file).contents["scales"]
+            place, count = self.reader(file).contents["scales"]
             if type(count) is not int or count < 0:
                 raise CorruptCheckpoint(f"'{file}' has {count!r} numbers of scales")
-            self._numbers[file] = np.frombuffer(self._unshuffled(file, Block(*block), 2, 2 * count), np.int16)
+            if isinstance(place, list):  # up to format version 7
+                numbers = np.frombuffer(self._unshuffled(file, Block(*place), 2, 2 * count), np.int16)
+            elif self.pack_fits(ref := PackRef(file, place), 2 * count, 2):
+                numbers = scales_of_items(self.read_pack(ref))
+            else:
+                raise CorruptCheckpoint(f"'{file}' has {count} scales in a pack of {self.pack_size(ref)} bytes")
+            self._numbers[file] = numbers
         return self._numbers[file]
 
     @names_file

@@ -33,7 +33,7 @@ from dsq_ckpt.storage.backend import storage_of
 if sys.byteorder != "little":
     raise ImportError("dsq_ckpt writes numbers as they lie in memory; big-endian machines are not supported")
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 _MAGIC, _END = b"DSQCKPT\0", b"\0DSQEND\0"
 _HEADER = struct.Struct("<8sII")
 _TRAILER = struct.Struct("<QQQ8s")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.storage.container import ContainerReader
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.packs import Link, PackRef, before
 from dsq_ckpt.storage.shard import RecordRef
 
 Tree = dict[str, Any]
-_SAME = ("type", "fqn", "offsets", "shape", "dtype", "stored", "size", "at")
-"""What the records of a pack must have in common with those of an earlier one, item by item."""
+_SAME = ("type", "fqn", "offsets", "shape", "dtype", "stored", "size", "at", "scales")
+"""What the records of a pack, or with scales in it, must have in common with those of an earlier one, item by item."""
 
 
 class PacksOfParent:
@@ -45,6 +46,21 @@ class PacksOfParent:
 
     def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
         """See `EarlierPacks.of`."""
+        return self._common(records, lambda _, earlier: earlier["packs"])
+
+    def of_scales(self, records: Sequence[Tree]) -> PackRef | None:
+        """See `EarlierPacks.of_scales`."""
+
+        def pack(file: ContainerReader, _: Tree) -> list[int]:
+            place = file.contents["scales"][0]
+            return [] if isinstance(place, list) else [place]  # up to format version 7 they were no pack
+
+        return next(iter(self._common(records, pack)), None)
+
+    def _common(
+        self, records: Sequence[Tree], packs: Callable[[ContainerReader, Tree], Sequence[int]]
+    ) -> Sequence[PackRef]:
+        """Return the packs that all of these records have there, which `packs` tells of the file and the record."""
         found: set[tuple[PackRef, ...]] = set()
         if any("offsets" not in record for record in records):  # objects, which only the index of all ranks leads to
             return ()
@@ -57,7 +73,8 @@ class PacksOfParent:
                 if ref is None or earlier is None or any(earlier.get(name) != record.get(name) for name in _SAME):
                     return ()
                 with files.naming(ref.file):
-                    found.add(tuple(PackRef(ref.file, number) for number in earlier["packs"]))
+                    numbers = packs(files.reader(ref.file), earlier)
+                    found.add(tuple(PackRef(ref.file, number) for number in numbers))
         except DSQError as error:
             self._tell(error)
             return ()

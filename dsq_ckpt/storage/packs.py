@@ -1,4 +1,4 @@
-"""Packs of exact data as they are written: each by itself, or as differences to the same pack of an earlier checkpoint.
+"""Packs of exact data and of scales as they are written: by themselves, or as differences to those of an earlier save.
 
 Place 0 of a chain is a pack by itself, place p that which the p-th save after it wrote. It is coded given the one of 1,
 4, 16, .. saves before, the largest such number that divides p. So most are coded given the last one, from which they
@@ -16,7 +16,8 @@ from dsq_ckpt.coding import difference, shuffle_compress
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.storage.container import ContainerWriter
 
-_PACKED = 1 << 16  # smaller items share a pack, and smaller packs are not worth the time that models take
+_PACKED = 1 << 16  # smaller items share a pack
+_TRIED = 1 << 10  # smaller packs are not worth the time that models take
 _PIECE = 1 << 23  # larger ones are cut into pieces of this many bytes
 _WORTH = 0.95  # of the bytes of a pack by itself: to win less than that is not worth a longer chain
 _FAR = 4
@@ -52,6 +53,9 @@ class EarlierPacks(Protocol):
 
     def of(self, records: Sequence[Tree]) -> Sequence[PackRef]:
         """Return the packs that hold the same records there, and nothing else; none if they are not there."""
+
+    def of_scales(self, records: Sequence[Tree]) -> PackRef | None:
+        """Return the pack that holds the scales of the same records there, and no others; None if there is none."""
 
     def link(self, newest: PackRef, size: int, itemsize: int) -> Link | None:
         """Return what the pack after `newest` is coded given; None if that cannot be read, or is of another size."""
@@ -100,17 +104,20 @@ class PackWriter:
         workers: threads.
         level: of zstd.
         earlier: packs of the parent; None: it has none that may be used.
+        requires: files of ancestors that the base file needs, to which those that packs need are added. Where there
+            are none, small packs are stored by themselves: a checkpoint does not depend on another for a few bytes.
 
     Attributes:
         contents: the packs, for the table of contents.
-        requires: files of ancestors that they need.
     """
 
-    def __init__(self, base: ContainerWriter, workers: Workers, level: int, earlier: EarlierPacks | None) -> None:
+    def __init__(
+        self, base: ContainerWriter, workers: Workers, level: int, earlier: EarlierPacks | None, requires: set[str]
+    ) -> None:
         self._base, self._workers, self._level, self._earlier = base, workers, level, earlier
         self._open: dict[int, _Open] = {}
         self.contents: list[tuple[Any, ...]] = []
-        self.requires: set[str] = set()
+        self._requires = requires
 
     def add(self, record: Tree, raw: memoryview, itemsize: int, sized: Callable[[int], None]) -> None:
         """Store the bytes of a record.
@@ -136,6 +143,13 @@ class PackWriter:
         if pack.at > _PIECE:
             self._flush(itemsize)
 
+    def add_scales(self, records: Sequence[Tree], items: bytes) -> tuple[int, int]:
+        """Store the scales of these records, in order, as a pack; return its number, and the bytes that it takes."""
+        wanted = self._earlier is not None and self._worthwhile(len(items))
+        earlier = self._earlier.of_scales(records) if wanted and self._earlier is not None else None
+        (size,) = self._write([memoryview(items)], 2, [earlier])
+        return len(self.contents) - 1, size
+
     def finish(self) -> None:
         """Write the packs that small items share."""
         for itemsize in list(self._open):
@@ -152,19 +166,27 @@ class PackWriter:
 
     def _add(self, records: Sequence[Tree], pieces: Sequence[memoryview], itemsize: int) -> Iterator[int]:
         """Write packs that hold these records together; yield the bytes of each."""
-        wanted = self._earlier is not None and sum(map(len, pieces)) > _PACKED
+        wanted = self._earlier is not None and self._worthwhile(sum(map(len, pieces)))
         refs = self._earlier.of(records) if wanted and self._earlier is not None else ()
-        before = refs if len(refs) == len(pieces) else [None] * len(pieces)
+        return self._write(pieces, itemsize, refs if len(refs) == len(pieces) else [None] * len(pieces))
+
+    def _write(
+        self, pieces: Sequence[memoryview], itemsize: int, earlier: Sequence[PackRef | None]
+    ) -> Iterator[int]:
+        """Write packs, each coded given that of an earlier checkpoint if there is one; yield the bytes of each."""
 
         def compress(task: tuple[memoryview, PackRef | None]) -> Packed:
             raw, ref = task
             return Packed.smallest(raw, itemsize, self._level, lambda: self._link(ref, len(raw), itemsize))
 
-        for piece, packed in zip(pieces, self._workers.map(compress, zip(pieces, before, strict=True)), strict=True):
+        for piece, packed in zip(pieces, self._workers.map(compress, zip(pieces, earlier, strict=True)), strict=True):
             self.contents.append(packed.entry(self._base, itemsize, len(piece)))
             if packed.link is not None:
-                self.requires |= packed.link.requires
+                self._requires |= packed.link.requires
             yield len(packed.data)
+
+    def _worthwhile(self, size: int) -> bool:
+        return size > (_TRIED if self._requires else _PACKED)
 
     def _link(self, newest: PackRef | None, size: int, itemsize: int) -> Link | None:
         return None if newest is None or self._earlier is None else self._earlier.link(newest, size, itemsize)

@@ -12,6 +12,7 @@ import torch
 
 from dsq_ckpt.coding import HuffmanCoder, fit_fastest, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
+from dsq_ckpt.coding.scales import items_of_scales
 from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
 from dsq_ckpt.core.arrays import I16, Bits, Codes
 from dsq_ckpt.core.interrupts import let_signals_through
@@ -107,9 +108,9 @@ class ShardWriter:
         self._refined: dict[int, dict[str, Any]] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._coders: dict[str, Coder] = {}
-        self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier)
         self._requires: set[str] = set()
-        self._scales: list[tuple[Written, I16]] = []
+        self._packs = PackWriter(self._base, workers, config.storage.zstd_level, earlier, self._requires)
+        self._scales: list[tuple[dict[str, Any], Written, I16]] = []
         self._scale_count = 0
 
     def __enter__(self) -> ShardWriter:
@@ -190,7 +191,7 @@ class ShardWriter:
             by_row, by_column = scales.by_row, scales.by_column
             record["scales"] = [self._scale_count, len(by_row), len(by_column)]
             self._scale_count += len(by_row) + len(by_column)
-            self._scales.append((written, np.concatenate([by_row, by_column])))
+            self._scales.append((record, written, np.concatenate([by_row, by_column])))
         self._records.append(record)
         if source.refinement_bits:
             entry: dict[str, Any] = {"bits": source.refinement_bits, "blocks": refined}
@@ -220,10 +221,11 @@ class ShardWriter:
 
     def finish(self) -> tuple[FileInfo, FileInfo | None, list[str]]:
         """Close both files; return them and the names of the ancestors' files that the base file needs."""
+        scales = self._finish_scales()
         self._packs.finish()
-        requires = sorted(self._requires | self._packs.requires)
+        requires = sorted(self._requires)
         base = self._base.finish({
-            **self._head, **self._finish_scales(), "requires": requires, "groups": self._groups,
+            **self._head, **scales, "requires": requires, "groups": self._groups,
             "packs": self._packs.contents, "block_elements": self._workers.block_elements, "records": self._records,
         })
         refinement = None
@@ -235,14 +237,14 @@ class ShardWriter:
         return base, refinement, requires
 
     def _finish_scales(self) -> dict[str, Any]:
-        """Store the numbers of all scales as one block; return its entry in the contents."""
+        """Store the numbers of all scales as one pack; return its entry in the contents."""
         if not self._scales:
             return {}
-        numbers = np.concatenate([own for _, own in self._scales])
-        block = self._base.add(shuffle_compress(numbers.tobytes(), 2))
-        for written, own in self._scales:
-            written.base += -(-block.size * len(own) // len(numbers))  # its share, rounded up
-        return {"scales": [block, len(numbers)]}
+        records, parts, numbers = zip(*self._scales, strict=True)
+        pack, size = self._packs.add_scales(records, items_of_scales(np.concatenate(numbers)))
+        for written, own in zip(parts, numbers, strict=True):
+            written.base += -(-size * len(own) // self._scale_count)  # its share, rounded up
+        return {"scales": [pack, self._scale_count]}
 
     def _group(self, name: str, elements: int) -> Coder:
         """Return the coder of a group; write its codebook and model once per file."""

@@ -283,9 +283,10 @@ def units(path: Path, rng: random.Random) -> str:
             numbers[place] = rng.choice([*forging.NUMBERS, numbers[place] + 1, -1, 0, None, "x", True])
             rng.choice([squares, record])["scales"] = rng.choice([numbers, numbers, numbers[:2], None, {}])
         elif what == "number":
-            known = container.contents.get("scales", [[0, 0, ""], 0])
-            known[1] = rng.choice([known[1] + 1, known[1] - 1, -1, 1 << 40, None])
-            container.contents["scales"] = rng.choice([known, None, [], known[:1]])
+            known = container.contents.get("scales", [0, 0])
+            place = rng.randrange(2)
+            known[place] = rng.choice([known[place] + 1, known[place] - 1, -1, 1 << 40, None, [0, 2, ""], True])
+            container.contents["scales"] = rng.choice([known, known, None, [], known[:1]])
         elif what == "group":
             squares["group"], record["group"] = record["group"], squares["group"]
         else:

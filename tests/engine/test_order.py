@@ -78,7 +78,9 @@ def make_garbage(path):
 
 def make_newer(path):
     text = path.read_bytes()
-    path.write_bytes(text.replace(b'"version": 7', b'"version": 9').replace(b'"version":7', b'"version":9'))
+    newer, times = re.subn(rb'"version": ?\d+', b'"version":99', text)
+    assert times == 1
+    path.write_bytes(newer)
 
 
 @pytest.mark.parametrize("spoil", [make_loop, make_garbage, make_newer])

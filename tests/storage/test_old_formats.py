@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.fixtures import make_format_v3 as v3
 from tests.fixtures import make_format_v4 as v4
 from tests.fixtures import make_format_v5 as v5
 from tests.fixtures import make_format_v6 as v6
+from tests.fixtures import make_format_v7 as v7
 from tests.helpers.states import bits, flat, loaded, relative_error, tensors
 from tests.storage.format import independent_reader as independent
 
@@ -26,6 +28,7 @@ EXPECTED_3 = json.loads((v3.HERE / "expected.json").read_text())
 EXPECTED_4 = json.loads((v4.HERE / "expected.json").read_text())
 EXPECTED_5 = json.loads((v5.HERE / "expected.json").read_text())
 EXPECTED_6 = json.loads((v6.HERE / "expected.json").read_text())
+EXPECTED_7 = json.loads((v7.HERE / "expected.json").read_text())
 LOSSY = ("up.weight", "down.weight", "wild.weight", "embed.weight", "half.weight", "brain.weight", "double.weight")
 
 
@@ -108,9 +111,21 @@ def test_version_6(name):
         assert bits(back[fqn]) == bits(value), fqn
 
 
+@pytest.mark.parametrize("name", sorted(EXPECTED_7))
+def test_version_7(name):
+    """Exact data given those of the parent; scales as a block of their own."""
+    path, expected = v7.HERE / name, EXPECTED_7[name]
+    check(path, v6.state_at(int(name)), expected, 7)
+    with Checkpoint(path) as checkpoint:
+        contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+        assert len(contents["packs"][0]) == (5 if name == "1" else 3)
+        assert isinstance(contents["scales"][0], list) and any("scales" in record for record in contents["records"])
+
+
 @pytest.mark.parametrize("path", [*(v1.HERE / number for number in EXPECTED), *(v2.HERE / name for name in EXPECTED_2),
                                   *(v3.HERE / name for name in EXPECTED_3), *(v4.HERE / name for name in EXPECTED_4),
-                                  *(v5.HERE / name for name in EXPECTED_5), *(v6.HERE / name for name in EXPECTED_6)],
+                                  *(v5.HERE / name for name in EXPECTED_5), *(v6.HERE / name for name in EXPECTED_6),
+                                  *(v7.HERE / name for name in EXPECTED_7)],
                          ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_page_describes_them(path):
     """The reader that was written from docs/format.md gives the same."""
@@ -118,7 +133,7 @@ def test_the_page_describes_them(path):
     if path.parent == v2.HERE:
         like = v2.state_at(path.name.partition("-")[0], v2.KEPT[path.name])
     else:
-        like = {v1.HERE: v1, v6.HERE: v6}.get(path.parent, v3).state_at(int(path.name))
+        like = {v1.HERE: v1, v6.HERE: v6, v7.HERE: v6}.get(path.parent, v3).state_at(int(path.name))
     for refinement in ("auto", False):
         for fqn, value in tensors(loaded(path, like, refinement=refinement)).items():
             if fqn in reader.index["tensors"]:
@@ -210,3 +225,17 @@ def test_version_6_is_a_parent_of_exact_data(tmp_path):
     back = flat(loaded(tmp_path / "2", like))
     for fqn, value in flat({"exact": like["exact"]}).items():
         assert bits(back[fqn]) == bits(value), fqn
+
+
+def test_version_7_is_a_parent_and_can_be_merged(tmp_path):
+    """Its scales are no pack: those of the next checkpoint are stored by themselves, and a merge makes them a pack."""
+    like = v6.state_at(2)
+    dsq_ckpt.save(like, tmp_path / "2", parent=v7.HERE / "1", config=v6.config())
+    shutil.copytree(v7.HERE, tmp_path / "old")
+    dsq_ckpt.merge(tmp_path / "old" / "1", tmp_path / "merged", keyframe=True)
+    for name in ("2", "merged"):
+        with Checkpoint(tmp_path / name) as checkpoint:
+            contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+            assert len(contents["packs"][contents["scales"][0]]) == 3
+        independent.Reader(tmp_path / name)
+    assert v1.digests(loaded(tmp_path / "merged", like)) == EXPECTED_7["1"]["full"]

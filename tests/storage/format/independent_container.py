@@ -40,7 +40,7 @@ def xxh3(data: bytes) -> str:
 
 def check_version(version: Any) -> None:
     require(type(version) is int and version >= 1, "version")
-    if version > 7:
+    if version > 8:
         raise Unsupported(f"version {version}")
 
 

@@ -276,7 +276,12 @@ class Reader:  # a checkpoint directory
     def _scales(self, file: Container, record: Tree) -> npt.NDArray[np.float32]:
         place, count = file.contents["scales"]
         require(type(count) is int and count >= 0, "number of scales")
-        numbers = np.frombuffer(unshuffle(file.block(place), 2, 2 * count), "<i2").astype(np.int64)
+        if type(place) is int:
+            require(place >= 0 and file.contents["packs"][place][1:3] == [2, 2 * count], "a pack of scales")
+            numbers = np.frombuffer(self._pack(file, place), "<u2").astype(np.int64) - (1 << 14)
+            require(bool((numbers < 1 << 14).all()), "items of scales")
+        else:
+            numbers = np.frombuffer(unshuffle(file.block(place), 2, 2 * count), "<i2").astype(np.int64)
         (first, r, c), shape = record["scales"], record["shape"] or [1]
         rows, columns = shape[0], int(np.prod(shape[1:], dtype=np.int64))
         require(type(first) is int and r in (0, rows) and c in (0, columns), "numbers of rows and columns")

@@ -258,7 +258,7 @@ def test_checksums(run: list[Path]) -> None:
             data = (path / name).read_bytes()
             assert (len(data), xxhash.xxh3_64_hexdigest(data)) == (entry["size"], entry["checksum"])
         data = (path / "manifest.json").read_bytes()
-        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*7,\s*"checksum":\s*"([0-9a-f]{16})"', data)
+        head = re.match(rb'\{\s*"format":\s*"dsq_ckpt",\s*"version":\s*8,\s*"checksum":\s*"([0-9a-f]{16})"', data)
         assert head is not None
         start, stop = head.span(1)
         assert xxhash.xxh3_64_hexdigest(data[:start] + b"0" * 16 + data[stop:]).encode() == head[1]

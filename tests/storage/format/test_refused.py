@@ -21,7 +21,7 @@ def test_newer_version_is_unsupported(tmp_path: Path) -> None:
     dsq_ckpt.save({"x": torch.ones(3)}, tmp_path / "run" / "one", no_dist=True)
     dsq_ckpt.forget()
     path = tmp_path / "run" / "one" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 7', '"version": 8'))
+    path.write_text(path.read_text().replace('"version": 8', '"version": 9'))
     with pytest.raises(independent.Unsupported):
         independent.Reader(path.parent)
     with pytest.raises(dsq_ckpt.UnsupportedFormat):
@@ -245,3 +245,43 @@ def test_unknown_keys_survive(small: Path) -> None:
     files = [entry for entry in manifest["files"] if entry["role"] != "refinement"]
     changed = {"refinement": "dropped", "files": files, "checksum": after["checksum"]}
     assert after == {**manifest, **changed} and len(files) < len(manifest["files"])
+
+
+@pytest.fixture
+def moments(tmp_path: Path) -> Path:
+    """A checkpoint with second moments over scales."""
+    path = tmp_path / "run" / "one"
+    second = torch.rand(40, 50, generator=torch.Generator().manual_seed(4)) + 0.1
+    state = {"w": {"exp_avg": second * 0, "exp_avg_sq": second}}
+    dsq_ckpt.save({"state": state}, path, config={"quantize": {"min_elements": 100}}, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("change", [
+    pytest.param(lambda c: None, id="nothing"),
+    pytest.param(lambda c: c.update(scales=[c["scales"][0], 89]), id="fewer than the pack has"),
+    pytest.param(lambda c: c.update(scales=[c["scales"][0], -1]), id="count"),
+    pytest.param(lambda c: c.update(scales=[c["scales"][0], True]), id="true"),
+    pytest.param(lambda c: c.update(scales=[len(c["packs"]), 90]), id="no such pack"),
+    pytest.param(lambda c: c.update(scales=[-1, 90]), id="from the end"),
+    pytest.param(lambda c: c.update(scales=[None, 90]), id="null"),
+    pytest.param(lambda c: c["packs"][c["scales"][0]].__setitem__(1, 1), id="item size"),
+    pytest.param(lambda c: c["packs"].append([c["packs"][0][0], 2, 178]) or c.update(scales=[len(c["packs"]) - 1, 89]),
+                 id="another size than the frame has"),
+])
+def test_scales(moments: Path, change: Callable[[Tree], Any], request: pytest.FixtureRequest) -> None:
+    def changed(contents: Tree) -> None:
+        assert contents["scales"][1] == 90
+        change(contents)
+
+    edit_contents(moments, changed)
+    reader = independent.Reader(moments)
+    target = {"state": {"w": {"exp_avg": torch.zeros(40, 50), "exp_avg_sq": torch.zeros(40, 50)}}}
+    if request.node.callspec.id == "nothing":
+        dsq_ckpt.load(target, moments, no_dist=True)
+        reader.tensor("state.w.exp_avg_sq")
+        return
+    with pytest.raises(dsq_ckpt.CorruptCheckpoint):
+        dsq_ckpt.load(target, moments, no_dist=True)
+    with pytest.raises((independent.Refused, IndexError, TypeError)):  # Python refuses what is no number, or not there
+        reader.tensor("state.w.exp_avg_sq")
