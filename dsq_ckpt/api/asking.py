@@ -8,10 +8,10 @@ as it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.parameter_groups import Groups, refuse_newly_tied, refuse_other_groups, saved_groups
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
@@ -101,28 +102,63 @@ def ask_for_saved(
     background.wait()
 
     directory, top = Path(), set[str]()
+    own: Groups = [group["params"] for group in state.get("optimizer", {}).get("param_groups", ())]
 
-    def ask() -> set[str]:
+    def ask() -> _Asked:
         nonlocal directory, top
         directory = existing_path(path)
         refuse_meta(state["model"])
         with CheckpointFiles(directory) as files, files.naming():
             nesting = Nesting.from_json(files.index)
+            saved = [] if nesting is None or "optimizer" not in state else saved_groups(files, nesting)
         if nesting is None:
-            return set()
+            return _Asked()
+        if saved:
+            refuse_other_groups(own, saved, directory)
+            refuse_newly_tied(parameters, saved, directory)
         if "optimizer" in state:
             _ask(state["optimizer"]["state"], parameters, directory, nesting)
         top = {str(own[0]) for own in (*nesting.values(), *(nesting.empty or ()))}
         names = {str(own[1]) for own in nesting.values() if own[0] == "model" and len(own) > 1}
-        return names - state["model"].keys()
+        named_here, named_there = ({name for names in groups for name in names} for groups in (own, saved))
+        with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
+        return _Asked(
+            names - state["model"].keys(), named_there - named_here,
+            named_here - named_there - with_state if saved else set(),
+        )
 
-    unknown = _on_all(gather_from_all_ranks(comm, ask, LoadFailed))
+    asked = gather_from_all_ranks(comm, ask, LoadFailed)
+    unknown, left, new = (_on_all(sets) for sets in zip(*asked, strict=True))
     if whole and unknown:
         raise LoadFailed(
             f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
             "model, or name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
         )
+    if comm.rank == 0 and left:
+        warn(
+            f"the optimizer state of {named(left)} in '{directory}' was not loaded, since this optimizer does not have "
+            "these parameters"
+        )
+    if comm.rank == 0 and new:
+        warn(
+            f"no optimizer state of {named(new)} was loaded, since the optimizer of '{directory}' did not have these "
+            "parameters: they begin without"
+        )
     return directory, top
+
+
+class _Asked(NamedTuple):
+    """What one rank finds.
+
+    Attributes:
+        unknown: names that were saved of the model, and that it lacks.
+        left: parameters of the saved optimizer that this one lacks.
+        new: parameters of the optimizer of which nothing was saved.
+    """
+
+    unknown: Collection[str] = frozenset()
+    left: Collection[str] = frozenset()
+    new: Collection[str] = frozenset()
 
 
 def tell_left_out(
@@ -159,9 +195,9 @@ def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: C
         warn(f"{named(unknown)} of '{path}' was not loaded, since the module does not have it: is it the same model?")
 
 
-def _on_all(sets: Sequence[set[str]]) -> list[str]:
+def _on_all(sets: Iterable[Collection[str]]) -> list[str]:
     """Return the names that no rank knows: each may have a part of the model, such as a stage of a pipeline."""
-    return sorted(set.intersection(*sets))
+    return sorted(set.intersection(*map(set, sets)))
 
 
 def _ask(
@@ -176,13 +212,17 @@ def _ask(
         return
     for name in state.keys() - names:
         del state[name]
-    for name in sorted(names - state.keys()):
+    for name in sorted(names):
         parameter = parameters.get(name)
         if parameter is None or not parameter.requires_grad:  # whose state torch leaves out
             continue
+        keys = {str(path[3]) for path in saved if path[1:3] == ("state", name) and len(path) > 3}
+        own = state.get(name, {}).keys()
+        if name in state and not own < keys:  # the load names keys that were not saved
+            continue
         if isinstance(parameter, DTensor):
             raise LoadFailed(
-                f"'{directory}' has the optimizer's state of '{name}', of which the optimizer has none, though it has "
-                "that of other parameters: load into an optimizer that was not used yet"
+                f"'{directory}' has {named(sorted(keys - own))} in the optimizer's state of '{name}', which this "
+                "optimizer does not have: load into one with the same options that was not used yet"
             )
         state[name] = {}

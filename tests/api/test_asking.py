@@ -86,3 +86,21 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path, options):
     torch.manual_seed(0)  # of dropout
     train(model, optimizer, 0, 3)
     assert same_bits(model, bits_of(expected))
+
+
+@pytest.mark.parametrize("options", [
+    ({"kind": torch.optim.Adam, "amsgrad": True}, {"kind": torch.optim.Adam}),
+    ({"kind": torch.optim.RMSprop, "momentum": 0.9, "centered": True}, {"kind": torch.optim.RMSprop}),
+], ids=["amsgrad", "rmsprop"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_state_that_the_saved_options_need_is_loaded_with_them(tmp_path, options, steps):
+    """Groups come back with the options that were saved, and the next step needs the state that belongs to these."""
+    saved, own = options
+    model, optimizer = trained(3, **saved)
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    model_too, restored = trained(steps, **own)
+    dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+    for parameter, other in zip(model.parameters(), model_too.parameters(), strict=True):
+        before, now = optimizer.state[parameter], restored.state[other]
+        assert before.keys() == now.keys() and all(before[key].equal(now[key]) for key in before)
+    train(model_too, restored, 3, 4)
