@@ -83,7 +83,7 @@ class Recorder(WorkerGroup):
         self.steps_done = 0 if resume is None else resume.step
         self.spent = 0.0
         self._lossy = resume is not None and resume.lossy
-        self._change_detector = ChangeDetector(train_state.monitored())
+        self._change_detector = ChangeDetector(train_state.monitored(), train_state.state_tensors)
         self._optimizer_state = optimizer.state
         self._buffers: dict[str, torch.Tensor] = {}
         self._hyper: list[dict[str, Any]] = []
@@ -266,10 +266,10 @@ class Recorder(WorkerGroup):
     def _has_gap(self) -> bool:
         """Return whether gradients do not reproduce the current parameters, so that the next message is a snapshot."""
         replaced = self._train_state.optimizer.state is not self._optimizer_state
-        if replaced or self._change_detector.changed():
+        what = "the state of the optimizer was" if replaced else self._change_detector.changed()
+        if what is not None:
             self._gap = True
             self._optimizer_state = self._train_state.optimizer.state
-            what = "the state of the optimizer was" if replaced else "parameters were"
             self._warn(
                 f"{what} changed by something other than the optimizer, which gradients do not contain; whenever that "
                 "happens, the log goes on with a snapshot"
@@ -287,7 +287,7 @@ class Recorder(WorkerGroup):
             self._train_state = self._train_state_of(before.model, before.optimizer, before.states)
         except ConfigError as error:
             raise ProcessGone(str(error)) from error
-        self._change_detector = ChangeDetector(self._train_state.monitored())
+        self._change_detector = ChangeDetector(self._train_state.monitored(), self._train_state.state_tensors)
         self._optimizer_state = self._train_state.optimizer.state
         self._start()
 

@@ -201,6 +201,11 @@ class TrainState:
         """
         return list(self._names)
 
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of the optimizer's state, which too only the optimizer may change."""
+        for values in self.optimizer.state.values():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor of each persistent buffer."""
         for prefix, module in self.model.named_modules():

@@ -211,7 +211,11 @@ class WorkerClient:
         try:
             if timeout is not None:
                 self._send_ready(wait=True)
-            self._channel.send({"kind": "close", "done": done}, timeout=_PATIENCE if timeout is None else timeout)
+            try:
+                self._channel.send({"kind": "close", "done": done}, timeout=_PATIENCE if timeout is None else timeout)
+            except ChannelClosed:
+                self.poll()  # the process may have sent the reason
+                raise
             if timeout is not None:
                 deadline = time.monotonic() + timeout
                 while self._process.poll() is None and time.monotonic() < deadline:
@@ -270,6 +274,8 @@ class WorkerClient:
 
 class NotSparse(ProcessGone):
     """Raised when a gradient is non-zero outside of the support that its compressor reported."""
+
+    self_reported = True
 
     def __init__(self, name: str) -> None:
         super().__init__(

@@ -122,6 +122,39 @@ def test_the_optimizer_is_loaded(tmp_path):
     assert check(tmp_path, table).step >= 6
 
 
+def test_moments_are_edited(tmp_path):
+    """As by a user who clears momentum after a spike of the loss; replay went on with the moments as they were."""
+    def clear(optimizer):
+        for own in optimizer.state.values():
+            own["exp_avg"].zero_()
+
+    model = Taught()
+    optimizer = adam(model)
+    table = [state(model, optimizer)]
+    with GradientLog(tmp_path, model, optimizer, compressor="none", batch=1) as log:
+        for number in range(STEPS):
+            backward(model, optimizer, number)
+            optimizer.step()
+            log.step()
+            table.append(state(model, optimizer))
+            if number == 6:
+                clear(optimizer)
+    assert check(tmp_path, table).step == STEPS
+
+
+def test_a_gradient_that_is_changed_in_the_last_step_is_said(tmp_path):
+    """After it was compressed: the checkpointing process finds it, and the step is not in the log."""
+    model = Taught()
+    optimizer = adam(model)
+    log = GradientLog(tmp_path, model, optimizer, compressor="topk:0.1")
+    backward(model, optimizer, 0)
+    model.student.weight.grad.add_(1.0)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"'student.weight' is not zero where its compression had left it so"):
+        log.step()
+        log.close()
+
+
 def test_state_of_no_parameter_is_refused(tmp_path):
     model = Taught()
     optimizer = adam(model)
