@@ -8,6 +8,7 @@ as it was.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,23 +30,25 @@ from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import existing_path
 
+_ONE_AT_A_TIME = threading.Lock()
+
 
 @contextmanager
 def as_it_is(optimizer: Optimizer | None) -> Iterator[None]:
     """Keep torch from initializing an optimizer that has no state yet, while its state dict is made.
 
     It would do that by a step without gradients, which counts: Adam's next one were its second, of another length. It
-    makes none where there is a gradient.
+    makes none where there is a gradient. One thread at a time does so: torch's gradients are no place for two.
     """
-    parameter = None if optimizer is None or optimizer.state else _without_gradient(optimizer)
-    if parameter is None:
-        yield
-        return
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        yield
-    finally:
-        parameter.grad = None
+    with _ONE_AT_A_TIME:
+        parameter = None if optimizer is None or optimizer.state else _without_gradient(optimizer)
+        if parameter is not None:
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            yield
+        finally:
+            if parameter is not None:
+                parameter.grad = None
 
 
 @contextmanager

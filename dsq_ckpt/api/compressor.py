@@ -232,7 +232,8 @@ class Compressor:
 
     @held_signals()
     def load(
-        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, refinement: Refinement = "auto"
+        self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None, *, refinement: Refinement = "auto",
+        allow_cast: bool = False,
     ) -> dict[str, Any]:
         """Restore model and optimizer, in place, and go on from there; collective.
 
@@ -243,6 +244,7 @@ class Compressor:
                 names what was saved beside model and optimizer.
             refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept,
                 with a warning where it was not.
+            allow_cast: load into a model of another dtype than was saved, such as float32 after bfloat16.
 
         Returns:
             The filled `extra`.
@@ -255,7 +257,10 @@ class Compressor:
             with made_by_step(self.optimizer):
                 state, comm = self._state(extra), communicator(self._group)
             directory, top = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
-            load(state, path, refinement=refinement, process_group=self._group, history=self._history)
+            load(
+                state, path, refinement=refinement, allow_cast=allow_cast, process_group=self._group,
+                history=self._history,
+            )
             set_model_state_dict(self.model, state["model"], options=self._options)
             if self.optimizer is not None:
                 options = StateDictOptions(strict=False)  # of some parameters nothing was saved

@@ -1,5 +1,7 @@
 """A load of a `Compressor` fills all that was saved of model and optimizer; saves and failed loads change neither."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +106,41 @@ def test_state_that_the_saved_options_need_is_loaded_with_them(tmp_path, options
         before, now = optimizer.state[parameter], restored.state[other]
         assert before.keys() == now.keys() and all(before[key].equal(now[key]) for key in before)
     train(model_too, restored, 3, 4)
+
+
+def test_threads_that_save_before_the_first_step(tmp_path):
+    """Each gave a parameter a gradient, and took it from the others: processes ended by a signal."""
+    model, optimizer = trained(0)
+    compressor, threads, alone = dsq_ckpt.Compressor(model, optimizer), [], []
+
+    def beside(*_):
+        if not threads:
+            threads.append(threading.Thread(target=compressor.state))
+            threads[0].start()
+            threads[0].join(1)
+            alone.append(threads[0].is_alive())
+
+    model.register_state_dict_pre_hook(beside)
+    compressor.state()
+    threads[0].join()
+    assert alone == [True] and not optimizer.state and all(one.grad is None for one in model.parameters())
+
+
+@pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_another_dtype(tmp_path, saved, own):
+    def made(dtype, seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(80, 80).to(dtype)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made(saved, 0)
+    model(torch.ones(4, 80, dtype=saved)).square().mean().backward()
+    optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    compressor = dsq_ckpt.Compressor(*made(own, 1))
+    with pytest.raises(dsq_ckpt.LossyTensor, match="pass allow_cast=True"):
+        compressor.load(tmp_path / "a")
+    compressor.load(tmp_path / "a", allow_cast=True)
+    assert compressor.model.weight.equal(model.weight.to(own))
+    moment = compressor.optimizer.state[compressor.model.weight]["exp_avg"]
+    assert moment.equal(optimizer.state[model.weight]["exp_avg"].to(own))
