@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 from dsq_ckpt.core.interrupts import let_signals_through
+from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.lowdiff.segments import LOG
 
+_SILENT = 5.0
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -51,16 +53,26 @@ def wait_for_writers(
 ) -> None:
     """Wait until no checkpointing process writes into a run, except those of `session`.
 
+    A warning says so after some seconds, or half of `timeout`.
+
     Raises:
         SaveFailed: a process still writes after `timeout` seconds. `failed` gives another error class.
     """
-    deadline = time.monotonic() + timeout
+    started, said = time.monotonic(), timeout == 0.0
     for path in sorted((run / LOG).glob("*.lock")) if (run / LOG).is_dir() else ():
         while not (session is not None and path.name.startswith(f"{session}-")) and not _released(path, failed):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > min(_SILENT, timeout / 2) and not said:
+                said = True
+                warn_safely(
+                    f"waiting, for {timeout:.0f} s at most, for the checkpointing process that writes into '{run}' and "
+                    f"holds '{path.name}'; if it is of a log in this process, close() that log first"
+                )
+            if waited > timeout:
                 raise failed(
                     f"a checkpointing process still writes into '{run}' after {timeout:.0f} s, it holds '{path.name}': "
-                    "another job logs there, or its disk is slow; wait for it, or end it"
+                    "another job logs there, a log of this process was not closed, or its disk is slow; wait for it, "
+                    "close it, or end it"
                 )
             let_signals_through()
             time.sleep(0.02)

@@ -90,7 +90,10 @@ def test_recovery_while_another_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_PATIENCE", 1e6)  # a replica in memory is not waited for any longer than is asked
     table = recorded(ADAM, tmp_path, 3)
     lock = Lock(lock_path(tmp_path, "another", 0))
-    with pytest.raises(LoadFailed, match=r"still writes into '.*another-00000\.lock"):
+    with (
+        pytest.warns(UserWarning, match=r"waiting, for 0 s at most.*'another-00000\.lock'.*close\(\) that log"),
+        pytest.raises(LoadFailed, match=r"still writes into '.*another-00000\.lock"),
+    ):
         Loop(ADAM).recover(tmp_path, timeout=0.1)
     lock.release()
     check_recovers(ADAM, tmp_path, table[3], 3)
