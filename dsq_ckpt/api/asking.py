@@ -40,8 +40,11 @@ def as_it_is(optimizer: Optimizer | None) -> Iterator[None]:
     It would do that by a step without gradients, which counts: Adam's next one were its second, of another length. It
     makes none where there is a gradient. One thread at a time does so: torch's gradients are no place for two.
     """
+    if optimizer is None or optimizer.state:
+        yield
+        return
     with _ONE_AT_A_TIME:
-        parameter = None if optimizer is None or optimizer.state else _without_gradient(optimizer)
+        parameter = _without_gradient(optimizer)
         if parameter is not None:
             parameter.grad = torch.zeros_like(parameter)
         try:
