@@ -5,8 +5,8 @@
     python scripts/evaluate_all.py --quick --list                    # the commands, none is run
 
 Each command writes a JSON file of the name that it has in benchmarks/results, without the machine's. Commands that have
-ended are listed in steps.json with their seconds, and are not run again: an interrupted run goes on where it was. One
-that fails does not stop the others.
+ended are listed in steps.json with their seconds, of the clock and of the processor, and are not run again: an
+interrupted run goes on where it was. One that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -280,20 +281,26 @@ def run(table: str, directory: Path) -> list[str]:
     """Run the commands of a table that have not ended well before; return those that fail."""
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "steps.json"
-    ended: dict[str, float] = json.loads(log.read_text()) if log.is_file() else {}
+    ended: dict[str, list[float]] = json.loads(log.read_text()) if log.is_file() else {}
     failed = []
     for step in steps(table, directory):
         command = shlex.join(step.words)
         if command in ended:
             continue
         print(f"$ {command}", flush=True)
-        started = time.monotonic()
+        started, used = time.monotonic(), processor()
         if subprocess.run(program(step.words), check=False, cwd=ROOT).returncode:
             failed.append(command)
             continue
-        ended[command] = round(time.monotonic() - started, 1)
+        ended[command] = [round(time.monotonic() - started, 1), round(processor() - used, 1)]
         json_files.write(log, ended)
     return failed
+
+
+def processor() -> float:
+    """Return the processor time of all commands so far, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def draw(directory: Path) -> None:
