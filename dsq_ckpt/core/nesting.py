@@ -28,7 +28,10 @@ class Nesting(dict[str, Path]):
         typed: by path of a dict's entry: its key, where that was a finite number, a boolean or None; or all that are no
             strings (`of`).
         empty: paths of dicts without entries; None: not known.
+        digests: of values by which ranks are compared, by flat name.
     """
+
+    digests: Mapping[str, int]
 
     def __init__(
         self, paths: Mapping[str, Path], typed: Mapping[Path, Hashable] | None = None,
@@ -37,6 +40,7 @@ class Nesting(dict[str, Path]):
         super().__init__(paths)
         self.typed = dict(typed or {})
         self.empty = None if empty is None else list(empty)
+        self.digests = {}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], paths: Mapping[str, Path], *, all_keys: bool = False) -> Nesting:

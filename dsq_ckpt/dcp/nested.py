@@ -25,6 +25,7 @@ from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.dcp.differing import differing, digests
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -32,7 +33,7 @@ from dsq_ckpt.storage.record_fields import dtype_of
 
 
 class NestedSavePlanner(DefaultSavePlanner):
-    """DCP's save planner, with a `Nesting` of all ranks as `planner_data`."""
+    """DCP's save planner, with a `Nesting` of all ranks as `planner_data`; it warns of values that ranks differ in."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -45,9 +46,19 @@ class NestedSavePlanner(DefaultSavePlanner):
                 "back as that from a load into an empty dict: keys of a state dict are strings, numbers or None"
             )
 
+    def create_local_plan(self) -> SavePlan:
+        assert isinstance(self.mappings, Nesting)
+        self.mappings.digests = digests(self.state_dict)
+        return super().create_local_plan()
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         parts = [plan.planner_data for plan in all_plans]
+        if names := differing(part.digests for part in parts):
+            warn(
+                f"{named(names)} is not the same on all ranks, and the value of one of them is stored, as by dcp.save: "
+                "give what belongs to a rank a name of its own, such as f'rng-{rank}'"
+            )
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
 
 

@@ -92,6 +92,33 @@ def partial(root: Path, rank: int) -> None:
     done("partial")
 
 
+def own_values(root: Path, rank: int) -> None:
+    """What belongs to each rank and has one name is warned of, once; with a name of its own it is kept."""
+    model = Net()
+    compressor = dsq_ckpt.Compressor(model, torch.optim.SGD(model.parameters()))
+    random = torch.Generator().manual_seed(rank).get_state()
+    statistics = torch.full((3,), float(rank))
+    for place, (save, extra, expected) in enumerate((
+        (compressor.save, {"rng": random, "step": 3, "mean": statistics}, True),
+        (lambda path, extra: dsq_ckpt.async_save(extra, path).result(timeout=240), {"rng": random, "at": [rank]}, True),
+        (compressor.save, {f"rng-{rank}": random, "step": 3, "name": "a"}, False),
+    )):
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            save(root / str(place), extra=extra)
+        texts = [str(one.message) for one in recorded if "is not the same on all ranks" in str(one.message)]
+        assert bool(texts) == (expected and rank == 0), (rank, texts)
+        assert len(texts) < 2
+        for text in texts:
+            assert ("rng'" in text) == ("rng" in extra) and "step" not in text and "mean" not in text, text
+    back = compressor.load(root / "2", extra={f"rng-{rank}": torch.zeros_like(random), "step": 0, "name": ""})
+    assert back[f"rng-{rank}"].equal(random)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fails_everywhere(lambda: dsq_ckpt.save({"at": rank}, root / "error"), "is not the same on all ranks")
+    done("own values")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, ranks):
@@ -99,3 +126,4 @@ if __name__ == "__main__":
         early(Path(sys.argv[1]) / "early", me)
         placeholders(Path(sys.argv[1]) / "placeholders", me)
         partial(Path(sys.argv[1]) / "partial", me)
+        own_values(Path(sys.argv[1]) / "own", me)

@@ -1,0 +1,64 @@
+"""Values of one name that differ between ranks, of which one is stored.
+
+DCP takes what several ranks have under one name for copies, and lets one of them write it. Of tensors of floats that is
+so where ranks work together; but random states, positions in a data set and the like are each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+_LARGEST = 1 << 16
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+
+def digests(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return digests of the values that ranks are compared by: numbers, text, and small tensors of integers on the CPU.
+
+    Args:
+        state: flat state dict. Lists, tuples and dicts of such values count, other objects do not: equal ones may be
+            pickled to different bytes. Floats that ranks reduce, such as statistics of batches, may differ.
+    """
+    found = {}
+    for name, value in state.items():
+        parts = list(_parts(value))
+        if name.rpartition(".")[2] != "params" and None not in parts:  # each rank's own experts have names of their own
+            found[name] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
+    return found
+
+
+def differing(ranks: Iterable[Mapping[str, int]]) -> list[str]:
+    """Return the names whose digests differ between the ranks that have them, sorted."""
+    first: dict[str, int] = {}
+    return sorted({name for own in ranks for name, value in own.items() if first.setdefault(name, value) != value})
+
+
+def _parts(value: Any) -> Iterator[bytes | None]:
+    """Yield the bytes that make up a value; None for what cannot be compared."""
+    if type(value) in _PLAIN:
+        yield repr(value).encode(errors="surrogatepass")
+    elif type(value) in (list, tuple):
+        yield f"{type(value).__name__} {len(value)}".encode()
+        for part in value:
+            yield from _parts(part)
+    elif type(value) is dict:
+        yield f"dict {len(value)}".encode()
+        for key, part in value.items():
+            yield from _parts(key)
+            yield from _parts(part)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.nbytes <= _LARGEST:
+        yield value.tobytes()
+    elif type(value) is torch.Tensor and _is_small(value):
+        yield value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        yield None
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    return plain and not tensor.is_floating_point() and not tensor.is_complex() and tensor.nbytes <= _LARGEST

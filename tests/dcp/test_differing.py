@@ -1,0 +1,60 @@
+"""Which values of one name count as different on two ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsq_ckpt.dcp.differing import differing, digests
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (1, 2), (1, 1.0), (True, 1), (0.1, 0.2), ("a", "b"), (b"a", "a"), (None, 0), ("a", None), (1j, 2j), ("\ud800", "a"),
+    ((1, 2), [1, 2]), ([1, [2]], [[1], 2]), ([], ()), ({"a": 1}, {"a": 2}), ({1: "a"}, {"1": "a"}), ("ab", ["a", "b"]),
+    (random.Random(1).getstate(), random.Random(2).getstate()),
+    (np.random.RandomState(1).get_state(), np.random.RandomState(2).get_state()),
+    (torch.Generator().manual_seed(1).get_state(), torch.Generator().manual_seed(2).get_state()),
+    (torch.tensor(3), torch.tensor(4)), (torch.tensor([True, False]), torch.tensor([True, True])),
+    ([torch.tensor(3)], [torch.tensor(4)]),
+])
+def test_different_values(one: Any, other: Any) -> None:
+    assert differing([digests({"x": one}), digests({"x": other})]) == ["x"]
+    for value in (one, other):
+        assert differing([digests({"x": value}), digests({"x": value})]) == []
+
+
+class Own:
+    """An object that may be pickled to other bytes on each rank."""
+
+
+@pytest.mark.parametrize("value", [
+    torch.rand(3), torch.rand(3).bfloat16(), torch.arange(1 << 14), torch.randn(2, dtype=torch.complex64), Own(),
+    {1, 2}, [1, Own()], {"a": Own()}, np.random.rand(3), torch.arange(3).to_sparse(), torch.nn.Parameter(torch.rand(3)),
+])
+def test_values_that_are_not_compared(value: Any) -> None:
+    """Floats of reductions, large tensors, and objects of which nothing is known."""
+    assert digests({"x": value}) == {}
+
+
+def test_parameters_of_a_group_are_not_compared() -> None:
+    """With experts, each rank's optimizer has parameters of its own."""
+    own = [digests({"param_groups.0.params": [name], "param_groups.0.lr": 0.1}) for name in ("a", "b")]
+    assert differing(own) == [] and "param_groups.0.lr" in own[0]
+
+
+def test_equal_values_made_otherwise() -> None:
+    """Tensors of other strides, and names that are one object on one rank and two on another."""
+    name = "ab" * 20
+    again = "".join(list(name))
+    assert differing([digests({"x": [name, name]}), digests({"x": [name, again]})]) == []
+    grid = torch.arange(12).view(3, 4)
+    assert differing([digests({"x": grid.t()}), digests({"x": grid.t().contiguous()})]) == []
+
+
+def test_names_that_one_rank_has() -> None:
+    ranks = [digests({"a": 1, "b": 1}), digests({"b": 2, "c": 3}), {}]
+    assert differing(ranks) == ["b"]
