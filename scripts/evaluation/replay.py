@@ -287,8 +287,8 @@ def _record_bytes(record: Mapping[str, Any], own: Mapping[str, Any], refined: Ma
         beside = [] if refined is None else [*refined["blocks"], *filter(None, [refined.get("protected")])]
         scales = 0
         if "scales" in record:
-            block, count = own["scales"]
-            scales = -(-block[1] * sum(record["scales"][1:]) // count)
+            pack, count = own["scales"]
+            scales = -(-own["packs"][pack][0][1] * sum(record["scales"][1:]) // count)
         return Bytes(
             elements * dtype_of(record["dtype"]).itemsize,
             sum(block[1] for block in blocks if block is not None) + scales, sum(block[1] for block in beside),
