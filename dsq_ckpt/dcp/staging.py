@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -198,8 +198,10 @@ def staged_state_dict(
     return rebuilt(state_dict, lambda flat: {fqn: codes(fqn, value) for fqn, value in flat.items()})
 
 
-def staged_payloads(items: list[SaveItem], staged: StagedCodes) -> QuantizedState:
-    """Return the items as they were staged.
+def staged_payloads(
+    items: list[SaveItem], staged: StagedCodes, objects: Iterable[tuple[str, bytes]]
+) -> QuantizedState:
+    """Return the items as they were staged, with the objects of this rank.
 
     Raises:
         SaveFailed: an item is not as it was staged.
@@ -224,7 +226,7 @@ def staged_payloads(items: list[SaveItem], staged: StagedCodes) -> QuantizedStat
                 f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
             )
     own = {item.key: item for item in items}
-    return QuantizedState(iter(chunks), exact, staged.plan, own, tied, staged=True, alone=staged.alone)
+    return QuantizedState(iter(chunks), exact, staged.plan, own, tied, objects, staged=True, alone=staged.alone)
 
 
 def _tensor(payload: ExactCopy) -> torch.Tensor:

@@ -242,23 +242,26 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             if not plan.items:  # no manifest would ever name this rank's file
                 storage_of(pipeline.path).make_directory(pipeline.path, self.config.storage.fsync)
                 return finished([])
-            result = pipeline.write(context, self._rank, state, objects_of(plan.items, planner), workers)
+            result = pipeline.write(context, self._rank, state, workers)
         return finished(write_results(plan.items, result))
 
     def _quantized(
         self, context: SaveContext, plan: SavePlan, planner: SavePlanner, workers: Workers
     ) -> QuantizedState:
-        """Return the items of this rank's plan, quantized; collective unless they were staged so."""
+        """Return the items of this rank's plan, tensors quantized; collective unless they were staged so."""
         staged, self._staged = self._staged, None
         items = items_of_plan(plan.items, planner, self._options, context.layout)
+        objects = objects_of(plan.items, planner)
         if isinstance(staged, StagedCodes):
             if staged.context.save_id != context.save_id:
                 raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
-            return staged_payloads(items, staged)
+            return staged_payloads(items, staged, objects)
         group = self._group if staged is None or staged.group is None else staged.group
         tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
         comm = SingleProcess() if self.no_dist else communicator(group, context.ranks)
-        local = LocalItems(tied_items.stored(items), tied=tied_items.stored_as, gradients=self._gradients)
+        local = LocalItems(
+            tied_items.stored(items), tied=tied_items.stored_as, gradients=self._gradients, objects=objects
+        )
         return self._pipeline.quantize(context, local, comm, workers)
 
     @held_signals()

@@ -110,7 +110,9 @@ class _CollectiveSave:
         items, replicas = items_of(own.shards, options), items_of(own.replicas, options)
         tied = TiedItems.of(items, replicas)
         self._state = own
-        self._items = LocalItems(tied.stored(items), tied.stored(replicas), tied.stored_as, own.gradients)
+        self._items = LocalItems(
+            tied.stored(items), tied.stored(replicas), tied.stored_as, own.gradients, own.objects.items()
+        )
         return self._pipeline.settings, layout_of(own.shards, options, bool(own.gradients))
 
     def _agree(self, layouts: Sequence[Layout]) -> SaveContext:
@@ -125,7 +127,7 @@ class _CollectiveSave:
         own, pipeline, rank = self._state, self._pipeline, self._comm.rank
         with pipeline.workers() as workers:
             quantized = pipeline.quantize(context, self._items, self._comm, workers)
-            result = pipeline.write(context, rank, quantized, own.objects.items(), workers)
+            result = pipeline.write(context, rank, quantized, workers)
         let_signals_through()
         files = []
         for name, write in own.attachments.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Protocol
@@ -109,19 +109,21 @@ class SaveItem:
 
 @dataclass(frozen=True)
 class LocalItems:
-    """The chunks of one rank, ready to be quantized.
+    """The chunks and objects of one rank, ready to be quantized and written.
 
     Attributes:
         items: chunks that this rank writes, without those that are tied to another.
         replicas: chunks that lie here and are written by another rank.
         tied: chunks that share the memory of another, and which that is.
         gradients: averaged gradients of local weights, by chunk or by name of the parameter.
+        objects: names and bytes of objects that this rank writes; iterated once.
     """
 
     items: list[SaveItem]
     replicas: list[SaveItem] = field(default_factory=list)
     tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
     gradients: Mapping[str | ChunkKey, torch.Tensor] | Mapping[str, torch.Tensor] = field(default_factory=dict)
+    objects: Iterable[tuple[str, bytes]] = ()
 
     def as_agreed(self, layout: Layout) -> LocalItems:
         """Return the chunks as all ranks agreed to store them: what is frozen on all that have it is exact."""

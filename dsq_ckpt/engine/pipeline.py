@@ -122,13 +122,10 @@ class SavePipeline:
         self.plan = state.plan
         return state
 
-    def write(
-        self, context: SaveContext, rank: int, state: QuantizedState, objects: Iterable[tuple[str, bytes]],
-        workers: Workers,
-    ) -> RankResult:
+    def write(self, context: SaveContext, rank: int, state: QuantizedState, workers: Workers) -> RankResult:
         """Write the files of this rank; see `write_rank`."""
         self.plan = state.plan
-        result, cache = write_rank(self.path, context, rank, state, objects, workers, self.options.history)
+        result, cache = write_rank(self.path, context, rank, state, workers, self.options.history)
         if not state.staged:
             self.remember(context, cache)
         elif (known := self.options.history.find(context.save_id)) is not None:

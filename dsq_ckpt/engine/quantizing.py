@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class QuantizedState:
         plan: how all ranks store theirs.
         items: all items that are stored themselves, by chunk.
         tied: chunks that are stored as another one, and which that is.
+        objects: names and bytes of its objects; iterated once.
         staged: whether the next save was given what it needs of the chunks when they were staged.
         alone: whether it may need no file of a parent: there is none, or it was found damaged.
     """
@@ -52,6 +53,7 @@ class QuantizedState:
     plan: QuantizationPlan
     items: Mapping[ChunkKey, SaveItem]
     tied: Mapping[ChunkKey, ChunkKey] = field(default_factory=dict)
+    objects: Iterable[tuple[str, bytes]] = ()
     staged: bool = False
     alone: bool = False
 
@@ -109,7 +111,7 @@ def quantize(
         exact = [replace(item, config=None) for item in exact]  # not as bf16 either
     return QuantizedState(
         _lazily(sketches, sketching.loader, plan), exact, plan, {item.key: item for item in local.items}, local.tied,
-        alone=context.parent is None,
+        local.objects, alone=context.parent is None,
     )
 
 

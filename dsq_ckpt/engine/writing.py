@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,8 +56,7 @@ class RankResult:
 
 
 def write_rank(
-    path: Path, context: SaveContext, rank: int, state: QuantizedState, objects: Iterable[tuple[str, bytes]],
-    workers: Workers, history: SaveHistory,
+    path: Path, context: SaveContext, rank: int, state: QuantizedState, workers: Workers, history: SaveHistory
 ) -> tuple[RankResult, ChunkCache]:
     """Write the files of one rank.
 
@@ -65,8 +64,7 @@ def write_rank(
         path: directory of the checkpoint, which is made.
         context: context of the save.
         rank: number of this rank.
-        state: its chunks, which are quantized one by one as they are written.
-        objects: names and bytes of its objects.
+        state: its chunks, which are quantized one by one as they are written, and its objects.
         workers: threads.
         history: checkpoints that this process committed or loaded.
 
@@ -80,7 +78,7 @@ def write_rank(
     storage_of(path).make_directory(path, storage.fsync)
     packs = None if state.alone else _packs_of(context.parent, path, history)
     with packs or nullcontext() as earlier, ShardWriter(
-        path, context.save_id, rank, config, workers=workers, fitted=state.plan.analysis.fitted, earlier=earlier
+        path, context.save_id, rank, state.plan, workers, earlier
     ) as shard:
         keys: list[ChunkKey] = []
 
@@ -113,7 +111,7 @@ def write_rank(
             result.written[item.key] = written
             cache.refs[item.key] = written.ref
             by_kind[item.kind if stored else "exact"].append(written)
-        for fqn, data in objects:
+        for fqn, data in state.objects:
             written = shard.add_bytes(fqn, data)
             result.written[fqn] = written
             by_kind["exact"].append(written)

@@ -22,7 +22,7 @@ from dsq_ckpt.kernels.keys import FULL, KeyWindow
 from dsq_ckpt.quantization.analysis import GlobalSketch, Importance
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.codebook import Codebook
-from dsq_ckpt.quantization.layout import MEASURED, Fractions, Layout, ParentModel
+from dsq_ckpt.quantization.layout import GRADIENT, MEASURED, Fractions, Layout, ParentModel
 from dsq_ckpt.quantization.passes import (
     Sparse,
     add_by_class,
@@ -33,7 +33,7 @@ from dsq_ckpt.quantization.passes import (
     sparse_of,
     vanishes,
 )
-from dsq_ckpt.quantization.scales import GRADIENT, OCTAVES, choose_scales, gauges_of, octaves_of
+from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, octaves_of
 
 _T = TypeVar("_T")
 
@@ -117,10 +117,8 @@ def build_global_sketch(
     octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
     chunks, sketches = done or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
-    weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]
     scales = choose_scales(
-        {name: octaves[place] for name, place in index.items()}, layout.tensors, layout.groups,
-        gauges_of(weights, layout.state, layout.averaged), books, parent.exponents, outlier_octaves,
+        {name: octaves[place] for name, place in index.items()}, layout, books, parent.exponents, outlier_octaves
     )
     books = {group: book for group, book in books.items() if group not in scales.refit}
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}

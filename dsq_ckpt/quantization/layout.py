@@ -10,10 +10,11 @@ from dsq_ckpt.config.schema import TensorConfig
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.frozen import Frozen
-from dsq_ckpt.quantization.scales import GRADIENT
 
 MEASURED = ""
 """Group of chunks that are only measured: optimizer state from which the size of gradients is known."""
+GRADIENT = "gradient of "
+"""Prefix of a weight's name, for its averaged gradient."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
+from dsq_ckpt.quantization.layout import GRADIENT, Layout
 
 OCTAVES = 256
-GRADIENT = "gradient of "
 CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
 _REACH = 2.0  # a step is within this many octaves of the median one
 _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
@@ -54,8 +54,8 @@ class Scales:
 
 
 def choose_scales(
-    octaves: dict[str, Counts], tensors: dict[str, str], groups: dict[str, TensorConfig], gauges: dict[str, Gauge],
-    books: dict[str, Codebook], before: dict[str, float], outlier_octaves: int,
+    octaves: dict[str, Counts], layout: Layout, books: dict[str, Codebook], before: dict[str, float],
+    outlier_octaves: int,
 ) -> Scales:
     """Return the scales of all tensors; they are the same on every rank, since the octaves are global.
 
@@ -65,14 +65,13 @@ def choose_scales(
 
     Args:
         octaves: number of elements by biased exponent, int64[256], of every tensor and gauge.
-        tensors: group of every lossy tensor.
-        groups: configuration of every group.
-        gauges: gauges of the weights whose gradients are known.
+        layout: the lossy tensors and their groups.
         books: the parent's codebooks, of groups that have one.
         before: the parent's exponents.
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
     """
-    scaled, unit, wanted = _by_gradient(octaves, tensors, groups, gauges)
+    tensors, groups = layout.tensors, layout.groups
+    scaled, unit, wanted = _by_gradient(octaves, tensors, groups, _gauges_of(layout))
     relative = {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
     for fqn, group in tensors.items():
         if group in relative and (energy := _mean(_without_few(octaves[fqn]), 2)):
@@ -106,19 +105,17 @@ def choose_scales(
     return Scales(exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit))
 
 
-def gauges_of(weights: list[str], state: dict[str, str], averaged: bool) -> dict[str, Gauge]:
-    """Return, by weight, the tensor of a save from which the size of the weight's gradients is known.
+def _gauges_of(layout: Layout) -> dict[str, Gauge]:
+    """Return, by weight, the tensor of a save from which the size of the weight's gradients is known, where one is.
 
-    Args:
-        weights: names of weights.
-        state: kinds (exp_avg_sq, momentum) of the optimizer's tensors, by name.
-        averaged: whether gradients were averaged during training; averages are preferred.
+    Averages of gradients are preferred.
     """
-    if averaged:
+    weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]
+    if layout.averaged:
         return {fqn: Gauge(GRADIENT + fqn, 2) for fqn in weights}
-    kinds = set(state.values())
+    kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
-    by_parameter = {parameter_of(fqn): fqn for fqn, found in state.items() if found == kind}
+    by_parameter = {parameter_of(fqn): fqn for fqn, found in layout.state.items() if found == kind}
     gauges = {}
     for fqn in weights:
         tail = parameter_of(fqn)

@@ -13,12 +13,12 @@ import torch
 from dsq_ckpt.coding import HuffmanCoder, fit_fastest, layered, shuffle_compress
 from dsq_ckpt.coding.base import Coder
 from dsq_ckpt.coding.scales import items_of_scales
-from dsq_ckpt.config.schema import DeltaConfig, DSQConfig
+from dsq_ckpt.config.schema import DeltaConfig
 from dsq_ckpt.core.arrays import I16, Bits, Codes
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.chunk import BlockData, ChunkKey, CodeSource, protected_bf16
-from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.step_lengths import StepLengths, corrected
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import EarlierPacks, PackWriter
@@ -94,11 +94,11 @@ class ShardWriter:
     """Writer of the records of one rank; as a context manager it leaves no file behind on failure."""
 
     def __init__(
-        self, directory: Path, save_id: str, rank: int, config: DSQConfig, fitted: dict[str, Fitted],
-        workers: Workers, earlier: EarlierPacks | None = None,
+        self, directory: Path, save_id: str, rank: int, plan: QuantizationPlan, workers: Workers,
+        earlier: EarlierPacks | None,
     ) -> None:
-        self._config = config
-        self._fitted = fitted
+        config = self._config = plan.config
+        self._fitted = plan.analysis.fitted
         self._workers = workers
         self._directory = directory
         self._head = {"save": save_id, "rank": rank}
