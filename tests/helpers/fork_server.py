@@ -191,9 +191,9 @@ class _Spawned(popen_spawn_posix.Popen):
         return self.returncode
 
 
-def main(path: Path) -> None:
+def main(path: Path, *more: str) -> None:
     """Import, compile, and serve; be what was asked for in the forks."""
-    for module in (*_MODULES, *os.environ.get(forks.PRELOAD, "").split()):
+    for module in (*_MODULES, *more):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
     if deepspeed := sys.modules.get("deepspeed"):
@@ -214,4 +214,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

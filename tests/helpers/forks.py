@@ -27,16 +27,20 @@ from typing import Any
 VARIABLE = "DSQ_TEST_FORKS"
 """The directory of the servers' sockets; they end when it is gone, or the process that `session` made it for."""
 PRELOAD = "DSQ_TEST_PRELOAD"
-"""Names of modules that the servers of such an environment import besides, where they are installed."""
+"""Names of modules that the servers of such an environment import besides, where they are installed.
+
+They are forks of those without it.
+"""
 TEARDOWN = "DSQ_TEST_TEARDOWN"
 """A fork with this variable frees all that it has, as an interpreter does at its end; for tests of such ends."""
 EXECUTABLE = "DSQ_TEST_EXECUTABLE"
 """What `sys.executable` is in a fork with this variable: an `interpreter`, so that what it starts are forks, too."""
 _USED_LATE = (  # prefixes of variables that nothing reads when it is imported, or that are others in every process
-    "AWS_", "CUDA_VISIBLE_DEVICES", "GLOO_", "NCCL_SOCKET_IFNAME", "OLDPWD", "PWD", "PYTEST_", "PYTHON=",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP", "TMPDIR", "_=",
-    "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN, EXECUTABLE,
+    "AWS_", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GLOO_", "NCCL_SOCKET_IFNAME", "OLDPWD", "OMPI_", "PMIX_", "PRTE_",
+    "PWD", "PYTEST_", "PYTHON=", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP",
+    "TMPDIR", "_=", "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN, EXECUTABLE,
 )
+_USED_BY_PRELOADED = ("CXX=", "DS_ACCELERATOR=")
 NAMESPACES = ("user", "net", "uts", "pid", "mnt")
 _SECONDS = 600  # that a server may take to begin
 _exec = subprocess.Popen
@@ -128,29 +132,39 @@ def popen(command: Sequence[str], **options: Any) -> Any:
 
 def _connect(environment: Mapping[str, str], turn: int) -> socket.socket:
     """Connect to the server whose environment that is, which is started if it is not there."""
+    late = _USED_LATE if PRELOAD in environment else (*_USED_LATE, *_USED_BY_PRELOADED)
     base = {
         name: value for name, value in environment.items()
-        if not f"{name}=".startswith(_USED_LATE) and not _of_a_rank(name)
+        if not f"{name}=".startswith(late) and not _of_a_rank(name)
     }
     base["PYTHONHASHSEED"] = str(1 + turn % 2)
     base["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which DeepSpeed finds by way of MLflow
     directory = Path(environment[VARIABLE])
     path = directory / hashlib.sha256(json.dumps(sorted(base.items())).encode()).hexdigest()[:16]
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with (directory / "lock").open("w") as lock:
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it listens
         if not path.exists():
             with path.with_suffix(".log").open("w") as log:
-                server = _exec(
-                    [sys.executable, "-m", "tests.helpers.fork_server", str(path)], env=base, start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                )
+                server = _server(path, base, log.fileno(), turn)
             deadline = time.monotonic() + _SECONDS
             while not path.exists():
                 assert server.poll() is None and time.monotonic() < deadline, path.with_suffix(".log").read_text()
                 time.sleep(0.02)
     made.connect(str(path))
     return made
+
+
+def _server(path: Path, base: Mapping[str, str], log: int, turn: int) -> subprocess.Popen[bytes] | Fork:
+    """Start a server: a fork of the one that imports less, if it is to import more than that."""
+    arguments = ["-m", "tests.helpers.fork_server", str(path)]
+    if PRELOAD in base:
+        rest = {name: value for name, value in base.items() if name != PRELOAD}
+        return start([*arguments, *base[PRELOAD].split()], rest, os.getcwd(), log, turn=turn)
+    return _exec(
+        [sys.executable, *arguments], env=base, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log,
+        stderr=log,
+    )
 
 
 def _of_a_rank(name: str) -> bool:

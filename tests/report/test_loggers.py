@@ -81,7 +81,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(tmp_path.joinpath("store").as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.joinpath("store").as_uri())  # which `set_tracking_uri` leaves
     with mlflow.start_run() as run:
         results = saved(tmp_path / "run", function("to_mlflow", run=run, mlflow=mlflow))
     client = mlflow.MlflowClient()

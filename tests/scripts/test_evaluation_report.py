@@ -93,13 +93,14 @@ def test_the_median_restart_under_deepspeed_is_told() -> None:
 
 
 def test_report_of_online_results(tmp_path) -> None:
-    for file in sorted((ROOT / "benchmarks" / "results").glob("online-*.json")):
-        result = CliRunner().invoke(app, ["report", str(file), "--directory", str(tmp_path)])
-        if file.stem == "online-noise":  # nothing was saved
-            assert result.exit_code == 2
-            continue
-        assert result.exit_code == 0, result.output
-        assert (tmp_path / f"{file.stem}.png").read_bytes().startswith(b"\x89PNG")
+    """The panels of all files are drawn; pictures are made of runs that are compared, and of one along its steps."""
+    files = {file.stem: file for file in (ROOT / "benchmarks" / "results").glob("online-*.json")}
+    empty = [name for name, file in files.items() if not drawn(json.loads(file.read_text())["rows"])]
+    assert empty == ["online-noise"]  # nothing was saved
+    for name, status in (("online-gpt-seed0", 0), ("online-resnet-seed1", 0), *((name, 2) for name in empty)):
+        result = CliRunner().invoke(app, ["report", str(files[name]), "--directory", str(tmp_path)])
+        assert result.exit_code == status, result.output
+        assert status or (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "none.json").write_text(json.dumps({"measured": "online", "rows": ROWS[-1:]}))
     result = CliRunner().invoke(app, ["report", str(tmp_path / "none.json")])
     assert result.exit_code == 2 and "nothing that can be drawn" in words(result.output)
