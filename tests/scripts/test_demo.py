@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.helpers import processes
 
 DEMO = """
 import demo
-demo.run_command("", 2, 2, 1, lambda directory, *_: demo.launch(directory, "ranks", 2, target=[{script!r}]), print)
+demo.run_command("", 2, 2, 1, lambda path, *_: demo.must_succeed(path, "ranks", 2, target=[{script!r}]), print)
 """
 RANK = """
 import os, pathlib, signal
@@ -30,8 +31,12 @@ def test_ranks_end_with_a_demo_that_is_terminated(tmp_path: Path) -> None:
         ["-c", DEMO.format(script=str(script))], PYTHONPATH=str(processes.ROOT / "scripts"), TMPDIR=str(tmp_path)
     )
     try:
-        with (tmp_path / "pipe").open("rb", buffering=0) as pipe:
-            ranks += [int(pipe.readline()) for _ in range(2)]
+        with (tmp_path / "pipe").open("rb+", buffering=0) as ours, (tmp_path / "pipe").open("rb", buffering=0) as pipe:
+            ended = os.pidfd_open(demo.pid)
+            for _ in range(2):
+                assert pipe in select.select([pipe, ended], [], [])[0], demo.communicate()[0]
+                ranks.append(int(pipe.readline()))
+            ours.close()  # so far it let nobody wait for the other end of the pipe
             demo.terminate()
             output, _ = demo.communicate(timeout=processes.PATIENCE)
             assert demo.returncode == 128 + signal.SIGTERM, output
