@@ -12,7 +12,7 @@ RESULTS ?= evaluation
 # With bytecode in files, or each process that a test starts would compile all modules again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv demo demo-deepspeed test tests coverage kernels lint docs campaign bench evaluate evaluate-quick clean
+.PHONY: venv demo demo-deepspeed test tests coverage kernels lint lint-in-one-piece docs campaign bench evaluate evaluate-quick clean
 
 venv: $(STAMP)
 
@@ -30,7 +30,11 @@ demo-deepspeed: $(STAMP)
 
 # At once: of two cores the second one has nothing to do while mypy looks at everything.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs 2 lint tests
+	$(MAKE) --no-print-directory --jobs 2 lint-in-one-piece tests
+
+# As soon as it is known, and not between the lines of pytest.
+lint-in-one-piece: $(STAMP)
+	@found=$$($(MAKE) --no-print-directory lint 2>&1); status=$$?; echo "$$found"; exit $$status
 
 tests: kernels
 	$(PYTEST)
