@@ -17,6 +17,7 @@ from dsq_ckpt import DSQConfig
 from dsq_ckpt.quantization.groups import kind_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers import forks
 from tests.helpers.commands import alter, document, error, owned
 from tests.helpers.processes import WORKERS, mpirun
 from tests.helpers.source_files import (
@@ -101,7 +102,8 @@ def made(tmp_path_factory) -> Made:
         file.seek(where.offset)
         file.write(bytes(where.length))
     assert write_safetensors(plain_state(), given / "plain").name == "plain.safetensors"
-    output = mpirun(4, WORKERS / "compressing.py", given, together, fails=True)
+    python = forks.interpreter(here / "python")
+    output = mpirun(4, WORKERS / "compressing.py", given, together, fails=True, python=python)
     assert "ok 4" in output, output
     dsq_ckpt.forget()
     for name, path in found.items():

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -57,14 +58,18 @@ def serve(path: Path) -> dict[str, Any]:
         if data and os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            request = json.loads(data)
+            tied = request.pop("tied")
             _enter(files[: len(forks.NAMESPACES)])
             if (fork := os.fork()) == 0:
                 with contextlib.suppress(BrokenPipeError):  # who asked may have been killed
                     connection.send(b"%d" % os.getpid())  # as it is called in its namespace
                 connection.close()
-                return {**json.loads(data), "files": files[len(forks.NAMESPACES) :]}
+                return {**request, "files": files[len(forks.NAMESPACES) :]}
             for file in files:
                 os.close(file)
+            if tied and connection in select.select([os.pidfd_open(fork), connection], [], [])[0]:  # who asked is gone
+                os.kill(fork, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
             with contextlib.suppress(BrokenPipeError):
                 connection.send(b"%d" % status)

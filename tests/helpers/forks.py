@@ -36,9 +36,9 @@ TEARDOWN = "DSQ_TEST_TEARDOWN"
 EXECUTABLE = "DSQ_TEST_EXECUTABLE"
 """What `sys.executable` is in a fork with this variable: an `interpreter`, so that what it starts are forks, too."""
 _USED_LATE = (  # prefixes of variables that nothing reads when it is imported, or that are others in every process
-    "AWS_", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GLOO_", "NCCL_SOCKET_IFNAME", "OLDPWD", "OMPI_", "PMIX_", "PRTE_",
-    "PWD", "PYTEST_", "PYTHON=", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV", "STALL_AT_STEP",
-    "TMPDIR", "_=", "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN, EXECUTABLE,
+    "AWS_", "CUDA_VISIBLE_DEVICES", "FSSPEC_", "GFORTRAN_", "GLOO_", "HYD", "MPI", "NCCL_SOCKET_IFNAME", "OLDPWD",
+    "OMPI_", "PMI", "PRTE_", "PWD", "PYTEST_", "PYTHON=", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_", "SHLVL", "SPT_NOENV",
+    "STALL_AT_STEP", "TMPDIR", "_=", "_MLFLOW_TELEMETRY_SESSION_ID", "TORCHINDUCTOR_CACHE_DIR", TEARDOWN, EXECUTABLE,
 )
 _USED_BY_PRELOADED = ("CXX=", "DS_ACCELERATOR=")
 NAMESPACES = ("user", "net", "uts", "pid", "mnt")
@@ -81,7 +81,7 @@ class Fork:
 
 def start(
     arguments: Sequence[str], environment: Mapping[str, str], directory: str | Path, output: int,
-    pass_fds: Sequence[int] = (), turn: int = 0,
+    pass_fds: Sequence[int] = (), turn: int = 0, tied: bool = False,
 ) -> Fork:
     """Start a Python process.
 
@@ -92,11 +92,12 @@ def start(
         output: the file that its stdout and stderr are.
         pass_fds: other files that it has, by the same numbers.
         turn: it is forked from one server if this is even, else from another.
+        tied: it is killed once the process that started it is gone.
     """
     server = _connect(environment, turn)
     request = {
         "arguments": list(arguments), "environment": dict(environment), "directory": str(directory),
-        "numbers": [1, 2, *pass_fds],
+        "numbers": [1, 2, *pass_fds], "tied": tied,
     }
     with contextlib.ExitStack() as stack:
         spaces = [stack.enter_context(open(f"/proc/self/ns/{name}")).fileno() for name in NAMESPACES]
@@ -117,7 +118,9 @@ def interpreter(path: Path, environment: Mapping[str, str] | None = None) -> Pat
     path.write_text(
         f"#!{sys.executable} -S\nimport os, sys\nsys.path[0] = {str(Path(__file__).parents[2])!r}\n"
         "from tests.helpers import forks\n"
-        "sys.exit(forks.start(sys.argv[1:], os.environ, os.getcwd(), 1).wait())\n"
+        "rank = os.environ.get('PMI_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK') or 0\n"
+        "files = [int(os.environ[name]) for name in ('PMI_FD',) if name in os.environ]  # by which MPICH is told\n"
+        "sys.exit(forks.start(sys.argv[1:], os.environ, os.getcwd(), 1, files, int(rank), tied=True).wait())\n"
     )
     path.chmod(0o755)
     return path

@@ -29,11 +29,12 @@ def environment_of(more: dict[str, str]) -> dict[str, str]:
 
 
 def start(
-    arguments: list[str], launcher: list[str] | None = None, directory: Path = ROOT, **environment: str
+    arguments: list[str], launcher: list[str] | None = None, directory: Path = ROOT,
+    python: str | Path = sys.executable, **environment: str
 ) -> subprocess.Popen[str]:
     """A Python process in a process group of its own, or what a launcher makes of it."""
     return subprocess.Popen(
-        [*(launcher or []), sys.executable, *arguments], env=environment_of(environment), cwd=directory, text=True,
+        [*(launcher or []), str(python), *arguments], env=environment_of(environment), cwd=directory, text=True,
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
 
@@ -47,7 +48,7 @@ def kill(process: subprocess.Popen[str] | forks.Fork) -> None:
 
 def run(
     arguments: list[str], timeout: float = PATIENCE, launcher: list[str] | None = None, forked: bool = False,
-    directory: Path = ROOT, **environment: str,
+    directory: Path = ROOT, python: str | Path = sys.executable, **environment: str,
 ) -> tuple[int, str]:
     """Run to the end; returns status and output.
 
@@ -57,6 +58,7 @@ def run(
         launcher: what starts Python.
         forked: it need not import torch itself, see `forks`.
         directory: where it works.
+        python: the interpreter, which a launcher starts.
         environment: variables to add.
 
     Raises:
@@ -64,7 +66,7 @@ def run(
     """
     if forked and forks.VARIABLE in os.environ:
         return _run_forked(arguments, timeout, environment_of(environment), directory)
-    process = start(arguments, launcher, directory, **environment)
+    process = start(arguments, launcher, directory, python, **environment)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -108,9 +110,9 @@ def torchrun(
     return output
 
 
-def mpirun(ranks: int, *arguments: object, fails: bool = False) -> str:
+def mpirun(ranks: int, *arguments: object, fails: bool = False, python: str | Path = sys.executable) -> str:
     """Run Python under MPI, with the `mpirun` that was installed beside it; its output, once it ended as expected."""
     launcher = [str(Path(sys.prefix) / "bin" / "mpirun"), "-n", str(ranks)]
-    status, output = run([*map(str, arguments)], launcher=launcher, **_OPEN_MPI)
+    status, output = run([*map(str, arguments)], launcher=launcher, python=python, **_OPEN_MPI)
     assert (status != 0) == fails, f"{arguments} on {ranks} rank(s) ended with {status}:\n{output[-8000:]}"
     return output
