@@ -95,13 +95,14 @@ for sys.argv in (arguments, [*arguments, "--steps", "60"]):
 def test_ray_train(tmp_path: Path) -> None:
     """Two workers, twice in one process, as Ray's start takes long; what it keeps of the deltas is complete.
 
-    Workers and Ray's actors, a dozen processes, are forks that need not import torch. Ray they import themselves:
-    forks of a process that has imported it draw the same ids.
+    Workers and Ray's actors, a dozen processes, are forks that need not import torch, nor what Ray imports. Ray they
+    import themselves: forks of a process that has imported it draw the same ids.
     """
     python = forks.interpreter(tmp_path / "python")
     status, output = run(
         ["-c", TWICE, str(python), str(EXAMPLES / "ray_train.py"), "--out", str(tmp_path / "run")], forked=True,
         RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+        **{forks.PRELOAD: "pandas pyarrow.fs pyarrow.parquet jsonschema requests pydantic"},
     )
     assert status == 0, output[-4000:]
     assert "began at step 0" in output and "resumed at step 40" in output and "saved step-000060" in output
