@@ -325,16 +325,22 @@ def no_owner(contents: dict[str, Any], name: str) -> None:
         record["packs"] = []
 
 
+def second_of(run: Path, forged: Any) -> Path:
+    """The second checkpoint of a run, whose contents were forged."""
+    for number in range(2):
+        path = save(number, run)
+    own, ancestor = owned(path, "own"), owned(path, "ancestor")
+    ancestor.rename(run / "aside")
+    edit_contents(path, lambda contents: forged(contents, own.name))
+    (run / "aside").rename(ancestor)
+    dsq_ckpt.forget()
+    return path
+
+
 @pytest.mark.parametrize("forged", [no_file_name, no_packs, no_owner], ids=lambda f: f.__name__)
 def test_merges_and_saves_of_packs_that_do_not_fit(tmp_path: Path, forged: Any) -> None:
     """A merge refuses them with an error that names the checkpoint, and a save codes nothing given them."""
-    for number in range(2):
-        path = save(number, tmp_path)
-    own, ancestor = owned(path, "own"), owned(path, "ancestor")
-    ancestor.rename(tmp_path / "aside")
-    edit_contents(path, lambda contents: forged(contents, own.name))
-    (tmp_path / "aside").rename(ancestor)
-    dsq_ckpt.forget()
+    path = second_of(tmp_path, forged)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=path.name):
         dsq_ckpt.merge(path, tmp_path / "merged", keyframe=True)
     with warnings.catch_warnings():
@@ -348,13 +354,7 @@ def test_merges_and_saves_of_packs_that_do_not_fit(tmp_path: Path, forged: Any) 
     "forged", [loop, no_such_pack, no_such_file, other_size, strange_place, one_item_too_few], ids=lambda f: f.__name__
 )
 def test_packs_that_do_not_fit_are_refused(tmp_path: Path, forged: Any) -> None:
-    for number in range(2):
-        path = save(number, tmp_path)
-    own, ancestor = owned(path, "own"), owned(path, "ancestor")
-    ancestor.rename(tmp_path / "aside")
-    edit_contents(path, lambda contents: forged(contents, own.name))
-    (tmp_path / "aside").rename(ancestor)
-    dsq_ckpt.forget()
+    path = second_of(tmp_path, forged)
     with pytest.raises(dsq_ckpt.CorruptCheckpoint, match=path.name):
         loaded(path, state_at(1))
     if forged is not strange_place:  # which readers do not need
