@@ -7,13 +7,16 @@ so where ranks work together; but random states, positions in a data set and the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-_LARGEST = 1 << 16
+_LARGEST = 1 << 16  # bytes of a text or tensor
+_MOST = 1 << 14  # parts of a list
+_DEEPEST = 16
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
@@ -26,8 +29,9 @@ def digests(state: Mapping[str, Any]) -> dict[str, int]:
     """
     found = {}
     for name, value in state.items():
-        parts = list(_parts(value))
-        if name.rpartition(".")[2] != "params" and None not in parts:  # each rank's own experts have names of their own
+        parts = list(islice(_parts(value, 0), _MOST + 1))
+        known = len(parts) <= _MOST and None not in parts
+        if known and name.rpartition(".")[2] != "params":  # of a group: each rank's own experts have names of their own
             found[name] = xxhash.xxh3_64_intdigest(b"\0".join(part for part in parts if part is not None))
     return found
 
@@ -38,19 +42,22 @@ def differing(ranks: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted({name for own in ranks for name, value in own.items() if first.setdefault(name, value) != value})
 
 
-def _parts(value: Any) -> Iterator[bytes | None]:
-    """Yield the bytes that make up a value; None for what cannot be compared."""
-    if type(value) in _PLAIN:
-        yield repr(value).encode(errors="surrogatepass")
+def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
+    """Yield the bytes that make up a value; None for what cannot be compared, or is too large or too deep for it."""
+    if depth > _DEEPEST or (isinstance(value, str | bytes) and len(value) > _LARGEST):
+        yield None
+    elif type(value) in _PLAIN:
+        text = hex(value) if type(value) is int else repr(value)  # Python refuses thousands of decimal digits
+        yield text.encode(errors="surrogatepass")
     elif type(value) in (list, tuple):
         yield f"{type(value).__name__} {len(value)}".encode()
         for part in value:
-            yield from _parts(part)
+            yield from _parts(part, depth + 1)
     elif type(value) is dict:
         yield f"dict {len(value)}".encode()
         for key, part in value.items():
-            yield from _parts(key)
-            yield from _parts(part)
+            yield from _parts(key, depth + 1)
+            yield from _parts(part, depth + 1)
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.nbytes <= _LARGEST:
         yield value.tobytes()
     elif type(value) is torch.Tensor and _is_small(value):

@@ -40,6 +40,15 @@ def test_values_that_are_not_compared(value: Any) -> None:
     assert digests({"x": value}) == {}
 
 
+def test_large_and_endless_values_take_no_time() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: Any = 1
+    for _ in range(10_000):
+        deep = [deep]
+    assert digests({"a": endless, "b": deep, "c": list(range(1 << 20)), "d": "x" * (1 << 20), "e": [endless] * 3}) == {}
+
+
 def test_parameters_of_a_group_are_not_compared() -> None:
     """With experts, each rank's optimizer has parameters of its own."""
     own = [digests({"param_groups.0.params": [name], "param_groups.0.lr": 0.1}) for name in ("a", "b")]
@@ -53,6 +62,10 @@ def test_equal_values_made_otherwise() -> None:
     assert differing([digests({"x": [name, name]}), digests({"x": [name, again]})]) == []
     grid = torch.arange(12).view(3, 4)
     assert differing([digests({"x": grid.t()}), digests({"x": grid.t().contiguous()})]) == []
+
+
+def test_numbers_of_thousands_of_digits() -> None:
+    assert differing([digests({"x": 10**5000}), digests({"x": 10**5000 + 1})]) == ["x"]
 
 
 def test_names_that_one_rank_has() -> None:
