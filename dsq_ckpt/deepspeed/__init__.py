@@ -19,6 +19,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,6 +267,8 @@ def block_of(settings: dict[str, Any], *, silent: bool = False) -> DSQConfig | N
         return None
     if not isinstance(tree, dict):
         raise ConfigError(f"{BLOCK}: {type(tree).__name__} found, expected an object such as {{\"enabled\": true}}")
+    for key in get_close_matches("enabled", tree.keys() - {"enabled", *DSQConfig.model_fields}, 1):
+        raise ConfigError(f"{BLOCK}.{key}: unknown key; did you mean 'enabled'?")
     enabled = tree.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigError(f"{BLOCK}.enabled: {enabled!r} found, expected true or false")

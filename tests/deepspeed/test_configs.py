@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dsq_ckpt import DSQConfig
+from dsq_ckpt import ConfigError, DSQConfig
 from dsq_ckpt.core.trees import preset_tree
+from dsq_ckpt.deepspeed import block_of
 from tests.helpers.processes import ROOT
 
 CONFIGS = ROOT / "configs" / "deepspeed"
@@ -79,3 +80,9 @@ def test_they_are_packaged():
     assert '"**/*.json"' in (ROOT / "setup.py").read_text()
     assert not {path.stem for path in FILES} & {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert preset_tree("default")
+
+
+@pytest.mark.parametrize("key", ["enable", "Enabled", "is_enabled"])
+def test_a_misspelled_enabled_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"dsq_checkpoint.{key}: unknown key; did you mean 'enabled'"):
+        block_of({"dsq_checkpoint": {key: True}})
