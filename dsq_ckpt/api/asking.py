@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.parameter_groups import Groups, refuse_newly_tied, refuse_other_groups, saved_groups
+from dsq_ckpt.api.parameter_groups import GroupsByName, saved_groups
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
@@ -30,7 +30,7 @@ from dsq_ckpt.errors import DSQError, LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 from dsq_ckpt.storage.paths import existing_path
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.RLock()  # of one thread, perhaps twice: a signal's handler, or a module's hook, may save
 
 
 @contextmanager
@@ -40,11 +40,11 @@ def as_it_is(optimizer: Optimizer | None) -> Iterator[None]:
     It would do that by a step without gradients, which counts: Adam's next one were its second, of another length. It
     makes none where there is a gradient. One thread at a time does so: torch's gradients are no place for two.
     """
-    if optimizer is None or optimizer.state:
+    if optimizer is None or optimizer.state:  # no lock: a state dict may wait for other ranks
         yield
         return
     with _ONE_AT_A_TIME:
-        parameter = _without_gradient(optimizer)
+        parameter = None if optimizer.state else _without_gradient(optimizer)
         if parameter is not None:
             parameter.grad = torch.zeros_like(parameter)
         try:
@@ -84,7 +84,7 @@ def _without_gradient(optimizer: Optimizer) -> torch.Tensor | None:
 def ask_for_saved(
     path: str | os.PathLike[str], state: dict[str, Any], parameters: Mapping[str, nn.Parameter], whole: bool,
     comm: Communicator,
-) -> tuple[Path, set[str]]:
+) -> Found:
     """Change the state dict of an optimizer so that a load fills all of what was saved, and asks for nothing else.
 
     Collective over `comm`.
@@ -96,45 +96,46 @@ def ask_for_saved(
         whole: all that was saved of the model is to be loaded.
         comm: communicator of the ranks that load.
 
-    Returns:
-        The directory of the checkpoint, and the names at the top level of its state dict.
-
     Raises:
         CheckpointNotFound: nothing is at `path`, or it is None.
-        LoadFailed: the model lacks what was saved, or is on the meta device; or the state of a sharded parameter was
-            saved, and the optimizer has none that tells how to shard it.
+        LoadFailed: the model lacks what was saved, or is on the meta device; the optimizer has other groups; or the
+            state of a sharded parameter was saved, and the optimizer has none that tells how to shard it.
         DSQError: what else failed, on every rank.
     """
     background.wait()
 
-    directory, top = Path(), set[str]()
-    own: Groups = [group["params"] for group in state.get("optimizer", {}).get("param_groups", ())]
+    found = Found(Path())
 
     def ask() -> _Asked:
-        nonlocal directory, top
+        nonlocal found
         directory = existing_path(path)
         refuse_meta(state["model"])
         with CheckpointFiles(directory) as files, files.naming():
             nesting = Nesting.from_json(files.index)
             saved = [] if nesting is None or "optimizer" not in state else saved_groups(files, nesting)
+        found = Found(directory)
         if nesting is None:
             return _Asked()
+        left, new = set[str](), set[str]()
         if saved:
-            refuse_other_groups(own, saved, directory)
-            refuse_newly_tied(parameters, saved, directory)
+            optimizer = state["optimizer"]
+            groups = GroupsByName([own["params"] for own in optimizer["param_groups"]], saved, parameters, directory)
+            with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
+            left = (groups.saved - groups.own) & with_state
+            if with_state:
+                trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+                new = (groups.own - groups.saved - with_state) & trained
+            optimizer["param_groups"] = groups.asked(optimizer["param_groups"])
+            found = found._replace(groups=groups)
         if "optimizer" in state:
             _ask(state["optimizer"]["state"], parameters, directory, nesting)
-        top = {str(own[0]) for own in (*nesting.values(), *(nesting.empty or ()))}
+        found = found._replace(top={str(own[0]) for own in (*nesting.values(), *(nesting.empty or ()))})
         names = {str(own[1]) for own in nesting.values() if own[0] == "model" and len(own) > 1}
-        named_here, named_there = ({name for names in groups for name in names} for groups in (own, saved))
-        with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
-        return _Asked(
-            names - state["model"].keys(), named_there - named_here,
-            named_here - named_there - with_state if saved else set(),
-        )
+        return _Asked(names - state["model"].keys(), left, new)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
     unknown, left, new = (_on_all(sets) for sets in zip(*asked, strict=True))
+    directory = found.directory
     if whole and unknown:
         raise LoadFailed(
             f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
@@ -150,7 +151,21 @@ def ask_for_saved(
             f"no optimizer state of {named(new)} was loaded, since the optimizer of '{directory}' did not have these "
             "parameters: they begin without"
         )
-    return directory, top
+    return found
+
+
+class Found(NamedTuple):
+    """What one rank knows of a checkpoint that it loads.
+
+    Attributes:
+        directory: the checkpoint.
+        top: names at the top level of its state dict.
+        groups: parameter groups, if it has some by name.
+    """
+
+    directory: Path
+    top: Collection[str] = frozenset()
+    groups: GroupsByName | None = None
 
 
 class _Asked(NamedTuple):
@@ -158,8 +173,8 @@ class _Asked(NamedTuple):
 
     Attributes:
         unknown: names that were saved of the model, and that it lacks.
-        left: parameters of the saved optimizer that this one lacks.
-        new: parameters of the optimizer of which nothing was saved.
+        left: parameters whose state was saved, and that this optimizer lacks.
+        new: parameters that the optimizer trains, and of which no state was saved, though of others.
     """
 
     unknown: Collection[str] = frozenset()

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back, tell_left_out
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
+from dsq_ckpt.api.parameter_groups import fill_groups
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
@@ -256,19 +257,24 @@ class Compressor:
         with given_back(self.optimizer):
             with made_by_step(self.optimizer):
                 state, comm = self._state(extra), communicator(self._group)
-            directory, top = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
+            found = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
             load(
                 state, path, refinement=refinement, allow_cast=allow_cast, process_group=self._group,
                 history=self._history,
             )
             set_model_state_dict(self.model, state["model"], options=self._options)
             if self.optimizer is not None:
+                optimizer = state["optimizer"]
+                if found.groups is not None:
+                    optimizer["param_groups"] = found.groups.restored(optimizer["param_groups"])
                 options = StateDictOptions(strict=False)  # of some parameters nothing was saved
-                set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+                set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
+                if found.groups is not None:
+                    fill_groups(self.optimizer, optimizer["param_groups"])
         if comm.rank == 0:
-            tell_left_out(directory, top, state, extra)
+            tell_left_out(found.directory, found.top, state, extra)
         if self._manager is not None:
-            manifest = Manifest.read(directory)
+            manifest = Manifest.read(found.directory)
             self._manager.resume(manifest, refined=refinement is not False)
         if self._average is not None:
             self._average.reset()

@@ -1,17 +1,20 @@
-"""Whether the parameter groups of an optimizer are those that were saved.
+"""The parameter groups of an optimizer, each restored from the saved group that has its parameters.
 
 torch finds a group by the names of its parameters: where they were divided otherwise, it leaves a group without
-hyperparameters, or with those of another one.
+hyperparameters, or with those of another one. It does not where nothing has state, and takes groups by their order.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.unchanged import named
@@ -20,6 +23,7 @@ from dsq_ckpt.storage.files import CheckpointFiles
 
 Groups = Sequence[Sequence[str]]
 """Names of the parameters of each group."""
+Tree = dict[str, Any]
 
 
 def saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
@@ -31,60 +35,92 @@ def saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
     for name, path in nesting.items():
         if path[:2] == ("optimizer", "param_groups") and path[3:] == ("params",):
             data = files.object_bytes(files.find(name, None))
-            found[path[2]] = torch.load(io.BytesIO(data), weights_only=True)
+            try:
+                found[path[2]] = torch.load(io.BytesIO(data), weights_only=True)
+            except (pickle.UnpicklingError, EOFError, RuntimeError):  # more than plain data: no list of names
+                return []
     groups = [found[number] for number in sorted(found)]
     named_ones = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in groups)
     return groups if named_ones else []
 
 
-def refuse_other_groups(own: Groups, saved: Groups, directory: Path) -> None:
-    """Refuse groups that divide parameters otherwise than those that were saved; their order may differ.
-
-    Raises:
-        LoadFailed: the number of groups differs, or a group has parameters of several saved ones, of none, or of one
-            that another group has too.
-    """
-    problem = _problem(own, saved)
-    if problem is not None:
-        raise LoadFailed(
-            f"the optimizer has other parameter groups than '{directory}': {problem}. Make it with the groups that "
-            "were saved, in any order, or load the model alone, by a Compressor without an optimizer"
-        )
-
-
-def refuse_newly_tied(parameters: Mapping[str, nn.Parameter], saved: Groups, directory: Path) -> None:
-    """Refuse a model in which one parameter is what the saved optimizer had as two, of which one would be lost.
+class GroupsByName:
+    """The groups of an optimizer beside those that were saved, whose order may be another.
 
     Args:
+        own: groups of the optimizer.
+        saved: groups that were saved, of which the optimizer may lack some.
         parameters: parameters of the model, by all of their names.
-        saved: groups that were saved.
         directory: the checkpoint.
 
+    Attributes:
+        own: names of all parameters of the optimizer.
+        saved: names of all parameters that were saved; of a tied parameter the one that the optimizer has.
+
     Raises:
-        LoadFailed: there is such a parameter.
+        LoadFailed: a group has parameters of several saved ones, of none, or of one that another group has too; or one
+            parameter is what was saved as two, of which one would be lost.
     """
-    first: dict[int, str] = {}
-    for name in (name for names in saved for name in names if name in parameters):
-        other = first.setdefault(id(parameters[name]), name)
-        if other != name:
-            raise LoadFailed(
-                f"'{directory}' has '{other}' and '{name}' as two parameters, which are tied in this model: load "
-                "into a model in which they are not, and tie them then"
-            )
 
+    def __init__(
+        self, own: Groups, saved: Groups, parameters: Mapping[str, nn.Parameter], directory: Path
+    ) -> None:
+        own_name = {id(parameters[name]): name for names in own for name in names if name in parameters}
+        self._saved_name: dict[str, str] = {}
+        number_of: dict[str, int] = {}
+        for number, names in enumerate(saved):
+            for name in names:
+                tied = own_name.get(id(parameters[name]), name) if name in parameters else name
+                if tied in number_of:
+                    raise LoadFailed(
+                        f"'{directory}' has '{self._saved_name[tied]}' and '{name}' as two parameters, which are tied "
+                        "in this model: load into a model in which they are not, and tie them then"
+                    )
+                self._saved_name[tied], number_of[tied] = name, number
+        self._groups = own
+        self._numbers: list[int] = []
+        empty = [number for number, names in enumerate(saved) if not names]
+        for group, names in enumerate(own):
+            numbers = sorted({number_of[name] for name in names if name in number_of})
+            if not names:
+                numbers, empty = empty[:1], empty[1:]
+            problem = self._problem(names, numbers)
+            if problem is not None:
+                raise LoadFailed(
+                    f"the optimizer has other parameter groups than '{directory}': its group {group}, with "
+                    f"{named(list(names)) or 'no parameters'}, {problem}. Make it with groups that were saved, in any "
+                    "order, or load the model alone, by a Compressor without an optimizer"
+                )
+            self._numbers += numbers
+        self.own, self.saved = {name for names in own for name in names}, number_of.keys()
 
-def _problem(own: Groups, saved: Groups) -> str | None:
-    if len(own) != len(saved):
-        return f"it has {len(own)}, and {len(saved)} were saved"
-    number_of = {name: number for number, names in enumerate(saved) for name in names}
-    taken: dict[int, int] = {}
-    for group, names in enumerate(own):
-        numbers = sorted({number_of[name] for name in names if name in number_of})
-        which = f"its group {group}, with {named(list(names))}, has parameters of"
-        if names and not numbers:
-            return f"{which} no saved group"
+    def _problem(self, names: Sequence[str], numbers: Sequence[int]) -> str | None:
+        if not numbers:
+            return "has parameters of no saved group" if names else "is no saved group"
         if len(numbers) > 1:
-            return f"{which} the saved groups {numbers[0]} and {numbers[1]}"
-        if numbers and taken.setdefault(numbers[0], group) != group:
-            return f"{which} the saved group {numbers[0]}, and so has its group {taken[numbers[0]]}"
-    return None
+            return f"has parameters of the saved groups {numbers[0]} and {numbers[1]}"
+        if numbers[0] in self._numbers:
+            other = self._numbers.index(numbers[0])
+            return f"has parameters of the saved group {numbers[0]}, and so has its group {other}"
+        return None
+
+    def asked(self, groups: Sequence[Tree]) -> list[Tree]:
+        """Return the optimizer's groups in the places of those that were saved; what it lacks is an empty dict."""
+        places: list[Tree] = [{} for _ in range(max(self._numbers, default=-1) + 1)]
+        for number, group in zip(self._numbers, groups, strict=True):
+            places[number] = group
+        return places
+
+    def restored(self, places: Sequence[Tree]) -> list[Tree]:
+        """Invert `asked` after a load; each group has the parameters of the optimizer's, and what was saved else."""
+        return [
+            {**places[number], "params": [self._saved_name.get(name, name) for name in names]}
+            for number, names in zip(self._numbers, self._groups, strict=True)
+        ]
+
+
+def fill_groups(optimizer: Optimizer, groups: Sequence[Tree]) -> None:
+    """Give a group without parameters its hyperparameters, which torch leaves out unless it is the last one."""
+    for group, restored in zip(optimizer.param_groups, groups, strict=True):
+        if not group["params"]:
+            group.update({**restored, "params": group["params"]})

@@ -1,5 +1,7 @@
 """A `Compressor` restores parameter groups by the names of their parameters, or says which do not fit."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +9,11 @@ from torch import nn
 import dsq_ckpt
 
 
-def made(*groups):
+def made(*groups, kind=torch.optim.AdamW):
     """Return a model of three layers, and an optimizer with these groups of them, of which each has a rate."""
     torch.manual_seed(len(groups))
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "abc"})
-    optimizer = torch.optim.AdamW([
+    optimizer = kind([
         {"params": [model[name].weight for name in names], "lr": 10.0 ** -number}
         for number, names in enumerate(groups, 1)
     ])
@@ -26,19 +28,72 @@ def saved(path, *groups):
     return model, optimizer
 
 
-def test_groups_in_another_order(tmp_path):
-    model, optimizer = saved(tmp_path / "a", "ab", "c")
-    model_too, restored = made("c", "ab")
-    dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
-    assert [group["lr"] for group in restored.param_groups] == [1e-2, 1e-1]
-    for name in "abc":
+@pytest.mark.parametrize(("before", "now"), [
+    (("ab", "c"), ("ab",)), (("ab", "c"), ("c",)), (("a", "b", "c"), ("c", "a")), (("abc", ""), ("abc",)),
+    (("abc", ""), ("", "abc")), (("", "abc"), ("", "abc")), (("ab", "", "c"), ("c", "ba", "")),
+], ids="-".join)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_groups_are_found_wherever_they_are(tmp_path, before, now, kind, steps):
+    """Also where nothing has state, as SGD has none without momentum, and where a group has no parameters."""
+    model, optimizer = made(*before, kind=kind)
+    for _ in range(steps):
+        optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    with warnings.catch_warnings():
+        if len(now) == len(before):
+            warnings.simplefilter("error", UserWarning)
+        model_too, restored = made(*now, kind=kind)
+        for group in restored.param_groups:
+            group["lr"] = 0.5
+        dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+    rates = {"".join(sorted(names)): 10.0 ** -number for number, names in enumerate(before, 1)}
+    assert [group["lr"] for group in restored.param_groups] == [rates["".join(sorted(names))] for names in now]
+    assert all(group.keys() == optimizer.param_groups[0].keys() for group in restored.param_groups)
+    for name in "".join(now):
+        own, other = restored.state[model_too[name].weight], optimizer.state[model[name].weight]
+        assert own.keys() == other.keys() and all(own[key].equal(other[key]) for key in own)
+    restored.step()
+
+
+@pytest.mark.parametrize(("before", "now"), [("ab", "abc"), ("abc", "ab")])
+def test_no_warning_where_there_is_no_state(tmp_path, before, now):
+    """A frozen parameter has none, whether the optimizer has it or not."""
+    model, optimizer = made(before)
+    model["c"].requires_grad_(False).weight.grad = None
+    optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a")
+    model_too, restored = made(now)
+    model_too["c"].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+
+
+def test_tied_parameters_may_have_another_of_their_names(tmp_path):
+    """torch names them by the layer that comes first."""
+    def tied(order):
+        model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in order})
+        model["c"].weight = model["a"].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+        sum(layer(torch.ones(1, 8)).sum() for layer in model.values()).backward()
+        return model, optimizer
+
+    model, optimizer = tied("abc")
+    optimizer.step()
+    dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+    model_too, restored = tied("cba")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dsq_ckpt.Compressor(model_too, restored).load(tmp_path / "a")
+    for name in "ab":
         moment = restored.state[model_too[name].weight]["exp_avg"]
         assert moment.equal(optimizer.state[model[name].weight]["exp_avg"])
 
 
 @pytest.mark.parametrize(("groups", "message"), [
-    (("abc",), "it has 1, and 2 were saved"),
-    (("a", "b", "c"), "it has 3, and 2 were saved"),
+    (("abc",), "its group 0, with 'a.weight', 'b.weight', 'c.weight', has parameters of the saved groups 0 and 1"),
+    (("ab", "c", ""), "its group 2, with no parameters, is no saved group"),
     (("ac", "b"), "its group 0, with 'a.weight', 'c.weight', has parameters of the saved groups 0 and 1"),
     (("a", "b"), "its group 1, with 'b.weight', has parameters of the saved group 0, and so has its group 0"),
 ])
@@ -76,3 +131,17 @@ def test_two_parameters_are_not_loaded_into_one(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'a.weight' and 'c.weight' as two parameters, which are tied"):
         dsq_ckpt.Compressor(model, optimizer).load(tmp_path / "a")
+
+
+class Names(list):
+    """Not plain data."""
+
+
+def test_groups_of_more_than_plain_data_are_loaded_as_before(tmp_path):
+    model, optimizer = made("abc")
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    state = compressor.state()
+    state["optimizer"]["param_groups"][0].update(params=Names(["a.weight", "b.weight", "c.weight"]), lr=0.25)
+    dsq_ckpt.save(state, tmp_path / "a")
+    compressor.load(tmp_path / "a")
+    assert optimizer.param_groups[0]["lr"] == 0.25
