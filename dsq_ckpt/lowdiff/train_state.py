@@ -203,8 +203,9 @@ class TrainState:
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of the optimizer's state, which too only the optimizer may change."""
-        for values in self.optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+        for own in self.optimizer.state.values():
+            if isinstance(own, Mapping):  # an optimizer may count its steps beside the states of parameters
+                yield from (value for value in own.values() if isinstance(value, torch.Tensor))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor of each persistent buffer."""

@@ -142,6 +142,33 @@ def test_moments_are_edited(tmp_path):
     assert check(tmp_path, table).step == STEPS
 
 
+class Counting(torch.optim.Optimizer):
+    """An optimizer that counts its steps beside the states of parameters, which a log cannot see before the first."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def test_state_that_is_no_dict_does_not_end_training(tmp_path):
+    model = Taught()
+    optimizer = Counting(model.student.parameters())
+    with GradientLog(tmp_path, model, optimizer, compressor="none", batch=1) as log:
+        for number in range(3):
+            backward(model, optimizer, number)
+            optimizer.step()
+            log.step()
+    recovered = Taught()
+    assert recover(tmp_path, recovered, Counting(recovered.student.parameters())).step == 3
+    assert recovered.student.weight.equal(model.student.weight)
+
+
 def test_a_gradient_that_is_changed_in_the_last_step_is_said(tmp_path):
     """After it was compressed: the checkpointing process finds it, and the step is not in the log."""
     model = Taught()
