@@ -116,22 +116,22 @@ def ask_for_saved(
         found = Found(directory)
         if nesting is None:
             return _Asked()
-        left, new = set[str](), set[str]()
+        left, new, own = set[str](), set[str](), parameters
         if saved:
             optimizer = state["optimizer"]
-            groups = GroupsByName([own["params"] for own in optimizer["param_groups"]], saved, parameters, directory)
+            names = [group["params"] for group in optimizer["param_groups"]]
+            groups = GroupsByName(names, saved, parameters, directory)
+            optimizer["param_groups"], own = groups.asked(optimizer["param_groups"]), groups.parameters
+            found = found._replace(groups=groups)
             with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
             left = (groups.saved - groups.own) & with_state
             if with_state:
-                trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-                new = (groups.own - groups.saved - with_state) & trained
-            optimizer["param_groups"] = groups.asked(optimizer["param_groups"])
-            found = found._replace(groups=groups)
+                new = groups.own - groups.saved - with_state - {name for name in own if not own[name].requires_grad}
         if "optimizer" in state:
-            _ask(state["optimizer"]["state"], parameters, directory, nesting)
-        found = found._replace(top={str(own[0]) for own in (*nesting.values(), *(nesting.empty or ()))})
-        names = {str(own[1]) for own in nesting.values() if own[0] == "model" and len(own) > 1}
-        return _Asked(names - state["model"].keys(), left, new)
+            _ask(state["optimizer"]["state"], own, directory, nesting)
+        found = found._replace(top={str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))})
+        of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
+        return _Asked(of_model - state["model"].keys(), left, new)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
     unknown, left, new = (_on_all(sets) for sets in zip(*asked, strict=True))

@@ -56,6 +56,7 @@ class GroupsByName:
     Attributes:
         own: names of all parameters of the optimizer.
         saved: names of all parameters that were saved; of a tied parameter the one that the optimizer has.
+        parameters: parameters of the optimizer, by all of their names.
 
     Raises:
         LoadFailed: a group has parameters of several saved ones, of none, or of one that another group has too; or one
@@ -93,6 +94,7 @@ class GroupsByName:
                 )
             self._numbers += numbers
         self.own, self.saved = {name for names in own for name in names}, number_of.keys()
+        self.parameters = {name: one for name, one in parameters.items() if id(one) in own_name}
 
     def _problem(self, names: Sequence[str], numbers: Sequence[int]) -> str | None:
         if not numbers:

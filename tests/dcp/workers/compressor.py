@@ -141,6 +141,26 @@ def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
     done("check fails on one rank")
 
 
+def group_left_out(path: Path, rank: int, size: int) -> None:
+    """The state of sharded parameters that the optimizer no longer has is not asked for."""
+    def made(*layers: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = wrapped("fsdp", size, len(layers))
+        rates = {"hidden": 0.1, "head": 0.2}
+        groups = [{"params": model.get_submodule(name).parameters(), "lr": rates[name]} for name in layers]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = made("hidden", "head")
+    train(model, optimizer, 0, 1, rank)
+    dsq_ckpt.Compressor(model, optimizer, "exact").save(path)
+    other, fresh = made("head")
+    fresh.param_groups[0]["lr"] = 0.0
+    dsq_ckpt.Compressor(other, fresh).load(path)
+    assert fresh.param_groups[0]["lr"] == 0.2
+    moments = [own.state[net.head.weight]["exp_avg"].to_local() for own, net in ((optimizer, model), (fresh, other))]
+    assert moments[0].equal(moments[1])
+    done("group left out")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with world() as (rank, size):
@@ -153,3 +173,4 @@ if __name__ == "__main__":
             changed_on_one_rank(kind, Path(sys.argv[1]) / kind / "a", rank, size)
         functions_on_one_rank(Path(sys.argv[1]) / "one" / "a", rank, size)
         check_that_fails_on_one_rank(Path(sys.argv[1]) / "fails" / "a", rank, size)
+        group_left_out(Path(sys.argv[1]) / "left" / "a", rank, size)
