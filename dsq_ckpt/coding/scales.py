@@ -60,8 +60,15 @@ def multiply(values: F32, start: int, columns: int, by_row: I16, by_column: I16)
 
 
 def items_of_scales(numbers: I16) -> bytes:
-    """Return numbers of rows and columns as the items of a pack, two bytes each."""
-    return (numbers + np.int16(_ITEM_ONE)).astype("<u2").tobytes()
+    """Return numbers of rows and columns as the items of a pack, two bytes each.
+
+    Raises:
+        CodingError: a number is none of those that scales have, as in an altered file of format version 7 or before.
+    """
+    items = numbers.astype(np.int32) + _ITEM_ONE
+    if items.size and not 0 <= items.min() <= items.max() < 1 << 15:
+        raise CodingError(f"scales have the numbers {numbers.min()} to {numbers.max()}, expected less than 2^14")
+    return items.astype("<u2").tobytes()
 
 
 def scales_of_items(items: bytes) -> I16:
@@ -70,11 +77,10 @@ def scales_of_items(items: bytes) -> I16:
     Raises:
         CodingError: an item stands for no such number.
     """
-    found = np.frombuffer(items, "<i2")
-    if found.size and found.min() < 0:
-        raise CodingError(f"item {found.argmin()} of scales is {found.min() & 0xFFFF}, expected less than {1 << 15}")
-    numbers: I16 = found - np.int16(_ITEM_ONE)
-    return numbers
+    found = np.frombuffer(items, "<u2")
+    if found.max(initial=0) >= 1 << 15:
+        raise CodingError(f"item {found.argmax()} of scales is {found.max()}, expected less than {1 << 15}")
+    return found.astype(np.int16) - np.int16(_ITEM_ONE)
 
 
 @jit

@@ -145,9 +145,8 @@ class PackWriter:
 
     def add_scales(self, records: Sequence[Tree], items: bytes) -> tuple[int, int]:
         """Store the scales of these records, in order, as a pack; return its number, and the bytes that it takes."""
-        wanted = self._earlier is not None and self._worthwhile(len(items))
-        earlier = self._earlier.of_scales(records) if wanted and self._earlier is not None else None
-        (size,) = self._write([memoryview(items)], 2, [earlier])
+        parent = self._parent(len(items))
+        (size,) = self._write([memoryview(items)], 2, [None if parent is None else parent.of_scales(records)])
         return len(self.contents) - 1, size
 
     def finish(self) -> None:
@@ -166,8 +165,8 @@ class PackWriter:
 
     def _add(self, records: Sequence[Tree], pieces: Sequence[memoryview], itemsize: int) -> Iterator[int]:
         """Write packs that hold these records together; yield the bytes of each."""
-        wanted = self._earlier is not None and self._worthwhile(sum(map(len, pieces)))
-        refs = self._earlier.of(records) if wanted and self._earlier is not None else ()
+        parent = self._parent(sum(map(len, pieces)))
+        refs = () if parent is None else parent.of(records)
         return self._write(pieces, itemsize, refs if len(refs) == len(pieces) else [None] * len(pieces))
 
     def _write(
@@ -185,8 +184,9 @@ class PackWriter:
                 self._requires |= packed.link.requires
             yield len(packed.data)
 
-    def _worthwhile(self, size: int) -> bool:
-        return size > (_TRIED if self._requires else _PACKED)
+    def _parent(self, size: int) -> EarlierPacks | None:
+        """Return the packs of the parent, if one of so many bytes may be coded given them."""
+        return self._earlier if size > (_TRIED if self._requires else _PACKED) else None
 
     def _link(self, newest: PackRef | None, size: int, itemsize: int) -> Link | None:
         return None if newest is None or self._earlier is None else self._earlier.link(newest, size, itemsize)
