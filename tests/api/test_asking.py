@@ -126,6 +126,24 @@ def test_threads_that_save_before_the_first_step(tmp_path):
     assert alone == [True] and not optimizer.state and all(one.grad is None for one in model.parameters())
 
 
+def test_a_hook_may_save_while_a_state_dict_is_made(tmp_path):
+    """As the handler of a signal may, in the same thread: neither waits for the other."""
+    model, optimizer = trained(0)
+    compressor, saved = dsq_ckpt.Compressor(model, optimizer), []
+
+    def inside(*_):
+        if not saved:
+            saved.append(True)
+            compressor.save(tmp_path / "a")
+
+    model.register_state_dict_pre_hook(inside)
+    thread = threading.Thread(target=compressor.state, daemon=True)
+    thread.start()
+    thread.join(300)
+    assert not thread.is_alive() and dsq_ckpt.latest(tmp_path) is not None
+    assert not optimizer.state and all(one.grad is None for one in model.parameters())
+
+
 @pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_another_dtype(tmp_path, saved, own):
     def made(dtype, seed):
