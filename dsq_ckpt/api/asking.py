@@ -141,21 +141,21 @@ def ask_for_saved(
             f"'{directory}' has {named(unknown)} in its model, which this model does not have: load into the same "
             "model, or name in a state dict what is to be loaded, dsq_ckpt.load({'model': ...}, path)"
         )
-    if comm.rank == 0 and left:
+    if left:
         warn(
             f"the optimizer state of {named(left)} in '{directory}' was not loaded, since this optimizer does not have "
-            "these parameters"
+            "these parameters", rank=comm.rank
         )
-    if comm.rank == 0 and new:
+    if new:
         warn(
             f"no optimizer state of {named(new)} was loaded, since the optimizer of '{directory}' did not have these "
-            "parameters: they begin without"
+            "parameters: they begin without", rank=comm.rank
         )
     return found
 
 
 class Found(NamedTuple):
-    """What one rank knows of a checkpoint that it loads.
+    """A checkpoint that is loaded, as far as one rank knows it.
 
     Attributes:
         directory: the checkpoint.
@@ -169,7 +169,7 @@ class Found(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What one rank finds.
+    """Names by which a checkpoint differs from the model and the optimizer of one rank.
 
     Attributes:
         unknown: names that were saved of the model, and that it lacks.
@@ -212,8 +212,11 @@ def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: C
         return set()
 
     unknown = _on_all(gather_from_all_ranks(comm, more, LoadFailed))
-    if unknown and comm.rank == 0:
-        warn(f"{named(unknown)} of '{path}' was not loaded, since the module does not have it: is it the same model?")
+    if unknown:
+        warn(
+            f"{named(unknown)} of '{path}' was not loaded, since the module does not have it: is it the same model?",
+            rank=comm.rank,
+        )
 
 
 def _on_all(sets: Iterable[Collection[str]]) -> list[str]:

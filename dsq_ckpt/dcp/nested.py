@@ -48,7 +48,8 @@ class NestedSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         assert isinstance(self.mappings, Nesting)
-        self.mappings.digests = digests(self.state_dict)
+        if dist.is_available() and dist.is_initialized():  # a process alone differs from nobody
+            self.mappings.digests = digests(self.state_dict)
         return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

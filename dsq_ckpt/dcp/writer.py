@@ -259,9 +259,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         group = self._group if staged is None or staged.group is None else staged.group
         tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
         comm = SingleProcess() if self.no_dist else communicator(group, context.ranks)
-        local = LocalItems(
-            tied_items.stored(items), tied=tied_items.stored_as, gradients=self._gradients, objects=objects
-        )
+        stored, tied = tied_items.stored(items), tied_items.stored_as
+        local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
         return self._pipeline.quantize(context, local, comm, workers)
 
     @held_signals()

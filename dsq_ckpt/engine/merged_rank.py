@@ -119,6 +119,7 @@ class MergedRank:
         if isinstance(place, list):
             items = shuffle_compress(items_of_scales(self._checkpoint.scale_numbers(self._name)), 2)
             packs.append(Packed(items, None).entry(self._writer, 2, 2 * count))
+            self.grown["exp_avg_sq"] += len(items) - int(place[1])
             place = len(packs) - 1
         return [place, count]
 

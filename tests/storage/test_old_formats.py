@@ -239,3 +239,16 @@ def test_version_7_is_a_parent_and_can_be_merged(tmp_path):
             assert len(contents["packs"][contents["scales"][0]]) == 3
         independent.Reader(tmp_path / name)
     assert v1.digests(loaded(tmp_path / "merged", like)) == EXPECTED_7["1"]["full"]
+    paths = (v7.HERE / "1", tmp_path / "merged")
+    told = [sum(kind.base for kind in Manifest.read(path).kinds.values()) for path in paths]
+    stored = [payload(path) for path in paths]
+    assert told[1] - told[0] == stored[1] - stored[0]  # what is said of the kinds is what was written
+
+
+def payload(path):
+    """The bytes of codes, packs and scales in the own file of a checkpoint."""
+    with Checkpoint(path) as checkpoint:
+        contents = checkpoint.reader(f"{checkpoint.manifest.save_id}-00000.dsq").contents
+    blocks = [block for record in contents["records"] for block in record.get("blocks", ()) if block is not None]
+    scales = [contents["scales"][0]] if isinstance(contents["scales"][0], list) else []
+    return sum(block[1] for block in [*blocks, *scales, *(pack[0] for pack in contents["packs"])])

@@ -93,7 +93,7 @@ def partial(root: Path, rank: int) -> None:
 
 
 def own_values(root: Path, rank: int) -> None:
-    """What belongs to each rank and has one name is warned of, once; with a name of its own it is kept."""
+    """Values of a rank's own are warned of, once, where ranks share a name; with names of their own they are kept."""
     model = Net()
     compressor = dsq_ckpt.Compressor(model, torch.optim.SGD(model.parameters()))
     random = torch.Generator().manual_seed(rank).get_state()
@@ -119,6 +119,23 @@ def own_values(root: Path, rank: int) -> None:
     done("own values")
 
 
+def left_state(root: Path, rank: int) -> None:
+    """Optimizer state that is not restored is an error of all ranks, where warnings are errors."""
+    model = Net()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    every, first = (torch.optim.AdamW(some) for some in (model.parameters(), list(model.parameters())[:1]))
+    compressor, fewer = dsq_ckpt.Compressor(model, every), dsq_ckpt.Compressor(model, first)
+    for one, optimizer, name in ((compressor, every, "all"), (fewer, first, "fewer")):
+        optimizer.step()
+        one.save(root / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fails_everywhere(lambda: fewer.load(root / "all"), "since this optimizer does not have these parameters")
+        fails_everywhere(lambda: compressor.load(root / "fewer"), "did not have these parameters: they begin without")
+    done("left state")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, ranks):
@@ -127,3 +144,4 @@ if __name__ == "__main__":
         placeholders(Path(sys.argv[1]) / "placeholders", me)
         partial(Path(sys.argv[1]) / "partial", me)
         own_values(Path(sys.argv[1]) / "own", me)
+        left_state(Path(sys.argv[1]) / "left", me)
