@@ -1,4 +1,5 @@
-"""How fast the GPU's part of a save is: kernels against a copy in device memory, the stall against a copy to the host.
+"""How fast the GPU's part of a save is: kernels against a copy in device memory, the stall against a copy to the host,
+and saves and loads against those of DCP.
 
     python scripts/bench_gpu.py --json benchmarks/results/gpu-NAME.json
 
@@ -15,20 +16,18 @@ import itertools
 import math
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
+from gpu_saves import Clock, Rows, measure_peers, measure_saves, summary, transformer, whole_layers
 from rich.console import Console
 from rich.table import Table
 
-import dsq_ckpt
 from dsq_ckpt.cli import json_files
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.kernels.backend import Backend, Refinement
@@ -47,33 +46,13 @@ AIMS = {  # name: (aim, whether more is better)
     "stall / copy to pinned memory": (0.15, False),
     "stall / copy to pinned memory, 4 refinement bits": (0.3, False),
     "extra device memory, bytes per element": (1.25, False),
+    "stall / of dcp.async_save": (1.0, False),
+    "save in the background / by dcp.async_save": (0.7, False),
 }
 BUFFERS = 4
 SMALL = 128, 128
 """Shape of a small chunk."""
 STEP = Lattice(step=0.5)
-
-
-class Clock:
-    """Times of queued work in seconds, by events on a GPU."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._cuda = where.type == "cuda"
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Measure the time from an idle device until all operations that `work` queued are done."""
-        if not self._cuda:
-            started = time.perf_counter()
-            work()
-            return time.perf_counter() - started
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000)  # meanwhile the host queues: launches are not what is measured
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
 
 
 def main(
@@ -90,15 +69,18 @@ def main(
     where = torch.device(name)
     if where.type != "cuda":
         device.DEVICES.add(where.type)
-    else:
-        torch.cuda.set_device(where)
-    rows: dict[str, dict[str, float]] = {}
+    elif where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    rows: Rows = {}
     measure_kernels(where, elements, repeats, rows)
     measure_small(where, chunks, repeats, rows)
     for bits in (0, 4):
-        measure_saves(where, whole_layers(parameters), bits, saves, rows)
-    measure_saves(where, [SMALL] * chunks, 0, saves, rows, f"{chunks} small chunks")
-    measure_saves(where, transformer(parameters, width), 0, saves, rows, "a transformer")
+        measure_saves(where, whole_layers(parameters), bits, "quantize", saves, rows)
+    measure_peers(where, whole_layers(parameters), saves, rows)
+    for stage in ("quantize", "copy"):
+        how = ", copied" if stage == "copy" else ""
+        measure_saves(where, [SMALL] * chunks, 0, stage, saves, rows, f"{chunks} small chunks{how}")
+        measure_saves(where, transformer(parameters, width), 0, stage, saves, rows, f"a transformer{how}")
     result = {
         "measured": "gpu" if where.type == "cuda" else "nothing: a trial run on the CPU",
         "command": f"python scripts/bench_gpu.py --parameters {parameters} --elements {elements} --repeats {repeats} "
@@ -122,7 +104,7 @@ def main(
         json_files.write(json_path, result)
 
 
-def measure_kernels(where: torch.device, n: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+def measure_kernels(where: torch.device, n: int, repeats: int, rows: Rows) -> None:
     """Share of the copy bandwidth that each kernel reaches."""
     clock, backend = Clock(where), _backend(where)
     generator = torch.Generator(where).manual_seed(0)
@@ -187,13 +169,13 @@ def measure_kernels(where: torch.device, n: int, repeats: int, rows: dict[str, d
         bandwidth[key] = [size * n / second / 1e9 for second in seconds]
     backend.check()
     ceiling = statistics.median(bandwidth["copy"])
-    rows["device copy, GB/s read and written"] = _summary(bandwidth.pop("copy"))
+    rows["device copy, GB/s read and written"] = summary(bandwidth.pop("copy"))
     for key, found in bandwidth.items():
-        rows[key] = _summary([value / ceiling for value in found])
-        rows[f"{key}, GB/s"] = _summary(found)
+        rows[key] = summary([value / ceiling for value in found])
+        rows[f"{key}, GB/s"] = summary(found)
 
 
-def measure_small(where: torch.device, chunks: int, repeats: int, rows: dict[str, dict[str, float]]) -> None:
+def measure_small(where: torch.device, chunks: int, repeats: int, rows: Rows) -> None:
     """Measure the time of kernels for each of many small chunks."""
     clock, backend, n = Clock(where), _backend(where), math.prod(SMALL)
     generator = torch.Generator(where).manual_seed(2)
@@ -229,70 +211,8 @@ def measure_small(where: torch.device, chunks: int, repeats: int, rows: dict[str
     for key, run in work.items():
         run(0)  # compiled now
         seconds = [clock.time(lambda: [run(i) for i in range(chunks)]) for _ in range(repeats)]  # noqa: B023
-        rows[f"{key}, µs for each of {chunks} small chunks"] = _summary([one * 1e6 / chunks for one in seconds])
+        rows[f"{key}, µs for each of {chunks} small chunks"] = summary([one * 1e6 / chunks for one in seconds])
     backend.check()
-
-
-def whole_layers(parameters: int) -> list[tuple[int, ...]]:
-    """Return shapes of a few large tensors."""
-    return [(parameters // 512, 64)] * 8
-
-
-def transformer(parameters: int, width: int) -> list[tuple[int, ...]]:
-    """Return shapes of a transformer's layers, including norms and biases, with at most so many parameters."""
-    layer = [
-        (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,),
-        (width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,),
-    ]
-    return layer * max(1, parameters // sum(math.prod(shape) for shape in layer))
-
-
-def measure_saves(
-    where: torch.device, shapes: list[tuple[int, ...]], bits: int, saves: int, rows: dict[str, dict[str, float]],
-    name: str = "",
-) -> None:
-    """Measure the stall of the training thread, and device memory, of asynchronous saves in the steady state."""
-    clock, cuda = Clock(where), where.type == "cuda"
-    suffix = (f", {bits} refinement bits" if bits else "") + (f", {name}" if name else "")
-    generator = torch.Generator(where).manual_seed(1)
-    state = {f"layer{i}.weight": torch.randn(shape, generator=generator, device=where) * 0.02
-             for i, shape in enumerate(shapes)}
-    parameters = sum(x.numel() for x in state.values())
-    host = [torch.empty(x.shape, pin_memory=cuda) for x in state.values()]
-
-    def plain(targets: list[torch.Tensor]) -> None:
-        for x, target in zip(state.values(), targets, strict=True):
-            target.copy_(x, non_blocking=True)
-
-    plain(host)
-    copies = [clock.time(partial(plain, host)) for _ in range(saves)]
-    del host
-    config = dsq_ckpt.DSQConfig.create({"quantize": {"weights": {"refinement_bits": bits}}})
-    stalls, background, extra = [], [], []
-    with tempfile.TemporaryDirectory() as run:
-        dsq_ckpt.forget()
-        base = torch.cuda.memory_allocated(where) if cuda else 0
-        for number in range(saves + 2):
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(where)
-            pending: list[Any] = []
-            path = Path(run) / f"step-{number:06d}"
-            stall = clock.time(lambda: pending.append(dsq_ckpt.async_save(state, path, config=config)))  # noqa: B023
-            started = time.perf_counter()
-            pending[0].result()
-            if number >= 2:
-                stalls.append(stall)
-                background.append(time.perf_counter() - started)
-                extra.append((torch.cuda.max_memory_allocated(where) - base) / parameters if cuda else 0.0)
-            for x in state.values():  # a step of training
-                x.add_(torch.randn(x.shape, generator=generator, device=where), alpha=0.001)
-    ceiling = statistics.median(copies)
-    rows[f"copy to pinned memory, s{suffix}"] = _summary(copies)
-    rows[f"stall, s{suffix}"] = _summary(stalls)
-    rows[f"stall, µs per tensor{suffix}"] = _summary([stall * 1e6 / len(shapes) for stall in stalls])
-    rows[f"background, s{suffix}"] = _summary(background)
-    rows[f"stall / copy to pinned memory{suffix}"] = _summary([stall / ceiling for stall in stalls])
-    rows[f"extra device memory, bytes per element{suffix}"] = _summary(extra)
 
 
 def _backend(where: torch.device) -> Backend:
@@ -330,10 +250,6 @@ def _quantize(
     backend.quantize(
         x, parent, table.shape[0] - 1, fitted.window.lo, fitted.window.hi, 1.0, table, codes, refinement
     )
-
-
-def _summary(found: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
 
 
 def _triton_version() -> str:

@@ -263,10 +263,11 @@ def oneshot(
     workload: list[str] = WORKLOADS,
     seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
     bound: float = EPSILON,
+    system: list[str] = typer.Option(one_shot.SYSTEMS, help="Systems to compare."),
     json_path: Path | None = ROWS,
 ) -> None:
     """Compress trained models by themselves with every system: the size at a bound on the loss."""
-    chosen, own = _known(workload, names()), list(one_shot.SYSTEMS)
+    chosen, own = _known(workload, names()), _known(system, one_shot.SYSTEMS)
     kept = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
     rows = kept.of_each_run(
         chosen, seed, {"bound": bound, "systems": own},
@@ -279,14 +280,16 @@ def oneshot(
 def transfer(
     workload: list[str] = WORKLOADS,
     seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
+    bound: list[float] = typer.Option(transferred.BOUNDS, help="Bounds: relative degradation of the held-out loss."),
+    system: list[str] = typer.Option(transferred.SYSTEMS, help="Systems to compare."),
     json_path: Path | None = ROWS,
 ) -> None:
-    """Fine-tune on another task from what every system's compressed checkpoint gives back, at three bounds."""
-    chosen, own = _known(workload, transferred.TASKS), list(transferred.SYSTEMS)
+    """Fine-tune on another task from what every system's compressed checkpoint gives back, at several bounds."""
+    chosen, own = _known(workload, transferred.TASKS), _known(system, transferred.SYSTEMS)
     kept = _rows_in(json_path, "transfer", {"workload": chosen, "seed": seed, "systems": own})
     rows = kept.of_each_run(
-        chosen, seed, {"bounds": list(transferred.BOUNDS), "systems": own},
-        lambda name, number: transferred.compare(name, number, transferred.BOUNDS, own, console.print),
+        chosen, seed, {"bounds": bound, "systems": own},
+        lambda name, number: transferred.compare(name, number, bound, own, console.print),
     )
     results.show("fine-tuning from compressed checkpoints", transferred.COLUMNS, rows, transferred.NOTES)
 

@@ -32,15 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = """
 growth-llama            measure_chain.py --workload llama --saves 20 --every 20
 -                       evaluate.py record llama
-offline-llama-seed0     evaluate.py offline llama --dsq-epsilon 0.02
-peers-llama-seed0       evaluate.py peers llama --peers excp,bitsnap,zstd,exact,dsq --epsilon 0.05
-                          --dsq-epsilon 0.02
+offline-llama-seed0     evaluate.py offline llama --dsq-epsilon 0.02 --systems dsq,inshrinkerator,uniform,lc
+peers-llama-seed0       evaluate.py peers llama --peers bitsnap,zstd,exact,dsq --epsilon 0.05
 exact-differences       evaluate.py exact llama
 online-llama-seed0      evaluate.py online llama --systems noise,dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 resume                  evaluate.py resume llama lstm --config default --share 0.3 --share 0.6
 resume-deepspeed        evaluate.py resume-deepspeed
-oneshot                 evaluate.py oneshot llama
-transfer                evaluate.py transfer llama
+oneshot                 evaluate.py oneshot llama --system 'dsq, check' --system inshrinkerator --system uniform
+transfer                evaluate.py transfer llama --bound 0.05 --system 'dsq, check' --system inshrinkerator
 ablations-llama-seed0   evaluate.py ablations llama --part coders
 ablations-timings       evaluate.py ablations llama --part timings --elements 1048576 --repeats 1
 ablations-ranks         evaluate.py ablations llama --part ranks
@@ -73,7 +72,8 @@ bench                   dsq bench --parameters 2e7 --repeats 3
 stall                   dsq bench --stall --parameters 2e7 --repeats 3
 """
 
-# Not here: online-octaves, which needs another default in dsq_ckpt/codebooks/octaves.py; the former coder and htscodecs
+# Not here: what needs a GPU (`bench_gpu.py`, `evaluate.py online gpt-large --systems dsq --failures 5`);
+# online-octaves, which needs another default in dsq_ckpt/codebooks/octaves.py; the former coder and htscodecs
 # beside `coder` (`--former`, `--htscodecs`), of which changes-llama is a later run; and second runs of what is here
 # (files ending in -again and -first).
 FULL = """

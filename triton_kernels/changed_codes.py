@@ -77,7 +77,9 @@ def apply_changes(
             )
 
 
-@triton.jit(do_not_specialize=["first", "m"])
+@triton.jit(
+    do_not_specialize=["first", "m"], do_not_specialize_on_alignment=["tally", "ends", "positions", "changed"]
+)
 def _changed_codes(codes, parent, n, first, tally, ends, positions, changed, m, TILE: tl.constexpr):
     tile = tl.program_id(0)
     held = tl.load(tally + tile)
@@ -90,7 +92,7 @@ def _changed_codes(codes, parent, n, first, tally, ends, positions, changed, m, 
         tl.store(changed + slot, tl.load(codes + at, mask=served, other=0), mask=served)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["fault"])
 def _apply_changes(positions, changed, n, out, size, fault, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < n

@@ -52,7 +52,7 @@ def slots_of(chosen, held, ends, tile):
     return tl.load(ends + tile) - held + tl.cumsum(chosen.to(tl.int32), 0) - 1
 
 
-@triton.jit(do_not_specialize=["wanted"])
+@triton.jit(do_not_specialize=["wanted"], do_not_specialize_on_alignment=["tally"])
 def _count_chosen(codes, parent, wanted, n, tally, TILE: tl.constexpr):
     tile = tl.program_id(0)
     chosen = chosen_of(codes, parent, wanted, tile * TILE + tl.arange(0, TILE), n)

@@ -85,7 +85,7 @@ def count(
         grid = programs, plan.splits
         launch.launch(kernel, grid, *arguments(part), part.n, into, copies, bins, tile=plan.tile, BINS=plan.bins)
         if copies > 1:
-            counts.view(-1).add_(into.sum(0, dtype=torch.int64))
+            counts.view(-1).add_(into.sum(0, dtype=torch.int32))  # of a launch, whose elements an int32 counts
 
 
 @triton.jit

@@ -115,7 +115,10 @@ def _look_up(
     return tally.sum(dtype=torch.int64)
 
 
-@triton.jit(do_not_specialize=["known", "protected_code"])
+@triton.jit(
+    do_not_specialize=["known", "protected_code"],
+    do_not_specialize_on_alignment=["values", "tally", "code_fault", "symbol_fault"],
+)
 def _dequantize(
     codes, refinement, n, values, known, out, protected_code, tally, code_fault, symbol_fault, BITS: tl.constexpr,
     TILE: tl.constexpr,

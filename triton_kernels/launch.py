@@ -8,6 +8,7 @@ fewer than 16 elements, is a launch of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from typing import Any, NamedTuple
 
@@ -101,6 +102,7 @@ class DeviceLimits(NamedTuple):
     """Bytes of shared memory available to one program."""
 
 
+@functools.cache
 def limits_of(device: torch.device) -> DeviceLimits:
     """Return the limits of a CUDA device as reported by its driver; for the interpreter, those of a small device."""
     if device.type != "cuda":

@@ -70,7 +70,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         launch.launch(_unpack, (part.tiles,), mine, mine.numel(), out[part.where], part.n, BITS=bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["fault"])
 def _pack(symbols, n, out, size, fault, BITS: tl.constexpr, OVERLAPS: tl.constexpr, TILE: tl.constexpr):
     byte = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first = byte * 8 // BITS

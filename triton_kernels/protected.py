@@ -72,7 +72,7 @@ def fill_protected(
         )
 
 
-@triton.jit(do_not_specialize=["wanted", "m"])
+@triton.jit(do_not_specialize=["wanted", "m"], do_not_specialize_on_alignment=["tally", "ends", "out"])
 def _gather(x, codes, wanted, n, tally, ends, out, m, BF16: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     held = tl.load(tally + tile)
@@ -87,7 +87,7 @@ def _gather(x, codes, wanted, n, tally, ends, out, m, BF16: tl.constexpr, TILE: 
             tl.store(out + slot, bits.to(tl.uint32, bitcast=True), mask=chosen & (slot < m))
 
 
-@triton.jit(do_not_specialize=["wanted", "m"])
+@triton.jit(do_not_specialize=["wanted", "m"], do_not_specialize_on_alignment=["tally", "ends", "protected"])
 def _fill(codes, wanted, n, tally, ends, protected, m, out, TILE: tl.constexpr):
     tile = tl.program_id(0)
     held = tl.load(tally + tile)

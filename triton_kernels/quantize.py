@@ -119,7 +119,10 @@ def place(value, code, low, inv_width, BITS: tl.constexpr, LOG: tl.constexpr):
     return tl.where(t < top, t, top).to(tl.int32).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "rows", "cells", "protected_code"])
+@triton.jit(
+    do_not_specialize=["lo", "hi", "rows", "cells", "protected_code"],
+    do_not_specialize_on_alignment=["table", "low", "inv_width", "tally", "parent_fault", "code_fault"],
+)
 def _quantize(
     x, parent, n, lo, hi, factor, table, rows, codes, low, inv_width, cells, symbols, protected_code, tally,
     parent_fault, code_fault, BITS: tl.constexpr, LOG: tl.constexpr, TILE: tl.constexpr,
@@ -144,7 +147,7 @@ def _quantize(
         tl.store(tally + tile, tl.sum((inside & (wide == protected_code)).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["cells"])
+@triton.jit(do_not_specialize=["cells"], do_not_specialize_on_alignment=["low", "inv_width", "fault"])
 def _refine(
     x, codes, n, factor, low, inv_width, cells, symbols, fault, BITS: tl.constexpr, LOG: tl.constexpr,
     TILE: tl.constexpr,

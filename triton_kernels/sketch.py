@@ -74,7 +74,9 @@ def _count(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "lo", "hi", "copies", "bins"])
+@triton.jit(
+    do_not_specialize=["rows", "lo", "hi", "copies", "bins"], do_not_specialize_on_alignment=["fault", "counts"]
+)
 def _sketch(x, parent, rows, lo, hi, factor, fault, n, counts, copies, bins, BINS: tl.constexpr, TILE: tl.constexpr):
     held = empty(BINS)
     for start in range(tl.program_id(0) * TILE, n, tl.num_programs(0) * TILE):

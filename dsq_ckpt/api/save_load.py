@@ -188,8 +188,8 @@ def async_save(
 ) -> Future[SaveResult]:
     """Save in the background; training goes on as soon as the state is copied, or quantized.
 
-    The configuration's `storage.stage` chooses what the call waits for: by default it copies a state on the CPU, in
-    memory that is kept for the next save, and quantizes one on a GPU, or with `processes`. All else follows in a thread
+    The configuration's `storage.stage` chooses what the call waits for: by default it copies the state to the CPU, in
+    memory that is kept for the next save, and quantizes it with `processes`. All else follows in a thread
     on a gloo group of its own, or, with `processes`, in DCP's background process. A save waits for the one before it.
     `on_save` is called by a thread of this process, before the future has its result.
 

@@ -32,7 +32,7 @@ _SAMPLE = 4096  # symbols that tell whether coding all may pay; a multiple of 8:
 _PAYS = 0.97
 
 
-def encode(packed: bytes, codes: Codes, bits: int) -> bytes:
+def encode(packed: bytes | memoryview, codes: Codes, bits: int) -> bytes | memoryview:
     """Return a block of refinement in the smaller of its forms.
 
     Args:

@@ -1,7 +1,7 @@
 """Copies of state dicts for saves in the background, in memory that one save leaves to the next.
 
 A copy into memory that was used before takes a third of the time of one into new memory, whose pages the system has to
-find and clear first.
+find and clear first. Of a GPU a tenth: what is copied from there is pinned.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn_safely
+from dsq_ckpt.core.pinning import pin, unpin
 from dsq_ckpt.core.subclasses import checked, object_named
 from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.quantization.chunk import settle_streams
 
 _spare: dict[int, list[torch.Tensor]] = {}
 """Memory of earlier copies, by its size in bytes: uint8, flat."""
@@ -30,14 +32,18 @@ _spare: dict[int, list[torch.Tensor]] = {}
 _ALONE = 1 << 24
 """Bytes up to which one thread copies: to wait for others to be scheduled takes longer where cores are busy."""
 
+_QUEUED = 1 << 20
+"""Bytes up to which a copy is pinned, which takes memory that the system cannot move."""
+
 
 class CopyCost(NamedTuple):
     """The memory that a copy of the state of one rank takes.
 
     Attributes:
         host: name of the host that it is on.
-        size: bytes of the copy; None: a copy is not possible (`ShardedTensor`), or not cheaper, since a tensor is not
-            on the CPU, or since the tensors are small parts of their memory, which is copied as a whole.
+        size: bytes of the copy; None: a copy is not possible (`ShardedTensor`), or not cheaper, since a tensor is
+            neither on the CPU nor on a GPU, or since the tensors are small parts of their memory, which is copied as a
+            whole.
         spare: bytes of earlier copies that it may take the place of.
         available: bytes that the rank can still take; None: not known.
     """
@@ -110,6 +116,15 @@ def copied_by_name(state_dict: dict[str, Any]) -> dict[str, Any]:
     return rebuilt(state_dict, tensors)
 
 
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors on the CPU; small ones of a GPU are queued at once, so that they are waited for once."""
+    copies = [
+        tensor.to("cpu", copy=True, non_blocking=tensor.is_cuda and tensor.nbytes < _QUEUED) for tensor in tensors
+    ]
+    settle_streams(tensors)
+    return copies
+
+
 def rebuilt(
     state_dict: dict[str, Any], replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -165,7 +180,7 @@ class _Stager(StateDictStager):
         place = storage.device, storage.data_ptr()
         region, size = self._regions.get(place, (place, storage.nbytes()))
         if region not in self._leased:
-            self._leased[region] = self._lease(size)
+            self._leased[region] = self._lease(size, pinned=storage.device.type == "cuda")
         start = storage.data_ptr() - region[1]
         target = self._leased[region][start : start + storage.nbytes()]
         if storage.nbytes() < _ALONE and storage.device.type == "cpu":
@@ -175,12 +190,14 @@ class _Stager(StateDictStager):
         copy.copy_(storage, non_blocking)
         return copy
 
-    def _lease(self, size: int) -> Any:
+    def _lease(self, size: int, pinned: bool) -> Any:
         """Return memory as an array of bytes, which is given back when the last tensor in it is freed."""
         try:
             whole = self._spare[size].pop()
         except LookupError:
             whole = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if pinned and not whole.is_pinned() and pin(whole):
+            weakref.finalize(whole, unpin, whole.data_ptr()).atexit = False
         lease = whole.numpy()
         weakref.finalize(lease, _give_back, whole).atexit = False
         return lease
@@ -235,7 +252,7 @@ def _size(state_dict: dict[str, Any]) -> int | None:
     """Return the bytes of all memory that the tensors of a state dict lie in; None as in `CopyCost`."""
     flat = flatten_state_dict(state_dict)[0]
     tensors = [_local(value) for value in flat.values() if isinstance(value, torch.Tensor)]
-    local = [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cpu"]
+    local = [tensor for tensor in tensors if tensor is not None and tensor.device.type in ("cpu", "cuda")]
     if len(local) < len(tensors):
         return None
     size = sum(size for start, (region, size) in _regions(flat).items() if start == region)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
+from dsq_ckpt.dcp.copies import host_copies
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
@@ -85,12 +86,13 @@ def stage_codes(
         cache = ChunkCache()
         with pipeline.workers() as workers:
             found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
+            exact = host_copies([item.load().detach() for item in found.unquantized])
+            for item, values in zip(found.unquantized, exact, strict=True):
+                payloads[item.key] = ExactCopy(values, item.config)
             for chunk in found.chunks:
                 payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
                 if chunk.base is None or not context.shared:
                     cache_chunk(cache, chunk.codes, options.config.delta.enabled)
-            for item in found.unquantized:
-                payloads[item.key] = ExactCopy(item.load().detach().to("cpu", copy=True), item.config)
             cache.values |= exact_values(found.unquantized, context.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them

@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from dsq_ckpt.core.pinning import pin, unpin
+
 
 class Arena:
     """A block of anonymous shared memory.
@@ -48,13 +50,12 @@ class Arena:
     def pin(self) -> None:
         """Pin the memory for asynchronous copies from a GPU; if CUDA refuses, copies are synchronous."""
         if not self._pinned:
-            status = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)
-            self._pinned = int(status) == 0
+            self._pinned = pin(self.tensor)
 
     def close(self) -> None:
         """Release the memory; tensors in it stay valid while they are referenced."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            unpin(self.tensor.data_ptr())
             self._pinned = False
         if self.descriptor >= 0:
             os.close(self.descriptor)

@@ -89,7 +89,7 @@ class BlockData(NamedTuple):
     """
 
     protected: Bits
-    refinement: bytes
+    refinement: bytes | memoryview
     steps: StepLengths | None = None
 
 

@@ -8,7 +8,7 @@ A scale is a power of two, by the sum of a row's and a column's number, in eight
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,13 +113,14 @@ class MatrixScales:
         values = torch.where(values.abs() < TINY, 0.0, values)
         if not self.any:
             return values
-        place = torch.arange(start, start + len(values), device=values.device)
-        number = torch.full((len(values),), ONE, dtype=torch.int32, device=values.device)
-        if len(self.by_row):
-            number += torch.from_numpy(self.by_row).to(values.device)[place // self.columns]
-        if len(self.by_column):
-            number += torch.from_numpy(self.by_column).to(values.device)[place % self.columns]
-        return values / torch.from_numpy(FACTORS).to(values.device)[number.clamp_(0, len(FACTORS) - 1)]
+        first, last = start // self.columns, -(-(start + len(values)) // self.columns)
+        by_row, by_column = self.by_row[first:last], self.by_column
+        ends = torch.from_numpy(np.concatenate([by_row, by_column])).to(values.device, torch.int32)
+        rows = ends[: len(by_row), None] if len(by_row) else ends.new_zeros((last - first, 1))
+        numbers = rows + (ends[len(by_row) :] if len(by_column) else ends.new_zeros(self.columns))
+        numbers.add_(ONE).clamp_(0, len(FACTORS) - 1)
+        factors = _factors(values.device)[numbers].view(-1)
+        return values.div_(factors[start - first * self.columns :][: len(values)])
 
     def multiply(self, values: F32, start: int) -> None:
         """Multiply flat elements of the chunk from `start` on by their scales, in place.
@@ -139,6 +140,11 @@ class MatrixScales:
         by_column = self.by_column if len(self.by_column) else zero
         one = len(by_row) == len(by_column) == 1
         return max(stop, 1) if one else self.columns, by_row, by_column
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(FACTORS).to(device)
 
 
 def _eighths(means: F64) -> F64:
@@ -161,15 +167,20 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
         values = part.to(torch.float32).contiguous()
         held = (values >= TINY) & values.isfinite()
         logs = torch.where(held, values.view(torch.int32).to(torch.float32) / (1 << _EIGHTH) - ONE, 0)
-        numbers = torch.zeros(1, dtype=torch.float64, device="cpu")
+        numbers = torch.zeros(1, dtype=torch.float64, device=part.device)
         if by_row:
             numbers = (logs.sum(1, dtype=torch.float64) / held.sum(1).clamp(min=1)).round()
             logs = torch.where(held, logs - numbers[:, None].to(torch.float32), 0)
-        ratios = torch.where(held, values / torch.exp2(numbers / 8).to(part.device)[:, None], 0)
+        ratios = torch.where(held, values / torch.exp2(numbers / 8)[:, None], 0)
         left = torch.stack([ratios.sum(0, dtype=torch.float64), held.sum(0).to(torch.float64)])
         if not by_column:
             left = left.sum(1, keepdim=True)
-        return _Sums(numbers.cpu().numpy(), left.cpu().numpy(), min(float(logs.min()), 0), max(float(logs.max()), 0))
+        reach = torch.stack(logs.aminmax()).to(torch.float64)
+        found = torch.cat([reach, numbers, left.view(-1)]).cpu().numpy()  # together, since each copy waits
+        low, high = found[:2]
+        return _Sums(
+            found[2 : 2 + len(numbers)], found[2 + len(numbers) :].reshape(left.shape), min(low, 0), max(high, 0)
+        )
     except torch.OutOfMemoryError:
         return _here(part.cpu(), by_row, by_column)
 

@@ -83,7 +83,7 @@ class ContainerWriter:
         if error is not None:
             storage_of(self.path).remove(self.path)
 
-    def add(self, data: bytes) -> Block:
+    def add(self, data: bytes | memoryview) -> Block:
         """Append a block."""
         block = Block(self._offset, len(data), xxhash.xxh3_64_hexdigest(data))
         self._append(data)
@@ -98,7 +98,7 @@ class ContainerWriter:
         self._file.publish()
         return FileInfo(self.path.name, self._offset, self._hash.hexdigest(), block.checksum)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, data: bytes | memoryview) -> None:
         with naming(self.path, f"while bytes up to {self._offset + len(data)} of it were written"):
             self._file.stream.write(data)
         self._hash.update(data)

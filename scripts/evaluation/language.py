@@ -16,7 +16,7 @@ import torch
 from gpt import GPT, GPTConfig, StdlibText
 from torch import Tensor, nn
 
-from evaluation.models import LSTM, MASK, Bfloat16, Decoder, DecoderConfig, with_adapters
+from evaluation.models import LSTM, MASK, Bfloat16, Decoder, DecoderConfig, MixedGPT, with_adapters
 from evaluation.workloads import NO_TARGET, Plan, Workload, register, seeded
 
 HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 4
@@ -90,6 +90,20 @@ class LanguageWorkload(Workload):
         return super().settings() | {"text": f"headers of PyTorch {torch.__version__}" if self.headers else python}
 
 
+class LargeWorkload(LanguageWorkload):
+    """A model that trains on a GPU, if there is one, with batches that are moved there."""
+
+    def __init__(self, name: str, plan: Plan, seed: int, build: Callable[[], nn.Module], **options: Any) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(name, plan, seed, lambda: build().to(self.device), **options)
+        self._held_out = [(inputs.to(self.device), targets.to(self.device)) for inputs, targets in self._held_out]
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return rows of the training text, and the bytes that follow, on the device."""
+        inputs, targets = super().batch(step)
+        return inputs.to(self.device), targets.to(self.device)
+
+
 class MaskedWorkload(LanguageWorkload):
     """A model of masked bytes, a share of `MASKED` of each row; the others have no target."""
 
@@ -129,6 +143,14 @@ def gpt_tiny(name: str, seed: int) -> Workload:
     plan = Plan(steps=60, checkpoint_every=10, batch_size=8, rate=3e-3, warm_up=10, floor=0.1, clip=1.0)
     build = partial(GPT, GPTConfig(context=32, layers=2, width=40, heads=4))
     return LanguageWorkload(name, plan, seed, build, context=32, megabytes=1.0)
+
+
+@register("gpt-large")
+def gpt_large(name: str, seed: int) -> Workload:
+    """Make a GPT of 86 million parameters, for a GPU: blocks of GPT-2's smallest model, over bytes."""
+    plan = Plan(steps=960, checkpoint_every=40, batch_size=32, rate=6e-4, warm_up=60, floor=0.1, clip=1.0)
+    build = partial(MixedGPT, GPTConfig(context=512, layers=12, width=768, heads=12))
+    return LargeWorkload(name, plan, seed, build, context=512, megabytes=12.0)
 
 
 SHORT = Plan(steps=400, checkpoint_every=20, batch_size=8, rate=3e-3, warm_up=40, floor=0.1, clip=1.0)

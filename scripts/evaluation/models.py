@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gpt import VOCAB
+from gpt import GPT, VOCAB
 from torch import Tensor, nn
 
 MASK = VOCAB
@@ -129,6 +129,15 @@ class Decoder(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits.float()
+
+
+class MixedGPT(GPT):
+    """A GPT with weights in fp32 that computes in bf16, as on a GPU."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next byte, fp32, `(batch, time, 256)`, for int64 `tokens` of `(batch, time)`."""
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return super().forward(tokens).float()
 
 
 class LSTM(nn.Module):

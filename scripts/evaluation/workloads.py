@@ -221,7 +221,7 @@ def with_noise(state: dict[str, Any], seed: int) -> dict[str, Any]:
         if isinstance(value, dict):
             return {key: noisy(part) for key, part in value.items()}
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
-            return value * (1 + NOISE * torch.randn(value.shape, generator=generator))
+            return value * (1 + NOISE * torch.randn(value.shape, generator=generator)).to(value.device)
         return copy.deepcopy(value)
 
     made: dict[str, Any] = noisy(state)

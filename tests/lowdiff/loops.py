@@ -99,8 +99,8 @@ class Loop:
         self.optimizer.zero_grad()
         for part in range(self.case.accumulate):
             x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1000 * rank + 10 * number + part))
-            dtype = next(self.model.parameters()).dtype
-            loss = (self.model(x.to(dtype)) - x.to(dtype).roll(1, 1)).square().mean()
+            x = x.to(next(self.model.parameters()))  # its dtype and device
+            loss = (self.model(x) - x.roll(1, 1)).square().mean()
             if scaler is not None and number % 4 == 2:
                 loss = loss * float("inf")
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -151,7 +151,7 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def digest(state: State) -> str:

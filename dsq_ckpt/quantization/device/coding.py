@@ -34,7 +34,7 @@ class _Arrived(NamedTuple):
     changed: tuple[Array, Codes] | None
     packed: Codes
     protected: Bits
-    refinement: bytes
+    refinement: Codes
     steps: StepLengths | None
 
 
@@ -161,7 +161,7 @@ class DeviceChunk:
             else:
                 kind = np.int64 if changed[0].dtype == torch.int64 else np.int32
                 found = transfer.fetch(changed[0][:count]).view(kind), transfer.fetch(changed[1][:count])
-            refinement = b"" if packed is None else transfer.fetch(packed).tobytes()
+            refinement = transfer.fetch(packed) if packed is not None else np.empty(0, np.uint8)
             backend.check()
             steps = None if lengths is None or scales is None else unpacked(lengths.cpu().numpy(), scales)
             return _Arrived(found, all_codes, values, refinement, steps)
@@ -203,7 +203,7 @@ class DeviceChunk:
         first, last = np.searchsorted(positions, [where.start, where.stop])
         bits = self.refinement_bits
         packed = arrived.refinement[where.start * bits // 8 : (where.stop * bits + 7) // 8]
-        return BlockData(arrived.protected[first:last], packed, None if where.start else arrived.steps)
+        return BlockData(arrived.protected[first:last], packed.data, None if where.start else arrived.steps)
 
     def staged(self, workers: Workers) -> CodeSource:
         """Return self: it no longer depends on the tensor."""

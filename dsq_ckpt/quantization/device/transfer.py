@@ -24,6 +24,8 @@ SLOT = 32 << 20
 """Bytes of each of the two pinned buffers."""
 IN_FLIGHT = 256 << 20
 """Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
+FREE_SHARE, MOST = 4, 2 << 30
+"""More may wait where the device has free memory that PyTorch never took: a quarter of that, up to these bytes."""
 
 
 class Transfer:
@@ -45,8 +47,13 @@ class Transfer:
     def reserve(self, size: int) -> None:
         """Wait until so many bytes may be in flight; the work they are for gives them back when it is done."""
         with self._room:
-            self._room.wait_for(lambda: not self._waiting or self._waiting + size <= IN_FLIGHT)
+            self._room.wait_for(lambda: not self._waiting or self._fits(self._waiting + size))
             self._waiting += size
+
+    def _fits(self, size: int) -> bool:
+        if size <= IN_FLIGHT or not self._cuda:
+            return size <= IN_FLIGHT
+        return size <= min(torch.cuda.mem_get_info(self._device)[0] // FREE_SHARE, MOST)
 
     def submit(self, size: int, work: Callable[[], _T]) -> Future[_T]:
         """Run `work` in the background, after the work queued on the current stream; release `size` reserved bytes.

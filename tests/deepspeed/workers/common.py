@@ -73,7 +73,7 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     """Losses of this rank's batches."""
     losses = []
     for number in range(first, last):
-        loss = engine(*batch(number))
+        loss = engine(*(part.to(engine.device) for part in batch(number)))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def to_cuda(tree):
     if isinstance(tree, dict):
         return {key: to_cuda(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [to_cuda(value) for value in tree]
     return tree.cuda() if isinstance(tree, torch.Tensor) else tree
 
 
