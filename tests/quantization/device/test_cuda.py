@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 
 import dsq_ckpt
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.device import transfer
+from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from tests.helpers.states import differences, loaded, mixed_state, moved, tensors
 from tests.quantization.device.test_device import codes_of
 
@@ -60,3 +62,22 @@ def test_device_memory_of_a_save(tmp_path, monkeypatch):
         torch.cuda.reset_peak_memory_stats()
         dsq_ckpt.save(state, tmp_path / str(number))
         assert torch.cuda.max_memory_allocated() - base <= 1.25 * elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(40, 70), (1, 100), (100, 1), (100,), (40, 3, 5), (5, 40), (8, 8)], ids=str)
+def test_scales_of_second_moments(shape, dtype):
+    """Wherever in a row the elements begin."""
+    generator = torch.Generator().manual_seed(0)
+    octaves = torch.randint(-20, 20, shape, generator=generator)
+    values = (torch.rand(shape, generator=generator) * 2.0**octaves).to(dtype)
+    values.view(-1)[::7] = 0.0
+    scales = MatrixScales.fit(values)
+    found = MatrixScales.fit(values.cuda())
+    for mine, theirs in ((found.by_row, scales.by_row), (found.by_column, scales.by_column)):
+        assert mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, atol=1)  # sums in another order may round to the next
+    flat = values.view(-1)
+    for start in (0, 1, flat.numel() // 3, flat.numel() - 1):
+        divided = scales.divide(flat[start:].cuda(), start)
+        assert torch.equal(divided.cpu(), scales.divide(flat[start:], start))
