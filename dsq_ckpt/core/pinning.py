@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
+
 import torch
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """Allocate bytes for copies from a GPU, uint8[size], pinned as long as this tensor is there, if CUDA allows.
+
+    Pages are shared with forked processes. Of others, as of `torch.empty`, this process would get a copy when it writes
+    to them after a fork, such as of a data loader's workers, while the GPU goes on to write to the original.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    if pin(memory):
+        weakref.finalize(memory, _unpin_here, memory.data_ptr(), os.getpid()).atexit = False
+    return memory
 
 
 def pin(tensor: torch.Tensor) -> bool:
@@ -14,3 +30,8 @@ def pin(tensor: torch.Tensor) -> bool:
 def unpin(address: int) -> None:
     """Undo `pin`, before the memory at this address is freed."""
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _unpin_here(address: int, process: int) -> None:
+    if os.getpid() == process:  # in a forked one CUDA cannot be used, and nothing is pinned
+        unpin(address)

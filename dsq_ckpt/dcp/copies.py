@@ -21,13 +21,16 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn_safely
-from dsq_ckpt.core.pinning import pin, unpin
+from dsq_ckpt.core.pinning import pinned_memory
 from dsq_ckpt.core.subclasses import checked, object_named
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.chunk import settle_streams
 
-_spare: dict[int, list[torch.Tensor]] = {}
-"""Memory of earlier copies, by its size in bytes: uint8, flat."""
+_Kind = tuple[int, bool]
+"""Of memory: its size in bytes, and whether it is for copies from a GPU."""
+
+_spare: dict[_Kind, list[torch.Tensor]] = {}
+"""Memory of earlier copies: uint8, flat."""
 
 _ALONE = 1 << 24
 """Bytes up to which one thread copies: to wait for others to be scheduled takes longer where cores are busy."""
@@ -56,7 +59,7 @@ class CopyCost(NamedTuple):
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> CopyCost:
         """Return the cost of a copy of a state dict of this rank."""
-        spare = sum(size * len(some) for size, some in _spare.items())
+        spare = sum(size * len(some) for (size, _), some in _spare.items())
         return cls(platform.node(), _size(state_dict), spare, available_memory())
 
 
@@ -180,7 +183,7 @@ class _Stager(StateDictStager):
         place = storage.device, storage.data_ptr()
         region, size = self._regions.get(place, (place, storage.nbytes()))
         if region not in self._leased:
-            self._leased[region] = self._lease(size, pinned=storage.device.type == "cuda")
+            self._leased[region] = self._lease((size, storage.device.type == "cuda"))
         start = storage.data_ptr() - region[1]
         target = self._leased[region][start : start + storage.nbytes()]
         if storage.nbytes() < _ALONE and storage.device.type == "cpu":
@@ -190,16 +193,15 @@ class _Stager(StateDictStager):
         copy.copy_(storage, non_blocking)
         return copy
 
-    def _lease(self, size: int, pinned: bool) -> Any:
+    def _lease(self, kind: _Kind) -> Any:
         """Return memory as an array of bytes, which is given back when the last tensor in it is freed."""
+        size, pinned = kind
         try:
-            whole = self._spare[size].pop()
+            whole = self._spare[kind].pop()
         except LookupError:
-            whole = torch.empty(size, dtype=torch.uint8, device="cpu")
-        if pinned and not whole.is_pinned() and pin(whole):
-            weakref.finalize(whole, unpin, whole.data_ptr()).atexit = False
+            whole = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8, device="cpu")
         lease = whole.numpy()
-        weakref.finalize(lease, _give_back, whole).atexit = False
+        weakref.finalize(lease, _give_back, whole, kind).atexit = False
         return lease
 
 
@@ -227,8 +229,8 @@ def _regions(flat: Mapping[str, Any]) -> dict[_Place, tuple[_Place, int]]:
     return regions
 
 
-def _give_back(whole: torch.Tensor) -> None:
-    _spare.setdefault(whole.numel(), []).append(whole)
+def _give_back(whole: torch.Tensor, kind: _Kind) -> None:
+    _spare.setdefault(kind, []).append(whole)
 
 
 def _staged(state_dict: dict[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def test_a_copy_takes_the_memory_of_one_that_is_gone_and_of_no_other():
     del second, third, part
     gc.collect()
     copied_by_name({"a": state["a"]})
-    assert sum(copies._spare) == state["a"].nbytes, "memory that a copy has no use for is freed"
+    assert sum(size for size, _ in copies._spare) == state["a"].nbytes, "memory that a copy has no use for is freed"
 
 
 def test_the_next_save_takes_the_memory_of_the_last_one(tmp_path, monkeypatch):

@@ -1,0 +1,50 @@
+"""Memory for copies from a GPU; whether it is pinned shows on one, in tests/api/test_cuda.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+from dsq_ckpt.core import pinning
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """Addresses that are pinned, as far as a machine without CUDA is told."""
+    found: set[int] = set()
+    monkeypatch.setattr(pinning, "pin", lambda tensor: found.add(tensor.data_ptr()) is None)
+    monkeypatch.setattr(pinning, "unpin", found.remove)
+    return found
+
+
+def test_it_is_unpinned_before_it_is_freed(pinned):
+    memory = pinning.pinned_memory(1000)
+    assert pinned == {memory.data_ptr()} and memory.shape == (1000,)
+    del memory
+    gc.collect()
+    assert not pinned
+
+
+def test_where_it_cannot_be_pinned_it_is_memory_like_any(monkeypatch):
+    monkeypatch.setattr(pinning, "pin", lambda tensor: False)
+    pinning.pinned_memory(10).fill_(3)
+    gc.collect()
+
+
+def test_pages_are_not_copied_by_a_fork(pinned):
+    """What the parent writes after a fork is in the page that it had before, which a GPU goes on to write to."""
+    memory = pinning.pinned_memory(1 << 16)
+    memory.fill_(1)
+    (ready, go), (told, tell) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(ready, 1)
+        del pinned
+        os.write(tell, bytes(memory[::4096].tolist()))
+        os._exit(0)
+    memory.fill_(2)
+    os.write(go, b".")
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(told, 100) == bytes([2] * 16)
