@@ -51,6 +51,24 @@ def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
         assert differences(loaded(mine, first), loaded(theirs, first)) == []
 
 
+@pytest.mark.parametrize("stage", ["copy", "quantize", None])
+def test_on_the_host_the_same_is_stored(tmp_path, stage):
+    """By `storage.on_device: false`, in a synchronous save too."""
+    states = [mixed_state(), moved(mixed_state(), 1)]
+    for name, on_device in (("host", False), ("gpu", True)):
+        for number, state in enumerate(states):
+            there, path = to_cuda(state), tmp_path / name / str(number)
+            if stage is None:
+                dsq_ckpt.save(there, path, config={"storage": {"on_device": on_device}})
+            else:
+                config = {"storage": {"on_device": on_device, "stage": stage}}
+                dsq_ckpt.async_save(there, path, config=config).result()
+    for number, state in enumerate(states):
+        one, other = (tmp_path / name / str(number) for name in ("host", "gpu"))
+        assert codes_of(one) == codes_of(other)
+        assert differences(loaded(one, state), loaded(other, state)) == []
+
+
 def test_device_memory_of_a_save(tmp_path, monkeypatch):
     """At most 1.25 bytes per element beside the state and what waits for the trip, previous codes included."""
     monkeypatch.setattr(transfer, "IN_FLIGHT", 1)  # one chunk at a time
