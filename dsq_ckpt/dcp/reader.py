@@ -39,6 +39,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty, warn_of_more
 from dsq_ckpt.dcp.planner_data import decoded
+from dsq_ckpt.dcp.tied_targets import TiedTargets
 from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
@@ -199,7 +200,7 @@ class DSQStorageReader(Located, StorageReader):
     ) -> None:
         """Decode chunks side by side; the planner is asked in one thread, and told of each chunk in its turn."""
         begun: deque[_Begun] = deque()
-        taken, known = Ranges(), dict[RecordRef, Codes]()
+        taken, tied, known = Ranges(), TiedTargets(), dict[RecordRef, Codes]()
 
         def loads() -> Iterator[ChunkLoad]:
             for index, ref in _in_order(checkpoint, wanted):
@@ -230,9 +231,11 @@ class DSQStorageReader(Located, StorageReader):
                     piece = piece.narrow(dim, start, length)
                 if target.shape != piece.shape:
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
+                tied.add(key.fqn, target, piece)
                 if load.tensor is not target:
                     target.copy_(piece)
                 planner.commit_tensor(item, target)
+        tied.warn(checkpoint.directory)
 
     def _check_lossy(self, fqn: str, record: dict[str, Any]) -> None:
         lossy = record["type"] in ("coded", "merged") or "stored" in record

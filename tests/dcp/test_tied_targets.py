@@ -1,0 +1,64 @@
+"""A load into tensors that are one: silent where the checkpoint has one value for them, told of where it has two."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import dsq_ckpt
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+SIZES = [(80, 80), (5, 5)]
+
+
+def state(shape, *seeds):
+    return {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for name, seed in zip("abc", seeds, strict=False)
+    }
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=["lossy", "exact"])
+@pytest.mark.parametrize("by_dcp", [False, True])
+def test_two_values_for_one_tensor_are_told(tmp_path, shape, by_dcp):
+    dsq_ckpt.save(state(shape, 1, 2, 3), tmp_path / "a")
+    one = torch.zeros(shape)
+    target = {"a": one, "b": one, "c": torch.zeros(shape)}
+    with pytest.warns(UserWarning, match=r"one tensor .*tied weights \('b' as 'a'\): .* leave one name out"):
+        if by_dcp:
+            dcp.load(target, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"))
+        else:
+            dsq_ckpt.load(target, tmp_path / "a")
+    apart = {name: torch.zeros(shape) for name in "abc"}
+    dsq_ckpt.load(apart, tmp_path / "a")
+    assert torch.equal(one, apart["b"])
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=["lossy", "exact"])
+@pytest.mark.parametrize("values", [(1, 1), (1, 2)], ids=["equal", "different, but apart"])
+def test_what_loses_nothing_is_not(tmp_path, shape, values):
+    """Equal values, with NaN too, of tensors that were not tied; and neighbours in one memory."""
+    saved = state(shape, *values)
+    for value in saved.values():
+        value[0, 0] = float("nan")
+    dsq_ckpt.save(saved, tmp_path / "a", config={"quantize": {"nonfinite": "exact"}})
+    both = torch.zeros(2, *shape)
+    target = {"a": both[0], "b": both[0] if values == (1, 1) else both[1]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.load(target, tmp_path / "a")
+
+
+def test_a_tied_model_is_loaded_as_it_was_saved(tmp_path):
+    model = nn.Sequential(nn.Embedding(80, 80), nn.Linear(80, 80, bias=False))
+    model[1].weight = model[0].weight
+    dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.load({"model": model.state_dict()}, tmp_path / "a")
