@@ -5,26 +5,47 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from contextlib import suppress
 
 import torch
 
+from dsq_ckpt.core.notices import warn_safely
 
-def pinned_memory(size: int) -> torch.Tensor:
+_refused: set[int] = set()
+"""Processes in which CUDA refused to pin memory, as for a limit of what may be locked; each asks once."""
+
+
+def pinned_memory(size: int, device: torch.device) -> torch.Tensor:
     """Allocate bytes for copies from a GPU, uint8[size], pinned as long as this tensor is there, if CUDA allows.
 
-    Pages are shared with forked processes. Of others, as of `torch.empty`, this process would get a copy when it writes
-    to them after a fork, such as of a data loader's workers, while the GPU goes on to write to the original.
+    Pages are shared with forked processes, such as workers of a data loader. Others would be copied for each of these,
+    or, by older kernels, parted from those that the GPU goes on to write to.
     """
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    if pin(memory):
+    if pin(memory, device):
         weakref.finalize(memory, _unpin_here, memory.data_ptr(), os.getpid()).atexit = False
     return memory
 
 
-def pin(tensor: torch.Tensor) -> bool:
-    """Pin the memory of a CPU tensor until `unpin`; False: CUDA refuses, so that copies to it are slow."""
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    return int(status) == 0
+def pin(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Pin the memory of a CPU tensor for copies from a device until `unpin`.
+
+    False: CUDA refuses, so that copies are slow, which is warned of once.
+    """
+    if os.getpid() in _refused:
+        return False
+    with torch.cuda.device(device):  # else the first device gets a context of this process
+        status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if status:
+            _refused.add(os.getpid())
+            with suppress(RuntimeError):  # the error stays until the next launch, which is not to be one of training
+                torch.zeros(1, device=device)
+    if status:
+        warn_safely(
+            f"CUDA could not pin {tensor.nbytes} bytes of memory (error {status}), so copies from {device} are slow; a "
+            "limit of locked memory may be too low (ulimit -l)"
+        )
+    return not status
 
 
 def unpin(address: int) -> None:

@@ -35,8 +35,10 @@ _spare: dict[_Kind, list[torch.Tensor]] = {}
 _ALONE = 1 << 24
 """Bytes up to which one thread copies: to wait for others to be scheduled takes longer where cores are busy."""
 
-_QUEUED = 1 << 20
-"""Bytes up to which a copy is pinned, which takes memory that the system cannot move."""
+_PINNED = 1 << 16
+"""Bytes from which memory for a copy is pinned, one call of the driver for each."""
+_QUEUED, _QUEUED_TOGETHER = 1 << 20, 64 << 20
+"""Bytes of a tensor, and of several, up to which copies from a GPU are queued: PyTorch keeps what it pins for them."""
 
 
 class CopyCost(NamedTuple):
@@ -121,9 +123,11 @@ def copied_by_name(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of tensors on the CPU; small ones of a GPU are queued at once, so that they are waited for once."""
-    copies = [
-        tensor.to("cpu", copy=True, non_blocking=tensor.is_cuda and tensor.nbytes < _QUEUED) for tensor in tensors
-    ]
+    copies, room = [], _QUEUED_TOGETHER
+    for tensor in tensors:
+        queued = tensor.is_cuda and tensor.nbytes <= min(room, _QUEUED)
+        room -= tensor.nbytes if queued else 0
+        copies.append(tensor.to("cpu", copy=True, non_blocking=queued))
     settle_streams(tensors)
     return copies
 
@@ -183,7 +187,7 @@ class _Stager(StateDictStager):
         place = storage.device, storage.data_ptr()
         region, size = self._regions.get(place, (place, storage.nbytes()))
         if region not in self._leased:
-            self._leased[region] = self._lease((size, storage.device.type == "cuda"))
+            self._leased[region] = self._lease(size, storage.device)
         start = storage.data_ptr() - region[1]
         target = self._leased[region][start : start + storage.nbytes()]
         if storage.nbytes() < _ALONE and storage.device.type == "cpu":
@@ -193,13 +197,14 @@ class _Stager(StateDictStager):
         copy.copy_(storage, non_blocking)
         return copy
 
-    def _lease(self, kind: _Kind) -> Any:
+    def _lease(self, size: int, device: torch.device) -> Any:
         """Return memory as an array of bytes, which is given back when the last tensor in it is freed."""
-        size, pinned = kind
+        pinned = device.type == "cuda" and size >= _PINNED
+        kind = size, pinned
         try:
             whole = self._spare[kind].pop()
         except LookupError:
-            whole = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8, device="cpu")
+            whole = pinned_memory(size, device) if pinned else torch.empty(size, dtype=torch.uint8, device="cpu")
         lease = whole.numpy()
         weakref.finalize(lease, _give_back, whole, kind).atexit = False
         return lease

@@ -47,10 +47,10 @@ class Arena:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.tensor[offset : offset + size].view(dtype).view(shape)
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         """Pin the memory for asynchronous copies from a GPU; if CUDA refuses, copies are synchronous."""
         if not self._pinned:
-            self._pinned = pin(self.tensor)
+            self._pinned = pin(self.tensor, device)
 
     def close(self) -> None:
         """Release the memory; tensors in it stay valid while they are referenced."""

@@ -149,8 +149,8 @@ class _OnDevice:
 
     def copy_to(self, arena: Arena) -> torch.cuda.Event:
         """Copy the memory to the host on a separate stream, after the current stream's work; return its event."""
-        arena.pin()
         device = self._memory.device
+        arena.pin(device)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

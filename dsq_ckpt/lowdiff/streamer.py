@@ -127,8 +127,9 @@ class GradientStreamer:
             assert self._client is not None
             slot = self._client.slot()
             arena, self.new = self._client.ensure_arena(slot, self._slot_bytes)
-            if any(parameter.is_cuda for parameter in self._places):
-                arena.pin()
+            device = next((parameter.device for parameter in self._places if parameter.is_cuda), None)
+            if device is not None:
+                arena.pin(device)
             self.slot = slot
 
     def reserve(self, buffer_bytes: int) -> None:

@@ -113,6 +113,12 @@ class MatrixScales:
         values = torch.where(values.abs() < TINY, 0.0, values)
         if not self.any:
             return values
+        if len(values) < self.columns:  # not factors of all columns for a part of a row
+            place = np.arange(start, start + len(values))
+            entry = np.full(len(values), ONE, np.int32)
+            entry += self.by_row[place // self.columns] if len(self.by_row) else 0
+            entry += self.by_column[place % self.columns] if len(self.by_column) else 0
+            return values.div_(torch.from_numpy(FACTORS[entry.clip(0, len(FACTORS) - 1)]).to(values.device))
         first, last = start // self.columns, -(-(start + len(values)) // self.columns)
         by_row, by_column = self.by_row[first:last], self.by_column
         ends = torch.from_numpy(np.concatenate([by_row, by_column])).to(values.device, torch.int32)
@@ -179,7 +185,7 @@ def _near(part: torch.Tensor, by_row: bool, by_column: bool) -> _Sums:
         found = torch.cat([reach, numbers, left.view(-1)]).cpu().numpy()  # together, since each copy waits
         low, high = found[:2]
         return _Sums(
-            found[2 : 2 + len(numbers)], found[2 + len(numbers) :].reshape(left.shape), min(low, 0), max(high, 0)
+            found[2 : 2 + len(numbers)].copy(), found[2 + len(numbers) :].reshape(left.shape), min(low, 0), max(high, 0)
         )
     except torch.OutOfMemoryError:
         return _here(part.cpu(), by_row, by_column)

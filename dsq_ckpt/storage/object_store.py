@@ -146,7 +146,7 @@ class Upload:
         """The object to write to: this upload, which has no other method than `write`."""
         return cast(IO[bytes], self)
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         """Append bytes.
 
         Raises:

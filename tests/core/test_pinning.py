@@ -6,21 +6,24 @@ import gc
 import os
 
 import pytest
+import torch
 
 from dsq_ckpt.core import pinning
+
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def pinned(monkeypatch):
     """Addresses that are pinned, as far as a machine without CUDA is told."""
     found: set[int] = set()
-    monkeypatch.setattr(pinning, "pin", lambda tensor: found.add(tensor.data_ptr()) is None)
+    monkeypatch.setattr(pinning, "pin", lambda tensor, device: found.add(tensor.data_ptr()) is None)
     monkeypatch.setattr(pinning, "unpin", found.remove)
     return found
 
 
 def test_it_is_unpinned_before_it_is_freed(pinned):
-    memory = pinning.pinned_memory(1000)
+    memory = pinning.pinned_memory(1000, GPU)
     assert pinned == {memory.data_ptr()} and memory.shape == (1000,)
     del memory
     gc.collect()
@@ -28,14 +31,14 @@ def test_it_is_unpinned_before_it_is_freed(pinned):
 
 
 def test_where_it_cannot_be_pinned_it_is_memory_like_any(monkeypatch):
-    monkeypatch.setattr(pinning, "pin", lambda tensor: False)
-    pinning.pinned_memory(10).fill_(3)
+    monkeypatch.setattr(pinning, "pin", lambda tensor, device: False)
+    pinning.pinned_memory(10, GPU).fill_(3)
     gc.collect()
 
 
 def test_pages_are_not_copied_by_a_fork(pinned):
     """What the parent writes after a fork is in the page that it had before, which a GPU goes on to write to."""
-    memory = pinning.pinned_memory(1 << 16)
+    memory = pinning.pinned_memory(1 << 16, GPU)
     memory.fill_(1)
     (ready, go), (told, tell) = os.pipe(), os.pipe()
     child = os.fork()

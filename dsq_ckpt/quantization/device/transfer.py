@@ -24,8 +24,8 @@ SLOT = 32 << 20
 """Bytes of each of the two pinned buffers."""
 IN_FLIGHT = 256 << 20
 """Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
-FREE_SHARE, MOST = 4, 2 << 30
-"""More may wait where the device has free memory that PyTorch never took: a quarter of that, up to these bytes."""
+FREE_SHARE, MOST = 4, 1 << 30
+"""More may wait where the device has memory that training did not need so far: a quarter of that, up to these bytes."""
 
 
 class Transfer:
@@ -53,14 +53,20 @@ class Transfer:
     def _fits(self, size: int) -> bool:
         if size <= IN_FLIGHT or not self._cuda:
             return size <= IN_FLIGHT
-        return size <= min(torch.cuda.mem_get_info(self._device)[0] // FREE_SHARE, MOST)
+        reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
+        free = torch.cuda.mem_get_info(self._device)[0] + reserved - peak
+        return size <= min(free // FREE_SHARE, MOST)
 
     def submit(self, size: int, work: Callable[[], _T]) -> Future[_T]:
         """Run `work` in the background, after the work queued on the current stream; release `size` reserved bytes.
 
         `work` may launch kernels, which run on the side stream, and call `fetch`. It must hold the tensors it reads.
         """
-        ready = self._ready()
+        try:
+            ready = self._ready()
+        except BaseException:
+            self.release(size)
+            raise
 
         def run() -> _T:
             try:

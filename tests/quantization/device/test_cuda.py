@@ -30,9 +30,10 @@ def to_cuda(tree):
 @pytest.mark.parametrize("bound", [transfer.IN_FLIGHT, 1])
 def test_tensors_may_be_overwritten_at_once(tmp_path, monkeypatch, side, bound):
     monkeypatch.setattr(transfer, "IN_FLIGHT", bound)
+    monkeypatch.setattr(transfer, "MOST", bound)
     first = mixed_state()
     states = [first, moved(first, 1), moved(moved(first, 1), 2, scale=1e-5)]
-    keep = {"refinement": {"keep_last": 3}}
+    keep = {"refinement": {"keep_last": 3}, "storage": {"stage": "quantize"}}
     stream = torch.cuda.stream(torch.cuda.Stream()) if side else contextlib.nullcontext()
     with stream:
         for number, state in enumerate(states):
@@ -71,12 +72,15 @@ def test_on_the_host_the_same_is_stored(tmp_path, stage):
 
 def test_device_memory_of_a_save(tmp_path, monkeypatch):
     """At most 1.25 bytes per element beside the state and what waits for the trip, previous codes included."""
-    monkeypatch.setattr(transfer, "IN_FLIGHT", 1)  # one chunk at a time
+    for name in ("IN_FLIGHT", "MOST"):
+        monkeypatch.setattr(transfer, name, 1)  # one chunk at a time
     state = {f"layer{i}.weight": torch.randn(1 << 21, 8, device="cuda") * 0.02 for i in range(16)}
     elements = sum(value.numel() for value in state.values())
     dsq_ckpt.save(state, tmp_path / "0")
     base = torch.cuda.memory_allocated() - elements  # the codes stay
     for number in (1, 2):
+        for value in state.values():
+            value.mul_(1.01)
         torch.cuda.reset_peak_memory_stats()
         dsq_ckpt.save(state, tmp_path / str(number))
         assert torch.cuda.max_memory_allocated() - base <= 1.25 * elements
