@@ -1,6 +1,6 @@
 """Measure everything that docs/evaluation.md shows, or a shortened set of it, and draw the pictures.
 
-    python scripts/evaluate_all.py --quick --directory evaluation    # meant for an hour on two cores
+    python scripts/evaluate_all.py --quick --directory evaluation    # less than an hour on two cores
     python scripts/evaluate_all.py --directory evaluation            # all of it, many hours
     python scripts/evaluate_all.py --quick --list                    # the commands, none is run
 

@@ -21,7 +21,10 @@ def pinned_memory(size: int, device: torch.device) -> torch.Tensor:
     Pages are shared with forked processes, such as workers of a data loader. Others would be copied for each of these,
     or, by older kernels, parted from those that the GPU goes on to write to.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    try:
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    except OSError:  # a process has so many mappings at most (vm.max_map_count)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     if pin(memory, device):
         weakref.finalize(memory, _unpin_here, memory.data_ptr(), os.getpid()).atexit = False
     return memory

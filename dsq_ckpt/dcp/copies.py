@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import platform
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ _spare: dict[_Kind, list[torch.Tensor]] = {}
 _ALONE = 1 << 24
 """Bytes up to which one thread copies: to wait for others to be scheduled takes longer where cores are busy."""
 
-_PINNED = 1 << 16
+_PINNED = 1 << 18
 """Bytes from which memory for a copy is pinned, one call of the driver for each."""
 _QUEUED, _QUEUED_TOGETHER = 1 << 20, 64 << 20
 """Bytes of a tensor, and of several, up to which copies from a GPU are queued: PyTorch keeps what it pins for them."""
@@ -61,8 +62,9 @@ class CopyCost(NamedTuple):
     @classmethod
     def of(cls, state_dict: dict[str, Any]) -> CopyCost:
         """Return the cost of a copy of a state dict of this rank."""
-        spare = sum(size * len(some) for (size, _), some in _spare.items())
-        return cls(platform.node(), _size(state_dict), spare, available_memory())
+        size, kinds = _size(state_dict)
+        spare = sum(kind[0] * min(count, len(_spare.get(kind, ()))) for kind, count in kinds.items())
+        return cls(platform.node(), size, spare, available_memory())
 
 
 def copies_instead(how: str, costs: Sequence[CopyCost | None], processes: bool, rank: int) -> bool:
@@ -170,8 +172,10 @@ class _Stager(StateDictStager):
     def __init__(self, flat: Mapping[str, Any]) -> None:
         super().__init__()
         global _spare
-        self._spare, _spare = _spare, {}  # of no use to this copy is of no use to the next
         self._regions = _regions(flat)
+        # What is of no use to this copy is of no use to the next, and freed before others are allocated.
+        self._spare = {kind: _spare.get(kind, [])[:count] for kind, count in _kinds(self._regions).items()}
+        _spare = {}
         self._leased: dict[_Place, Any] = {}
         self._resolved: list[torch.Tensor] = []  # alive, since what is copied is known by its identity
 
@@ -199,12 +203,11 @@ class _Stager(StateDictStager):
 
     def _lease(self, size: int, device: torch.device) -> Any:
         """Return memory as an array of bytes, which is given back when the last tensor in it is freed."""
-        pinned = device.type == "cuda" and size >= _PINNED
-        kind = size, pinned
+        kind = _kind(size, device)
         try:
             whole = self._spare[kind].pop()
         except LookupError:
-            whole = pinned_memory(size, device) if pinned else torch.empty(size, dtype=torch.uint8, device="cpu")
+            whole = pinned_memory(size, device) if kind[1] else torch.empty(size, dtype=torch.uint8, device="cpu")
         lease = whole.numpy()
         weakref.finalize(lease, _give_back, whole, kind).atexit = False
         return lease
@@ -234,6 +237,15 @@ def _regions(flat: Mapping[str, Any]) -> dict[_Place, tuple[_Place, int]]:
     return regions
 
 
+def _kind(size: int, device: torch.device) -> _Kind:
+    return size, device.type == "cuda" and size >= _PINNED
+
+
+def _kinds(regions: Mapping[_Place, tuple[_Place, int]]) -> Counter[_Kind]:
+    """Return how much memory of each kind a copy takes."""
+    return Counter(_kind(size, place[0]) for place, (region, size) in regions.items() if place == region and size)
+
+
 def _give_back(whole: torch.Tensor, kind: _Kind) -> None:
     _spare.setdefault(kind, []).append(whole)
 
@@ -255,15 +267,16 @@ def _bare(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _size(state_dict: dict[str, Any]) -> int | None:
-    """Return the bytes of all memory that the tensors of a state dict lie in; None as in `CopyCost`."""
+def _size(state_dict: dict[str, Any]) -> tuple[int | None, Counter[_Kind]]:
+    """Return the bytes of all memory that the tensors of a state dict lie in, None as in `CopyCost`, and its kinds."""
     flat = flatten_state_dict(state_dict)[0]
     tensors = [_local(value) for value in flat.values() if isinstance(value, torch.Tensor)]
     local = [tensor for tensor in tensors if tensor is not None and tensor.device.type in ("cpu", "cuda")]
     if len(local) < len(tensors):
-        return None
-    size = sum(size for start, (region, size) in _regions(flat).items() if start == region)
-    return None if size > 2 * sum(tensor.numel() * tensor.itemsize for tensor in local) else size
+        return None, Counter()
+    kinds = _kinds(_regions(flat))
+    size = sum(kind[0] * count for kind, count in kinds.items())
+    return None if size > 2 * sum(tensor.numel() * tensor.itemsize for tensor in local) else size, kinds
 
 
 def _storages(flat: Mapping[str, Any]) -> Iterator[torch.UntypedStorage]:

@@ -231,15 +231,15 @@ class DSQStorageReader(Located, StorageReader):
                     piece = piece.narrow(dim, start, length)
                 if target.shape != piece.shape:
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
-                tied.add(key.fqn, target, piece)
+                if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may give memory of their own
+                    tied.add(key.fqn, ref, _is_lossy(checkpoint.record(ref)), target, piece)
                 if load.tensor is not target:
                     target.copy_(piece)
                 planner.commit_tensor(item, target)
         tied.warn(checkpoint.directory)
 
     def _check_lossy(self, fqn: str, record: dict[str, Any]) -> None:
-        lossy = record["type"] in ("coded", "merged") or "stored" in record
-        if lossy and any(fnmatchcase(fqn, pattern) for pattern in self._exact):
+        if _is_lossy(record) and any(fnmatchcase(fqn, pattern) for pattern in self._exact):
             raise LossyTensor(
                 f"'{fqn}' was stored lossy ({record.get('group', record.get('stored'))}), but exact was asked "
                 "for; save it by a rule with exact: true, or drop it from exact="
@@ -281,6 +281,10 @@ class DSQStorageReader(Located, StorageReader):
             checkpoint.close()
             raise LoadFailed(f"'{self.path}' was overwritten while it was being loaded; load again")
         return checkpoint
+
+
+def _is_lossy(record: dict[str, Any]) -> bool:
+    return record["type"] in ("coded", "merged") or "stored" in record
 
 
 class _Begun(NamedTuple):

@@ -267,6 +267,17 @@ def test_it_quantizes_where_memory_is_short_and_says_so(tmp_path, monkeypatch, q
     assert quantizing == ["training"] and told[-1].filename == __file__
 
 
+def test_memory_of_a_copy_of_another_state_is_not_counted_on(tmp_path):
+    """It is freed before the next copy takes memory of its own."""
+    first, second = ({f"w{number}": torch.randn(size) for number in range(4)} for size in (50_000, 60_000))
+    copied_by_name(first).clear()
+    gc.collect()
+    assert CopyCost.of(first).spare == CopyCost.of(first).size == 800_000
+    assert CopyCost.of(second).spare == 0
+    copy = copied_by_name(second)
+    assert not copies._spare and len(copy) == 4
+
+
 def test_small_parts_of_large_memory_are_not_worth_a_copy():
     large = torch.randn(1000, 100)
     assert CopyCost.of({"w": large, "v": large[1:]}).size == large.nbytes

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dsq_ckpt
 
@@ -30,7 +31,7 @@ def test_two_values_for_one_tensor_are_told(tmp_path, shape, by_dcp):
     dsq_ckpt.save(state(shape, 1, 2, 3), tmp_path / "a")
     one = torch.zeros(shape)
     target = {"a": one, "b": one, "c": torch.zeros(shape)}
-    with pytest.warns(UserWarning, match=r"one tensor .*tied weights \('b' as 'a'\): .* leave one name out"):
+    with pytest.warns(UserWarning, match=r"one tensor .*tied weights \('a' and 'b'\): .* leave one name out"):
         if by_dcp:
             dcp.load(target, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"))
         else:
@@ -62,3 +63,49 @@ def test_a_tied_model_is_loaded_as_it_was_saved(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dsq_ckpt.load({"model": model.state_dict()}, tmp_path / "a")
+
+
+def test_one_tensor_that_two_ranks_stored_by_two_names_is_one(tmp_path):
+    """As tied weights under DDP: each name has a codebook of its own layer type, and so errors of its own."""
+    weight = torch.randn(512, 128) * 0.02
+    model = nn.ModuleDict({
+        "embed": nn.Embedding(512, 128), "head": nn.Linear(128, 512, bias=False), "positions": nn.Embedding(512, 128),
+    })
+    for name in ("embed", "head"):
+        model[name].weight.data.copy_(weight)
+    dsq_ckpt.save(dict(model.state_dict()), tmp_path / "a", model=model)
+    apart = {name: torch.zeros(512, 128) for name in ("embed.weight", "head.weight")}
+    dsq_ckpt.load(apart, tmp_path / "a")
+    assert not torch.equal(apart["embed.weight"], apart["head.weight"])
+    one = torch.zeros(512, 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for refinement in (True, False):
+            dsq_ckpt.load({"embed.weight": one, "head.weight": one}, tmp_path / "a", refinement=refinement)
+
+
+class WithMemoryOfItsOwn(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item):
+        return torch.empty_like(super().resolve_tensor(read_item))
+
+    def commit_tensor(self, read_item, tensor):
+        super().resolve_tensor(read_item).copy_(tensor)
+
+
+def test_memory_that_a_planner_takes_again_is_not_one_tensor(tmp_path):
+    saved = {f"t{number}": torch.randn(5) for number in range(40)}
+    dsq_ckpt.save(saved, tmp_path / "a")
+    target = {name: torch.zeros(5) for name in saved}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(target, storage_reader=dsq_ckpt.DSQStorageReader(tmp_path / "a"), planner=WithMemoryOfItsOwn())
+    assert all(torch.equal(target[name], value) for name, value in saved.items())
+
+
+def test_three_names_are_told_in_pairs(tmp_path):
+    first, other = torch.randn(300), torch.randn(300)
+    dsq_ckpt.save({"a": first, "b": other, "c": first.clone()}, tmp_path / "a")
+    one = torch.zeros(300)
+    with pytest.warns(UserWarning, match=r"\('a' and 'b', 'b' and 'c'\)"):
+        dsq_ckpt.load({"a": one, "b": one, "c": one}, tmp_path / "a")
