@@ -20,8 +20,9 @@ import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from dsq_ckpt.dcp.calls import SaveCall
+from dsq_ckpt.dcp.calls import DEFAULT_PLANNERS, SaveCall
 from dsq_ckpt.dcp.staging import Offer
+from dsq_ckpt.dcp.tied_plans import together
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.layout import Layout
@@ -155,11 +156,12 @@ class GlobalPlan(NamedTuple):
     known: _Known | None = None
 
     @classmethod
-    def of_stack(cls, plans: list[SavePlan]) -> GlobalPlan:
+    def of_stack(cls, plans: list[SavePlan], tied: bool = True) -> GlobalPlan:
         """Return the plans of the save on this thread's stack.
 
         Args:
             plans: global plan by the planner, in which plans that did not change are empty.
+            tied: whether tied weights that the planner dealt to several ranks are to be written by one.
 
         Raises:
             SaveFailed: a cached plan is not that of this save.
@@ -171,6 +173,8 @@ class GlobalPlan(NamedTuple):
             offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
             if len(offers) != len(plans):
                 raise SaveFailed(PLAN_CACHING)
+            if tied and call is not None and call.gathered and type(call.planner) in DEFAULT_PLANNERS:
+                plans = together(plans, call.gathered, call.planner.state_dict)  # type: ignore[attr-defined]
             return cls(plans, offers, plans)
         assert isinstance(call.planner, DefaultSavePlanner)
         key, whole = call.planner._cached_plans_key, call.planner.global_plan

@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from dsq_ckpt.dcp.nested import NestedSavePlanner
 from dsq_ckpt.errors import SaveFailed
 
+DEFAULT_PLANNERS = (DefaultSavePlanner, NestedSavePlanner)
+"""Classes that plan as DCP does by default."""
+
 NO_COLLECTIVES = (
     "use_collectives=False lets every rank save a checkpoint of its own: leave it out, or save with no_dist=True, each "
     "rank to a directory of its own"
@@ -145,7 +148,7 @@ def plans_by_default(planner: SavePlanner | None) -> bool:
     """
     if planner is None:
         return True
-    if type(planner) not in (DefaultSavePlanner, NestedSavePlanner):
+    if type(planner) not in DEFAULT_PLANNERS:
         return False
     own, usual = vars(planner), vars(type(planner)())
     replaced = any(callable(getattr(type(planner), name, None)) for name in own)

@@ -174,7 +174,7 @@ class _Stager(StateDictStager):
         global _spare
         self._regions = _regions(flat)
         # What is of no use to this copy is of no use to the next, and freed before others are allocated.
-        self._spare = {kind: _spare.get(kind, [])[:count] for kind, count in _kinds(self._regions).items()}
+        self._spare = {kind: _spare.get(kind, [])[-count:] for kind, count in _kinds(self._regions).items()}
         _spare = {}
         self._leased: dict[_Place, Any] = {}
         self._resolved: list[torch.Tensor] = []  # alive, since what is copied is known by its identity

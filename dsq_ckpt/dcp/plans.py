@@ -50,7 +50,7 @@ def items_beside(
     write_items: list[WriteItem], planner: SavePlanner, options: SaveOptions, context: SaveContext
 ) -> list[SaveItem]:
     """Return tensors of this rank's state dict that another rank writes; none if the planner is not DCP's."""
-    if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or _apart(planner.state_dict):
+    if context.ranks == 1 or not isinstance(planner, DefaultSavePlanner) or apart(planner.state_dict):
         return []
     whole = DefaultSavePlanner()  # the hooks of a planner are called no oftener than DCP does it
     whole.set_up_planner(planner.state_dict)
@@ -59,7 +59,7 @@ def items_beside(
     return items_of_plan(others, whole, options, context.layout)
 
 
-def _apart(state: Any) -> bool:
+def apart(state: Any) -> bool:
     """Return whether no two tensors of a state can share memory, so that it need not be planned again as a whole."""
     seen: set[int] = set()
     left = [state]

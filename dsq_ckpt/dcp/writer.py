@@ -192,7 +192,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.no_dist and len(plans) > 1:
             raise SaveFailed(f"DSQStorageWriter has no_dist=True, but DCP saves with {len(plans)} ranks")
-        found = GlobalPlan.of_stack(plans)
+        found = GlobalPlan.of_stack(plans, tied=not isinstance(self._staged, StagedCodes))
         plans, offers = found.plans, found.offers
         refuse_different([offer.settings for offer in offers])
         if isinstance(self._staged, StagedCodes):

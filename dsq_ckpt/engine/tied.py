@@ -44,14 +44,14 @@ class TiedItems:
         ranges: dict[torch.device, list[tuple[int, int, Hashable]]] = {}
         for item in chain(items, (other for other in beside if other.key not in own)):
             try:
-                alive.append(tensor := _local(item.load()))
+                alive.append(tensor := local_part(item.load()))
             except Exception:  # it fails again where the other ranks are notified
                 continue
             if not item.key.elements or not tensor.numel() or tensor.layout is not torch.strided:
                 continue
             # Moments are coded in coordinates of their own, so a moment is never tied to another kind of tensor.
             moment = item.kind if item.kind in ("exp_avg", "exp_avg_sq") else ""
-            memory: Hashable = (_memory(tensor), item.key.offsets, item.key.shape, moment)
+            memory: Hashable = (place_of(tensor), item.key.offsets, item.key.shape, moment)
             if memory not in same:
                 start = tensor.data_ptr()
                 ranges.setdefault(tensor.device, []).append((start, start + _span(tensor), memory))
@@ -82,12 +82,14 @@ class TiedItems:
         ]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor in this rank's memory."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
-def _memory(tensor: torch.Tensor) -> Hashable:
+def place_of(tensor: torch.Tensor) -> Hashable:
+    """Return where a tensor lies in memory; its shape is not part of that."""
     return tensor.device, tensor.data_ptr(), tensor.stride(), tensor.dtype
 
 
@@ -102,8 +104,8 @@ def _unit(item: SaveItem, alive: list[torch.Tensor]) -> Hashable:
     if item.second_moment is None:
         return None
     try:
-        alive.append(tensor := _local(item.second_moment.load()))
-        return _memory(tensor)
+        alive.append(tensor := local_part(item.second_moment.load()))
+        return place_of(tensor)
     except Exception:  # as above
         return item.second_moment.fqn
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import depth, done, error_of, fresh, world
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,7 +69,7 @@ def flip(run: Path, rank: int, size: int, searched: bool) -> None:
 
 
 def tied(run: Path, rank: int) -> None:
-    """Weights that are tied are stored once, though replicas are dealt to all ranks, if they are staged as codes."""
+    """Weights that are tied are stored once, though replicas are dealt to all ranks."""
     fresh()
     model = Tied()
     wrapped = DistributedDataParallel(model)
@@ -76,7 +77,10 @@ def tied(run: Path, rank: int) -> None:
     dsq_ckpt.async_save(state, run / "0", model=model, config={"storage": {"stage": "quantize"}}).result()
     manager = ConfigManager(model, lambda: float(model.hidden.weight.square().mean() + model.embed.weight.abs().mean()))
     save_with(lambda: (DSQStorageWriter(run / "1", model=model, policy=manager), state), staged=True)
-    for name in "01":
+    dsq_ckpt.save(state, run / "2", model=model)
+    dsq_ckpt.async_save(state, run / "3", model=model, config={"storage": {"stage": "copy"}}).result()
+    dcp.save(state, storage_writer=DSQStorageWriter(run / "4", model=model))
+    for name in "01234":
         assert Manifest.read(run / name).kinds["weights"].logical == 4 * (128 * 96 + 96 * 96)
         got = {"model": Tied(1, tied=False).state_dict()}
         dsq_ckpt.load(got, run / name)
