@@ -13,7 +13,7 @@ from dsq_ckpt.coding import ChangesCoder, RansCoder, _native, rans
 from tests.coding import common, test_changes
 
 NATIVE = Path(rans.__file__).parent / "native"
-FLAGS = ["-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-g1", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 ROUNDS = 40_000
 
 
