@@ -157,6 +157,12 @@ def no_launcher(monkeypatch):
     return monkeypatch
 
 
+@pytest.fixture
+def forked_logs(monkeypatch):
+    """Checkpointing processes of gradient logs are forks."""
+    monkeypatch.setattr("subprocess.Popen", forks.popen)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run directory with three checkpoints, and what they were made of; not to be changed."""

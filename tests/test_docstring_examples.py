@@ -21,6 +21,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.usefixtures("forked_logs")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_gives_what_it_shows(name, tmp_path, monkeypatch):

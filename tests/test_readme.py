@@ -52,6 +52,7 @@ def training(tmp_path, monkeypatch):
     logging.getLogger("dsq_ckpt").setLevel(level)  # an example changes it
 
 
+@pytest.mark.usefixtures("forked_logs")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_examples(training, number):

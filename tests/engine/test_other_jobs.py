@@ -101,6 +101,7 @@ def test_somebodys_exports_are_no_job(tmp_path):
     assert not said(tmp_path / "2") + said(tmp_path / "3")
 
 
+@pytest.mark.usefixtures("forked_logs")
 def test_the_checkpointing_process_of_a_log_is_no_job(tmp_path):
     said(tmp_path / "1")
     model = torch.nn.Linear(16, 16)

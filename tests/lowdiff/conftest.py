@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 from dsq_ckpt.lowdiff import process, worker_client
-from tests.helpers import forks
 
 
 class _Thread:
@@ -41,9 +40,8 @@ class _Thread:
 
 
 @pytest.fixture(autouse=True)
-def _forks(monkeypatch):
+def _forks(forked_logs):
     """Checkpointing processes are forks."""
-    monkeypatch.setattr(worker_client.subprocess, "Popen", forks.popen)
 
 
 @pytest.fixture
