@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -56,6 +57,11 @@ def _systems(usual: Sequence[str], known: Collection[str] = tuple(SYSTEMS)) -> A
     return typer.Option(",".join(usual), "--systems", help=f"Separated by commas, of {', '.join(known)}.")
 
 
+def _named(systems: str) -> list[str]:
+    """Return the names in an option; a comma before a space belongs to a name."""
+    return re.split(",(?! )", systems)
+
+
 ONLINE = [*SYSTEMS, NOISE_FLOOR]
 
 
@@ -92,7 +98,7 @@ def offline(
     json_path: Path = JSON,
 ) -> None:
     """Compress recorded runs with every system at the configuration it searches for: ratio, degradation and cost."""
-    chosen = _known(systems.split(","), comparison.all_systems())
+    chosen = _known(_named(systems), comparison.all_systems())
     recordings = _recordings(workload, seed, directory)
     torch.set_num_threads(1)
     settings = {"workload": workload, "seed": seed, "epsilon": epsilon, "dsq_epsilon": dsq_epsilon, "systems": chosen}
@@ -209,7 +215,7 @@ def online(
 ) -> None:
     """Train with failures and restores from each system's checkpoints, and compare with a run without failures."""
     _known([workload], names())
-    chosen = _known(systems.split(","), ONLINE)
+    chosen = _known(_named(systems), ONLINE)
     bounds = [float(bound) for bound in epsilons.split(",")]
     kept = _rows_in(json_path, "online", {
         "workload": workload, "seed": seed, "failures": failures, "per_failure": per_failure, "epsilons": bounds,
@@ -263,11 +269,11 @@ def oneshot(
     workload: list[str] = WORKLOADS,
     seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
     bound: float = EPSILON,
-    system: list[str] = typer.Option(one_shot.SYSTEMS, help="Systems to compare."),
+    systems: str = _systems(one_shot.SYSTEMS, one_shot.SYSTEMS),
     json_path: Path | None = ROWS,
 ) -> None:
     """Compress trained models by themselves with every system: the size at a bound on the loss."""
-    chosen, own = _known(workload, names()), _known(system, one_shot.SYSTEMS)
+    chosen, own = _known(workload, names()), _known(_named(systems), one_shot.SYSTEMS)
     kept = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
     rows = kept.of_each_run(
         chosen, seed, {"bound": bound, "systems": own},
@@ -281,11 +287,11 @@ def transfer(
     workload: list[str] = WORKLOADS,
     seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
     bound: list[float] = typer.Option(transferred.BOUNDS, help="Bounds: relative degradation of the held-out loss."),
-    system: list[str] = typer.Option(transferred.SYSTEMS, help="Systems to compare."),
+    systems: str = _systems(transferred.SYSTEMS, transferred.SYSTEMS),
     json_path: Path | None = ROWS,
 ) -> None:
     """Fine-tune on another task from what every system's compressed checkpoint gives back, at several bounds."""
-    chosen, own = _known(workload, transferred.TASKS), _known(system, transferred.SYSTEMS)
+    chosen, own = _known(workload, transferred.TASKS), _known(_named(systems), transferred.SYSTEMS)
     kept = _rows_in(json_path, "transfer", {"workload": chosen, "seed": seed, "systems": own})
     rows = kept.of_each_run(
         chosen, seed, {"bounds": bound, "systems": own},
@@ -329,7 +335,7 @@ def rework(
     """Count the iterations that it takes, after a restore from a chain of checkpoints, to be back at the failure."""
     _known([workload], names())
     plan = rework_runs.Experiment(workload, seed, every, trials, limit, rate)
-    methods = rework_runs.methods(_known(systems.split(","), SYSTEMS), [int(count) for count in bits.split(",")], coded)
+    methods = rework_runs.methods(_known(_named(systems), SYSTEMS), [int(count) for count in bits.split(",")], coded)
     kept = _rows_in(json_path, "rework", {
         "workload": workload, "seed": seed, "every": every, "trials": trials, "limit": limit, "rate": rate,
         "systems": systems, "bits": bits, **({"coded": True} if coded else {}),

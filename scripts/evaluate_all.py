@@ -38,8 +38,8 @@ exact-differences       evaluate.py exact llama
 online-llama-seed0      evaluate.py online llama --systems noise,dsq,inshrinkerator --epsilons 0.05 --per-failure 2
 resume                  evaluate.py resume llama lstm --config default --share 0.3 --share 0.6
 resume-deepspeed        evaluate.py resume-deepspeed
-oneshot                 evaluate.py oneshot llama --system 'dsq, check' --system inshrinkerator --system uniform
-transfer                evaluate.py transfer llama --bound 0.05 --system 'dsq, check' --system inshrinkerator
+oneshot                 evaluate.py oneshot llama --systems 'dsq, check,inshrinkerator,uniform'
+transfer                evaluate.py transfer llama --bound 0.05 --systems 'dsq, check,inshrinkerator'
 ablations-llama-seed0   evaluate.py ablations llama --part coders
 ablations-timings       evaluate.py ablations llama --part timings --elements 1048576 --repeats 1
 ablations-ranks         evaluate.py ablations llama --part ranks
