@@ -63,8 +63,6 @@ def _named(systems: str) -> list[str]:
 
 
 ONLINE = [*SYSTEMS, NOISE_FLOOR]
-
-
 JSON = typer.Option(..., "--json", help="File to write the results to.")
 PART = typer.Option(list(parts.PARTS), help=f"Of {', '.join(parts.PARTS)}; several times for several.")
 EPSILON = typer.Option(0.05, help="Bound: relative degradation of the held-out loss by a base layer.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import evaluate_all
 import pytest
-from evaluation import names
+from evaluation import names, oneshot, transfer
 from evaluation.peers.comparison import JOBS
 from typer import Typer
 from typer.main import get_command
@@ -62,14 +62,15 @@ def of_group(app: Typer, arguments: list[str]) -> dict[str, Any]:
 def test_every_command_parses(table, tmp_path, monkeypatch) -> None:
     """By the programs' own parsers, in the order in which they run: files that a command reads are made before."""
     known = {"workload": names(), "systems": [*SYSTEMS, "noise"], "peers": JOBS}
+    own = {"oneshot": oneshot.SYSTEMS, "transfer": transfer.SYSTEMS}
     recorded = set()
     for words, file in evaluate_all.steps(table, tmp_path):
         found = parse(words, monkeypatch)
         assert file is None or str(file) in map(str, found.values()), words
         for key, value in found.items():
             if words[0] == "evaluate.py" and key in known:
-                given = value if isinstance(value, list) else value.split(",")
-                assert set(given) <= set(known[key]), words
+                given = value if isinstance(value, list) else re.split(",(?! )", value)
+                assert set(given) <= set(own.get(words[1], known[key]) if key == "systems" else known[key]), words
         if words[:2] == ["evaluate.py", "record"]:
             recorded.add((found["workload"], found["seed"]))
         elif words[0] == "evaluate.py" and words[1] in ("offline", "peers", "ablations"):
