@@ -37,7 +37,7 @@ def test_where_it_cannot_be_pinned_it_is_memory_like_any(monkeypatch):
 
 
 def test_pages_are_not_copied_by_a_fork(pinned):
-    """What the parent writes after a fork is in the page that it had before, which a GPU goes on to write to."""
+    """A page that the parent writes to after a fork is the one that it had before, which a GPU goes on to write to."""
     memory = pinning.pinned_memory(1 << 16, GPU)
     memory.fill_(1)
     (ready, go), (told, tell) = os.pipe(), os.pipe()

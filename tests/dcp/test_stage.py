@@ -268,7 +268,7 @@ def test_it_quantizes_where_memory_is_short_and_says_so(tmp_path, monkeypatch, q
 
 
 def test_memory_of_a_copy_of_another_state_is_not_counted_on(tmp_path):
-    """It is freed before the next copy takes memory of its own."""
+    """Such memory is freed before the next copy takes memory of its own."""
     first, second = ({f"w{number}": torch.randn(size) for number in range(4)} for size in (50_000, 60_000))
     copied_by_name(first).clear()
     gc.collect()
