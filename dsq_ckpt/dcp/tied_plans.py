@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -26,22 +27,21 @@ def together(plans: list[SavePlan], local: Sequence[SavePlan], state_dict: Mappi
     if len(plans) == 1 or apart(state_dict):
         return plans
     first = _first_names(state_dict)
-    writers = {key: rank for rank, plan in enumerate(plans) for key in _tensors(plan)}
-    candidates: list[dict[ChunkKey, WriteItem]] = [
-        {key: item for key, item in _tensors(plan).items() if key.fqn in first} for plan in local
-    ]
-    moved: dict[ChunkKey, int] = {}
+    names = first.keys() | first.values()  # few of a large job's items: keys are made of these alone
+    writers = {key: rank for rank, plan in enumerate(plans) for key in _tensors(plan, names)}
+    candidates = [_tensors(plan, names) for plan in local]
+    moved: set[ChunkKey] = set()
+    more: dict[int, list[WriteItem]] = defaultdict(list)
     for key, rank in writers.items():
-        if key.fqn in first:
-            writer = writers.get(key._replace(fqn=first[key.fqn]), rank)
-            if writer != rank and key in candidates[writer]:
-                moved[key] = writer
+        writer = writers.get(key._replace(fqn=first.get(key.fqn, key.fqn)), rank)
+        if writer != rank and key in candidates[writer]:
+            moved.add(key)
+            more[writer].append(candidates[writer][key])
+    changed = {writers[key] for key in moved} | more.keys()
     return [
-        replace(plan, items=[
-            *(item for item in plan.items if item.tensor_data is None or key_of(item) not in moved),
-            *(candidates[rank][key] for key, writer in moved.items() if writer == rank),
-        ]) for rank, plan in enumerate(plans)
-    ] if moved else plans
+        replace(plan, items=[item for item in plan.items if not _among(item, names, moved)] + more[rank])
+        if rank in changed else plan for rank, plan in enumerate(plans)
+    ]
 
 
 def _first_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
@@ -60,5 +60,11 @@ def _first_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _tensors(plan: SavePlan) -> dict[ChunkKey, WriteItem]:
-    return {key_of(item): item for item in plan.items if item.tensor_data is not None}
+def _tensors(plan: SavePlan, names: Set[str]) -> dict[ChunkKey, WriteItem]:
+    return {
+        key_of(item): item for item in plan.items if item.tensor_data is not None and item.index.fqn in names
+    }
+
+
+def _among(item: WriteItem, names: Set[str], keys: Set[ChunkKey]) -> bool:
+    return item.tensor_data is not None and item.index.fqn in names and key_of(item) in keys
