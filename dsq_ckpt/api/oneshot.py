@@ -273,7 +273,7 @@ def _search(
         sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
     ) -> QuantizationPlan:
         choice = manager(sketches, local, config, comm, workers)
-        if failures:
+        if failures and (choice.quality or {}).get("chosen") is None:  # else the search did without that
             name, error = failures[0]
             raise SaveFailed(f"`{name}` raised {type(error).__name__}: {error}") from error
         if choice.quality is not None and not {fold.key for fold in manager.folds} <= set(choice.quality):
@@ -295,7 +295,7 @@ def _bounded(config: ConfigLike, max_degradation: float, probes: int) -> DSQConf
         "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"fallback": "exact"},
     }
     if probes and isinstance(whole.quantize.weights.codebook, Lattice):
-        snapshot["quantize"]["granularity"] = "tensor"  # a step for each
+        snapshot["quantize"] |= {"granularity": "tensor", "min_elements": 1024}  # a step for each, also of small ones
     bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
     return DSQConfig.create(merged(merged(snapshot, _said(config)), bound))
 

@@ -19,8 +19,8 @@ _UNITS = {
     "metric": "as evaluate gives it", "check_metric": "as check gives it", "degradation": _SHARE,
     "check_degradation": _SHARE, "predicted_degradation": _SHARE, "noise": _SHARE,
     "restore_loses": _AS_METRIC, "restore_may_lose": _AS_METRIC, "run_lost": _SHARE, "predicted_bytes": "bytes",
-    "refinement_bits": "bits per weight", "evaluations": "calls of evaluate", "checks": "calls of check",
-    "seconds": "s",
+    "compensated": "share of the weights", "refinement_bits": "bits per weight", "evaluations": "calls of evaluate",
+    "checks": "calls of check", "seconds": "s",
 }
 _STANDS_OUT = 2.0  # times the error of its group: the tensor that has it is named
 _ROLES = {"own": 1, "ancestor": 0, "refinement": 2, "index": 3, "attachment": 4}

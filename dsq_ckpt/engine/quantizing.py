@@ -101,7 +101,8 @@ def quantize(
         raise
     weights = [chunk for chunk in sketches.chunks if chunk.group.startswith("weights/")]
     plan = policy(sketches, [*weights, *replicas], options.config, comm, workers)
-    plan = replace(plan, analysis=replace(plan.analysis, worst=sketches.worst(plan.analysis)))
+    worst = sketches.worst(plan.analysis, {key.fqn for key in plan.compensations})
+    plan = replace(plan, analysis=replace(plan.analysis, worst=worst))
     if searches:
         run_on_all_ranks(comm, lambda: _check_unchanged(before, _state(local, workers)))
     _report(local, sketches, plan, options.config, comm)
@@ -172,7 +173,9 @@ def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan)
     """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
     fitted = plan.analysis.fitted
     chunks = deque(
-        replace(chunk, refinement_bits=fitted[chunk.group].refinement_bits)
+        replace(
+            chunk, refinement_bits=fitted[chunk.group].refinement_bits, compensation=plan.compensations.get(chunk.key)
+        )
         for chunk in sketches.chunks if chunk.group in fitted
     )
     bases, tables = loader.bases, DeviceTableCache()

@@ -134,6 +134,11 @@ def _importance() -> None:
     kernels.classes(kernels.importance(_X, _X), 0.1, 0.2)
 
 
+def _compensate() -> None:
+    factors, table = np.eye(8, dtype=np.float32), np.zeros(FULL.size, np.uint8)
+    kernels.compensate(_X.reshape(8, 8).copy(), factors, *_SPAN, table, np.ones(5, np.float32))
+
+
 def _scan() -> None:
     from dsq_ckpt.kernels import scan  # the gradient log, which saves of checkpoints do without
 
@@ -157,7 +162,7 @@ _TASKS: dict[Group, list[Callable[[], object]]] = {
     ],
     "more": [
         _huffman, _scan, lambda: adaptive_range(_X.astype(np.float64), np.ones(64, np.int64), 4, 10, 0.5), _importance,
-        lambda: _unpack(False),
+        lambda: _unpack(False), _compensate,
     ],
 }
 ALL: tuple[Group, ...] = ("save", "load", "more")

@@ -4,6 +4,7 @@ Each operation exists under one name in ``reference`` (NumPy, close to the formu
 signature and bit-identical results.  This package exports the implementations for the CPU.
 """
 
+from dsq_ckpt.kernels.compensation import compensate
 from dsq_ckpt.kernels.cpu import (
     dequantize,
     dequantize_refined,
@@ -24,6 +25,7 @@ __all__ = [
     "PROTECT",
     "PRUNE",
     "classes",
+    "compensate",
     "dequantize",
     "dequantize_refined",
     "from_bf16",

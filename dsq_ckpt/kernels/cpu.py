@@ -55,7 +55,7 @@ _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 @jit
-def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
+def scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
     """Return the fp32 bits of ``x * inv_scale``, in ``buffer`` (float32) or, for the factor 1, in place."""
     if inv_scale == np.float32(1.0):
         return x.view(np.uint32)
@@ -65,7 +65,7 @@ def _scale_bits(x, inv_scale, buffer):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
+def indices(bits, parent, start, lo, hi, index):  # type: ignore[no-untyped-def]
     """Write ``parent * size + KeyWindow.bin_of`` of each fp32 number to ``index`` (uint32); parent may be None.
 
     Every step is cast back to 32 bits: Numba's integer sums are 64 bits wide, half as many per vector.
@@ -94,8 +94,8 @@ def _count_bins(x, parent, lo, hi, inv_scale, counts):  # type: ignore[no-untype
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
     for start in range(0, x.size, BLOCK):
-        bits = _scale_bits(x[start : start + BLOCK], inv_scale, buffer)
-        _indices(bits, parent, start, lo, hi, index)
+        bits = scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        indices(bits, parent, start, lo, hi, index)
         fours = bits.size // 4
         for i in range(fours):
             one, other = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
@@ -115,7 +115,7 @@ def _count_keys(x, inv_scale, ways):  # type: ignore[no-untyped-def]
     one = np.uint32(1)
     low_shift, high_shift, mask = np.uint64(SHIFT), np.uint64(SHIFT + 32), np.uint64(KEYS - 1)
     for start in range(0, x.size, BLOCK):
-        pairs = _scale_bits(x[start : start + BLOCK], inv_scale, buffer).view(np.uint64)
+        pairs = scale_bits(x[start : start + BLOCK], inv_scale, buffer).view(np.uint64)
         twos = pairs.size // 2
         for i in range(twos):
             first, second = pairs[2 * np.uint64(i)], pairs[2 * np.uint64(i) + np.uint64(1)]
@@ -203,8 +203,8 @@ def _look_up(x, parent, lo, hi, inv_scale, table, codes):  # type: ignore[no-unt
     index = np.empty(BLOCK, np.uint32)
     pairs = index.view(np.uint64)
     for start in range(0, x.size, BLOCK):
-        bits = _scale_bits(x[start : start + BLOCK], inv_scale, buffer)
-        _indices(bits, parent, start, lo, hi, index)
+        bits = scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        indices(bits, parent, start, lo, hi, index)
         out = codes[start : start + BLOCK]
         fours = bits.size // 4
         for i in range(fours):
@@ -257,7 +257,7 @@ def _refine_linear(x, codes, inv_scale, low, steps, top, out):  # type: ignore[n
 def _refine_bits(x, codes, inv_scale, low, steps, top, out):  # type: ignore[no-untyped-def]
     buffer = np.empty(BLOCK, np.float32)
     for start in range(0, x.size, BLOCK):
-        bits = _scale_bits(x[start : start + BLOCK], inv_scale, buffer)
+        bits = scale_bits(x[start : start + BLOCK], inv_scale, buffer)
         block, part = codes[start : start + BLOCK], out[start : start + BLOCK]
         for i in range(bits.size):
             u = np.float64(np.int32(bits[i] & np.uint32(0x7FFFFFFF)))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -121,13 +122,16 @@ class GlobalSketch:
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
 
-    def worst(self, analysis: Analysis) -> dict[str, Worst]:
-        """Return the tensor with the largest error by group, for groups that are coded by their own values."""
+    def worst(self, analysis: Analysis, shifted: Set[str] = frozenset()) -> dict[str, Worst]:
+        """Return the tensor with the largest error by group, for groups that are coded by their own values.
+
+        Sketches do not tell the errors of groups with a tensor in `shifted`.
+        """
         octaves: dict[str, dict[str, Counts]] = {}
         for fqn, counts in self.octaves.items():
             octaves.setdefault(self.layout.tensors[fqn], {})[fqn] = counts
         found = {}
-        for group in octaves.keys() & analysis.fitted.keys():
+        for group in octaves.keys() & analysis.fitted.keys() - {self.layout.tensors[fqn] for fqn in shifted}:
             joint = self.joint[group]
             worst = worst_tensor(
                 analysis.fitted[group], joint.sum(0) if group in self.importance else joint, octaves[group],

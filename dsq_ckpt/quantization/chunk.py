@@ -19,6 +19,7 @@ from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook
 from dsq_ckpt.quantization.codebook.fit import Fitted
+from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame
 from dsq_ckpt.quantization.step_lengths import StepLengths, step_lengths
@@ -62,6 +63,8 @@ class Chunk:
     """Whether it may be worked on in device memory, if that is where it lies."""
     frame: Frame | None = None
     """The coordinates in which values are sketched and quantized; None: their own."""
+    compensation: Compensation | None = None
+    """How errors of values make up for each other; only without previous codes and without a refinement layer."""
 
     def flat(self) -> torch.Tensor:
         """Return the tensor in one dimension, row-major; a view if its layout allows."""
@@ -132,6 +135,8 @@ class QuantizingChunk:
         self.parent = chunk.parent if fitted.uses_parent else None
         self._flat = chunk.flat()
         settle_streams([self._flat])
+        if chunk.compensation is not None and not self.refinement_bits and self.parent is None:
+            self._flat = chunk.compensation.shifted(self._flat, fitted, 1.0 / scale_of(self.exponent))
         self._fitted = fitted
         width = fitted.codebook.cell_high - fitted.codebook.cell_low
         inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))

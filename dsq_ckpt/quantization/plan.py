@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dsq_ckpt.config.schema import DSQConfig
@@ -11,7 +11,8 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.chunk import Chunk
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
+from dsq_ckpt.quantization.compensation import Compensation
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class QuantizationPlan:
         analysis: codebooks by group; groups that are absent are stored exactly.
         config: the configuration, for the manifest.
         quality: what was measured about it, for the manifest.
+        compensations: of chunks whose codes are chosen so.
     """
 
     analysis: Analysis
     config: DSQConfig
     quality: dict[str, Any] | None = None
+    compensations: Mapping[ChunkKey, Compensation] = field(default_factory=dict)
 
 
 class ConfigPolicy(Protocol):

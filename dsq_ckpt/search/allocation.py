@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.schema import TensorConfig
-from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
+from dsq_ckpt.quantization.analysis import Analysis
 from dsq_ckpt.quantization.codebook import Fitted
-from dsq_ckpt.search.candidates import Candidate, size_in_bits
+from dsq_ckpt.search.candidates import Candidate, SaveSearch, size_in_bits
 
 _STEPS = tuple(2 ** (number / 8) for number in range(-16, 25))  # of the uniform step: a quarter to eight times
 _LARGEST_STEP = 16.0
@@ -113,7 +113,7 @@ class Allocation:
     """The search for steps of one checkpoint.
 
     Args:
-        sketches: of the save.
+        save: its search.
         start: a configuration with one step for all lattices that the search was given.
         step: that one; lattices of other steps, which `quantize.groups` sets, keep theirs.
         bound: relative degradation allowed.
@@ -123,7 +123,7 @@ class Allocation:
     """
 
     def __init__(
-        self, sketches: GlobalSketch, start: Candidate, losses: Losses | None, step: float, bound: float, judge: Judge,
+        self, save: SaveSearch, start: Candidate, losses: Losses | None, step: float, bound: float, judge: Judge,
         budget: int,
     ) -> None:
         self._losses = losses
@@ -135,10 +135,10 @@ class Allocation:
         others = {group: fitted for group, fitted in start.analysis.fitted.items() if group not in lattices}
         self._others = replace(start.analysis, fitted=others)
         self._bits_of_others = sum(size_in_bits(others[group]) for group in start.groups if group in others)
-        sizes = {group: int(sketches.joint[group].sum()) for group in lattices}
+        sizes = {group: int(save.sketches.joint[group].sum()) for group in lattices}
         self._classes = [
             TensorClass(
-                _ladder(sketches, {group: lattices[group] for group in members}, start.analysis, step), step * _FINER
+                _ladder(save, {group: lattices[group] for group in members}, start.analysis, step), step * _FINER
             )
             for members in classes_of(sizes, max(1, budget // _ROUNDS))
         ]
@@ -146,7 +146,8 @@ class Allocation:
 
     def run(self) -> tuple[Candidate, Losses | None]:
         """Return the smallest configuration found that keeps the bound, and what it costs; None: there is none."""
-        self._loss = self._try([one.place for one in self._classes])[1]
+        if self._left:
+            self._loss = self._try([one.place for one in self._classes])[1]
         while self._left > len(self._classes):
             self._probe()
             if not self._descend():
@@ -191,14 +192,15 @@ class Allocation:
 
     def _descend(self) -> bool:
         """Go to smaller choices within the bound while these probes find such; True if they found one."""
-        reach, found = _REACH, False
+        reach, found, failed = _REACH, False, list[list[int]]()
         while self._left > 0 and reach >= _NARROW:
             places = self._smallest(self._bound - self._loss, reach)
             if places == [one.place for one in self._classes]:
                 break
-            keeps, loss = self._try(places)
+            keeps, loss = (False, 0.0) if places in failed else self._try(places)
             if not keeps:
                 reach **= 0.5
+                failed.append(places)
                 continue
             for one, place in zip(self._classes, places, strict=True):
                 one.move(place)
@@ -244,7 +246,7 @@ def classes_of(sizes: dict[str, int], most: int) -> list[list[str]]:
 
 
 def _ladder(
-    sketches: GlobalSketch, configs: dict[str, TensorConfig], known: Analysis, step: float
+    save: SaveSearch, configs: dict[str, TensorConfig], known: Analysis, step: float
 ) -> list[Rung]:
     """Return all steps of a class."""
     rungs = []
@@ -256,8 +258,8 @@ def _ladder(
             group: config.model_copy(update={"codebook": config.codebook.model_copy(update=changed)})
             for group, config in configs.items()
         }
-        fits = sketches.fit(tried, known).fitted
-        rungs.append(_rung(own, tried, {group: fits[group] for group in configs}))
+        fits = save.sketches.fit(tried, known).fitted
+        rungs.append(_rung(own, tried, save.model.recounted({group: fits[group] for group in configs})))
     return rungs
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.schema import DSQConfig, TensorConfig
 from dsq_ckpt.config.space import Point, Space
 from dsq_ckpt.distributed.comm import Communicator
@@ -92,6 +95,30 @@ class SaveSearch:
             group: config.model_copy(update={"refinement_bits": bits}) for group, config in candidate.groups.items()
         }
         return self.sketches.fit(configs, candidate.analysis)
+
+    def recounted(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the sizes of codes that make up for each other's errors, unknown to sketches."""
+        fitted = self.model.recounted(candidate.analysis.fitted)
+        bits = sum(size_in_bits(fitted[group]) for group in self.groups)
+        return replace(candidate, analysis=replace(candidate.analysis, fitted=fitted), bits=bits)
+
+    def trimmed(self, candidate: Candidate) -> Candidate:
+        """Return a candidate for the same codes whose lattices have no levels beyond these: smaller codebooks."""
+        groups = dict(candidate.groups)
+        for group, config in groups.items():
+            if isinstance(lattice := config.codebook, Lattice):
+                fitted = candidate.analysis.fitted[group]
+                used = fitted.codebook.levels[np.flatnonzero(fitted.counts.sum(0)[:-1])]
+                half = round(np.abs(used).max(initial=0.0) / fitted.codebook.step) + (lattice.rate_distortion > 0)
+                fewer = lattice.model_copy(update={"bins": min(2 * max(half, 1), lattice.bins)})
+                groups[group] = config.model_copy(update={"codebook": fewer})
+        return replace(candidate, groups=groups)
+
+    @property
+    def nearest_only(self) -> bool:
+        """Whether codes are those of the nearest of evenly spaced levels, and all that is stored of the weights."""
+        configs = [group_config(group, self.config.quantize) for group in self.groups]
+        return all(isinstance(one.codebook, Lattice) and not one.refinement_bits for one in configs)
 
     @property
     def most_conservative(self) -> Point:

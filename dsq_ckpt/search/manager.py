@@ -13,7 +13,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,7 @@ from dsq_ckpt.search.guided import drive, guided_exhaustive
 from dsq_ckpt.search.measuring import EvaluationFailed, check_noise, measure, ruined_metric
 from dsq_ckpt.search.neighbourhood import neighbourhood
 from dsq_ckpt.search.reading import Reading
-from dsq_ckpt.search.trial import TrialModel
+from dsq_ckpt.search.trial import Probe, TrialModel
 from dsq_ckpt.storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,11 @@ class ConfigManager:
         for fold in self.folds:
             save.metrics[fold.name] = record[fold.key] = measure(save, fold, [None])[0]
             self._check(save, fold, record)
+        probes = self._probes
+        if probes and save.nearest_only:
+            probes -= 1
+            with suppress(EvaluationFailed):  # what cannot be looked into is compressed without that
+                measure(save, self.folds[0], [Probe.INPUTS])
         if not self._budget.share(search):
             spent = f"restores of this run have cost {figures.percent(self._budget.lost)} of the metric"
             if self._budget.lost >= 1:
@@ -179,7 +185,8 @@ class ConfigManager:
         codebook = candidate.config.quantize.weights.codebook
         steps: dict[str, float] = {}
         if self._probes and isinstance(codebook, Lattice):
-            candidate, found = self._allocated(save, candidate, codebook.step, found)
+            candidate, found = self._allocated(save, save.recounted(candidate), codebook.step, found, probes)
+            candidate = save.trimmed(candidate)
             steps = {
                 group: own.codebook.step for group, own in candidate.groups.items() if isinstance(own.codebook, Lattice)
             }
@@ -205,10 +212,13 @@ class ConfigManager:
             record["predicted_degradation"] = known.degradation * distortion / known.distortion
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
         analysis = save.refined(candidate, bits)
+        if compensations := save.model.compensations:
+            analysis = replace(analysis, fitted=save.model.recounted(analysis.fitted))
+            record["compensated"] = save.model.compensated
         self._known = _Known(point, variant, bits, known.comfortable, lost, distortion)
         for fold in self.folds:
             fold.metric = save.metrics[fold.name]
-        return QuantizationPlan(analysis, config, record)
+        return QuantizationPlan(analysis, config, record, compensations)
 
     def _check(self, save: SaveSearch, fold: Fold, record: dict[str, Any]) -> None:
         """Check once that a metric tells something, and the direction of `evaluate` until that is settled."""
@@ -261,7 +271,7 @@ class ConfigManager:
         return best
 
     def _allocated(
-        self, save: SaveSearch, start: Candidate, step: float, found: Losses | None
+        self, save: SaveSearch, start: Candidate, step: float, found: Losses | None, probes: int
     ) -> tuple[Candidate, Losses | None]:
         """Return the candidate with a step for each class of tensors, and its degradations by fold; None: too large."""
         bound = save.config.search.epsilon * (1.0 if len(self.folds) > 1 else _UNCHECKED)
@@ -276,7 +286,7 @@ class ConfigManager:
                     return False, own
             return True, own
 
-        return Allocation(save.sketches, start, found, step, bound, judge, self._probes).run()
+        return Allocation(save, start, found, step, bound, judge, probes).run()
 
     @staticmethod
     def _variants(save: SaveSearch) -> list[int]:

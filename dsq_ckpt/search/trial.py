@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import TypeVar
@@ -13,16 +13,28 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis
-from dsq_ckpt.quantization.chunk import Chunk, Dequantizer, QuantizingChunk, add, protected_bf16
+from dsq_ckpt.quantization.chunk import (
+    Chunk,
+    ChunkKey,
+    Dequantizer,
+    QuantizingChunk,
+    add,
+    flat_values,
+    protected_bf16,
+    scale_of,
+)
 from dsq_ckpt.quantization.codebook import Fitted
+from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
 from dsq_ckpt.quantization.groups import unwrapped
+from dsq_ckpt.search.inputs import recorded
 
 _Kept = TypeVar("_Kept")
 
@@ -32,6 +44,7 @@ class Probe(Enum):
 
     AGAIN = "the model as it is, with other random numbers"
     RUINED = "the model with random signs of its weights"
+    INPUTS = "the model as it is, with an eye on what its weights are multiplied by"
 
 
 class EvaluateRaised(Exception):
@@ -141,7 +154,7 @@ class TrialModel:
         if trial is Probe.AGAIN:
             _draw_others(bool(self._random_cuda))
         try:
-            metric = float(evaluate())
+            metric = self._with_inputs(evaluate) if trial is Probe.INPUTS else float(evaluate())
         except ModelChanged:
             raise
         except Exception as error:
@@ -159,6 +172,55 @@ class TrialModel:
                 "were not; the checkpoint was not written"
             )
         return metric
+
+    def _with_inputs(self, evaluate: Callable[[], float]) -> float:
+        """Evaluate, and let later trials choose codes that compensate each other's errors."""
+        with recorded(self._targets) as recorder:
+            metric = float(evaluate())
+        self._chunks = [
+            replace(chunk, compensation=recorder.compensation(target))
+            for chunk, target in zip(self._chunks, self._targets, strict=True)
+        ]
+        return metric
+
+    @property
+    def compensations(self) -> dict[ChunkKey, Compensation]:
+        """How errors compensate each other, by chunk: of those that `Probe.INPUTS` was told of."""
+        return {chunk.key: chunk.compensation for chunk in self._chunks if chunk.compensation is not None}
+
+    @property
+    def compensated(self) -> float:
+        """The share of these chunks in all elements."""
+        elements = sum(chunk.key.elements for chunk in self._chunks)
+        return sum(own.elements for own in self.compensations.values()) / max(elements, 1)
+
+    def recounted(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
+        """Return fits by group with counts and errors of the codes that are stored, where these compensate each other.
+
+        Sketches do not tell them: the more is made up for, the larger the values that are rounded.
+        """
+        groups = {chunk.group for chunk in self._chunks if chunk.compensation is not None} & fitted.keys()
+        chunks = [chunk for chunk in self._chunks if chunk.group in groups]
+        counts = {group: np.zeros((1, fitted[group].codebook.symbols), np.int64) for group in groups}
+        lost = dict.fromkeys(groups, 0.0)
+
+        def measure(chunk: Chunk) -> tuple[Counts, float]:
+            own = fitted[chunk.group]
+            source = QuantizingChunk(replace(chunk, refinement_bits=0), own)
+            for where in self._workers.blocks(chunk.key.elements):
+                source.block(where)
+            values, codes = flat_values(chunk.tensor) / scale_of(chunk.exponent), source.codes
+            errors = np.where(codes == own.codebook.protected, 0.0, np.append(own.codebook.levels, 0.0)[codes] - values)
+            return np.bincount(codes, minlength=own.codebook.symbols), float(np.square(errors).sum())
+
+        for chunk, (count, error) in zip(chunks, self._workers.map(measure, chunks), strict=True):
+            counts[chunk.group] += count
+            lost[chunk.group] += error
+        recounted = {
+            group: fitted[group].recounted(count, lost[group] / max(int(count[0, :-1].sum()), 1))
+            for group, count in counts.items()
+        }
+        return {**fitted, **recounted}
 
     def _marks(self) -> dict[str, Hashable]:
         """Return the address, the version of the gradient and a checksum of the values of each parameter, by name.

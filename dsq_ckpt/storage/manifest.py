@@ -146,7 +146,8 @@ class GroupReport(BaseModel):
 
 _MEASURED = frozenset({
     "metric", "check_metric", "degradation", "check_degradation", "predicted_degradation", "noise", "restore_loses",
-    "restore_may_lose", "run_lost", "predicted_bytes", "refinement_bits", "evaluations", "checks", "seconds",
+    "restore_may_lose", "run_lost", "predicted_bytes", "compensated", "refinement_bits", "evaluations", "checks",
+    "seconds",
 })
 """Keys of `Manifest.quality` whose values are numbers."""
 

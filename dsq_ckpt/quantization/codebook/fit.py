@@ -69,6 +69,16 @@ class Fitted:
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
 
+    def recounted(self, counts: Counts, error: float) -> Fitted:
+        """Return the same codebook for codes that were chosen otherwise than by the table alone.
+
+        Args:
+            counts: of these codes.
+            error: their mean squared error.
+        """
+        return replace(self, counts=counts, bits=entropy_bits(counts), error=error)
+
+
 @dataclass(frozen=True)
 class GroupSketch:
     """Counts of one group's elements over all ranks, from which its codebook is fitted.

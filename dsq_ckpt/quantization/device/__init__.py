@@ -22,14 +22,16 @@ _usable: dict[torch.device, bool] = {}
 def serves(chunk: Chunk) -> bool:
     """Return whether a chunk is quantized on its device.
 
-    Differences to values, and elements weighed by sensitivity, are the published systems' and are made on the host.
+    Differences to values, and elements weighed by sensitivity, are the published systems' and are made on the host, and
+    so are codes that compensate each other's errors, one after the other.
     """
     tensor = chunk.tensor
     return (
         tensor.device.type in DEVICES and chunk.on_device and chunk.key.elements > 0
         and tensor.dtype in _FLOATS and tensor.layout is torch.strided
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others may have no memory that a kernel could read
-        and chunk.base_values is None and chunk.gradient is None and _is_usable(tensor.device)
+        and chunk.base_values is None and chunk.gradient is None and chunk.compensation is None
+        and _is_usable(tensor.device)
     )
 
 

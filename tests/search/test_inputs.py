@@ -1,0 +1,251 @@
+"""What weights are multiplied by is seen wherever torch multiplies them, and makes checkpoints smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dsq_ckpt
+from dsq_ckpt.quantization.compensation import Compensation, Spread
+from dsq_ckpt.search.inputs import recorded
+from tests.helpers.states import loaded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FEATURES, OUTPUTS, ROWS = 12, 20, 96
+
+
+class Sequences(nn.Module):
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layers = kind(FEATURES, OUTPUTS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.reshape(8, -1, FEATURES))[0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(*[x.reshape(8, -1, FEATURES)] * 3)[0]
+
+
+class Product(nn.Module):
+    """A weight of a shape, and what it is multiplied by."""
+
+    def __init__(self, shape: list[int], product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
+
+
+def experts(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([F.linear(part, own) for part, own in zip(x.reshape(4, -1, FEATURES), weight, strict=True)])
+
+
+SEEN: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(FEATURES, OUTPUTS),
+    "bfloat16": lambda: nn.Linear(FEATURES, OUTPUTS).bfloat16(),
+    "input times weight": lambda: Product([FEATURES, OUTPUTS], torch.matmul),
+    "weight times input": lambda: Product([OUTPUTS, FEATURES], lambda x, weight: weight @ x.T),
+    "batch of matrices": lambda: Product([4, FEATURES, OUTPUTS], lambda x, w: x.reshape(4, -1, FEATURES) @ w),
+    "batch with bias": lambda: Product(
+        [4, FEATURES, OUTPUTS], lambda x, w: torch.baddbmm(torch.zeros(1), x.reshape(4, -1, FEATURES), w)
+    ),
+    "slices": lambda: Product([4, OUTPUTS, FEATURES], experts),
+    "recurrent": lambda: Sequences(nn.LSTM),
+    "gated": lambda: Sequences(nn.GRU),
+    "attention": Attention,
+    "encoder layer": lambda: nn.TransformerEncoderLayer(FEATURES, 2, 16, batch_first=True),
+    "convolution, 1 dimension": lambda: Product(
+        [OUTPUTS, FEATURES, 3], lambda x, w: F.conv1d(x.reshape(-1, FEATURES, 8), w, padding=1, dilation=2)
+    ),
+    "convolution": lambda: Product(
+        [OUTPUTS, FEATURES, 2, 3], lambda x, w: F.conv2d(x.reshape(-1, FEATURES, 2, 4), w, stride=(1, 2))
+    ),
+}
+NOT_SEEN: dict[str, Callable[[], nn.Module]] = {
+    "depthwise": lambda: Product(
+        [FEATURES, 1, 3], lambda x, w: F.conv1d(x.reshape(-1, FEATURES, 8), w, groups=FEATURES)
+    ),
+    "transposed": lambda: Product([FEATURES, 5, 3], lambda x, w: F.conv_transpose1d(x.reshape(-1, FEATURES, 8), w)),
+    "no images": lambda: Product([OUTPUTS, FEATURES, 3], lambda x, w: F.conv1d(x.reshape(-1, FEATURES, 8)[:0], w)),
+    "no rows": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x[:0], w)),
+    "sparse": lambda: Product([FEATURES, OUTPUTS], lambda x, w: torch.mm(x.to_sparse(), w)),
+    "a copy": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x, w.clone())),
+    "by elements": lambda: Product([FEATURES], lambda x, w: x * w),
+    "not finite": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x / 0, w)),
+    "channels last": lambda: nn.Conv2d(FEATURES, OUTPUTS, 2).to(memory_format=torch.channels_last),
+}
+
+
+def data(rows: int = ROWS) -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, generator=g) @ torch.randn(4, FEATURES, generator=g) + 0.1
+
+
+def run(model: nn.Module) -> None:
+    kind = next(model.parameters()).dtype
+    x = data().to(kind)
+    model.eval()(x.reshape(-1, FEATURES, 2, 4) if isinstance(model, nn.Conv2d) else x)
+
+
+def found(model: nn.Module, grad: Callable[[], object] = torch.no_grad) -> dict[str, Compensation | None]:
+    weights = {name: weight for name, weight in model.named_parameters() if weight.ndim > 1 or name == "weight"}
+    with recorded(weights.values()) as recorder, grad():
+        run(model)
+    return {name: recorder.compensation(weight) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", SEEN)
+def test_all_of_a_weight_is_seen(kind, grad):
+    model = SEEN[kind]()
+    for name, compensation in found(model, grad).items():
+        assert compensation is not None, name
+        assert compensation.elements == model.get_parameter(name).numel(), name
+        places = torch.arange(compensation.elements)
+        seen = torch.cat([view.of(places).reshape(-1) for view, _ in compensation.parts])
+        assert torch.equal(seen.sort().values, places), "each element belongs to one matrix"
+
+
+@pytest.mark.parametrize("kind", NOT_SEEN)
+def test_other_products_are_left_alone(kind):
+    assert set(found(NOT_SEEN[kind]()).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        ("linear", [data()]), ("weight times input", [data()]), ("slices", data().reshape(4, -1, FEATURES)),
+        ("batch of matrices", data().reshape(4, -1, FEATURES)),
+        ("convolution", [F.unfold(data().reshape(-1, FEATURES, 2, 4), (2, 3), stride=(1, 2)).mT.flatten(0, 1)]),
+    ],
+)
+def test_moments_are_those_of_the_inputs(kind, inputs):
+    (compensation,) = found(SEEN[kind]()).values()
+    assert compensation is not None
+    for (_, (block,)), x in zip(compensation.parts, inputs, strict=True):
+        expected = Spread.of(x.T @ x)
+        assert expected is not None and torch.equal(block.order, expected.order)
+        assert block.factors == pytest.approx(expected.factors, abs=1e-3)
+
+
+def test_large_matrices_are_divided(monkeypatch):
+    monkeypatch.setattr("dsq_ckpt.search.inputs._MOST_INPUTS", 5)
+    (compensation,) = [own for own in found(SEEN["linear"]()).values() if own]
+    assert [len(block.order) for block in compensation.parts[0][1]] == [4, 4, 4]
+    flat = torch.randn(OUTPUTS * FEATURES)
+    view = compensation.parts[0][0]
+    assert torch.equal(view.of(flat), flat.view(OUTPUTS, FEATURES).T)
+
+
+def test_views_that_overlap_count_once():
+    def twice(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight) + F.linear(x, weight[:4]).sum() + F.linear(x[:, :OUTPUTS], weight.T[:, :12]).sum()
+
+    (compensation,) = found(Product([FEATURES, FEATURES], twice)).values()
+    assert compensation is not None and compensation.elements == FEATURES * FEATURES
+
+
+def test_what_torch_may_use_is_as_before():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with pytest.raises(KeyError), recorded([]):
+            raise KeyError
+        assert torch.backends.mkldnn.enabled and not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+class Regression(nn.Module):
+    """Two layers on inputs that have much in common, fitted to noise: its loss is well above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(96, 96), nn.Linear(96, 96)
+            self.x = torch.randn(512, 12) @ torch.randn(12, 96)
+            self.y = torch.randn(512, 96)
+            optimizer = torch.optim.Adam(self.parameters(), 1e-2)
+            for _ in range(60):
+                optimizer.zero_grad()
+                self.fit().backward()
+                optimizer.step()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+    def fit(self) -> Tensor:
+        return F.mse_loss(self(self.x), self.y)
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        return float(self.fit())
+
+
+def test_a_checkpoint_is_smaller_and_is_what_was_measured(tmp_path):
+    model = Regression()
+    exact = model.loss()
+    plain = dsq_ckpt.compress(model, tmp_path / "plain", evaluate=hidden(model), max_degradation=0.01)
+    found = dsq_ckpt.compress(model, tmp_path / "found", evaluate=model.loss, max_degradation=0.01)
+    assert plain["quality"].get("compensated") is None and found["quality"]["compensated"] == 1
+    assert found["bytes_kept"] < 0.85 * plain["bytes_kept"]
+    model.load_state_dict(loaded(tmp_path / "found", model.state_dict()))
+    assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
+    assert found["by_kind"]["weights"]["bytes_base"] == pytest.approx(found["quality"]["predicted_bytes"], rel=0.1)
+
+
+def hidden(model: Regression) -> Callable[[], float]:
+    """Return the metric of copies of the weights, in which nothing is seen."""
+    def loss() -> float:
+        with torch.no_grad():
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            return float(F.mse_loss(torch.func.functional_call(model, state, (model.x,)), model.y))
+
+    return loss
+
+
+def test_an_evaluation_that_cannot_be_looked_into(tmp_path):
+    model = Regression()
+
+    def loss() -> float:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise NotImplementedError("no modes here")
+        return model.loss()
+
+    found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.01)
+    assert found["quality"]["satisfied"] and "compensated" not in found["quality"]
+
+
+def test_tied_weights_and_transposed_ones(tmp_path):
+    class Tied(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.first(x)) @ self.first.weight
+
+    model = Tied()
+    exact = model.loss()
+    found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.05)
+    model.load_state_dict(loaded(tmp_path / "a", model.state_dict()))
+    assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
+
+
+def test_a_refinement_layer_is_of_the_values_themselves(tmp_path):
+    model = Regression()
+    config = {"quantize": {"weights": {"refinement_bits": 8}}}
+    found = dsq_ckpt.compress(model, tmp_path / "a", config=config, evaluate=model.loss, max_degradation=0.01)
+    assert "compensated" not in found["quality"]
+    read = loaded(tmp_path / "a", model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.allclose(read[name], value, atol=2e-3 * float(value.std())), name
