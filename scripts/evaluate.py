@@ -66,6 +66,7 @@ ONLINE = [*SYSTEMS, NOISE_FLOOR]
 JSON = typer.Option(..., "--json", help="File to write the results to.")
 PART = typer.Option(list(parts.PARTS), help=f"Of {', '.join(parts.PARTS)}; several times for several.")
 EPSILON = typer.Option(0.05, help="Bound: relative degradation of the held-out loss by a base layer.")
+ONESHOT = typer.Argument(..., help=f"One or more of {', '.join(one_shot.MODELS)}.")
 WORKLOADS = typer.Argument(..., help=f"One or more of {', '.join(names())}.")
 CONFIGS = typer.Option(
     ["default", "moments_exact"], "--config", help="A preset, or a configuration as JSON; several times for several."
@@ -264,14 +265,14 @@ def resume(
 
 @app.command()
 def oneshot(
-    workload: list[str] = WORKLOADS,
+    workload: list[str] = ONESHOT,
     seed: list[int] = typer.Option([0], help="Seeds of the initial weights and of the batches."),
     bound: float = EPSILON,
     systems: str = _systems(one_shot.SYSTEMS, one_shot.SYSTEMS),
     json_path: Path | None = ROWS,
 ) -> None:
-    """Compress trained models by themselves with every system: the size at a bound on the loss."""
-    chosen, own = _known(workload, names()), _known(_named(systems), one_shot.SYSTEMS)
+    """Compress trained models, or shipped ones, by themselves with every system: the size at a bound on the loss."""
+    chosen, own = _known(workload, one_shot.MODELS), _known(_named(systems), one_shot.SYSTEMS)
     kept = _rows_in(json_path, "oneshot", {"workload": chosen, "seed": seed, "bound": bound, "systems": own})
     rows = kept.of_each_run(
         chosen, seed, {"bound": bound, "systems": own},

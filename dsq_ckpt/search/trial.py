@@ -108,7 +108,9 @@ class TrialModel:
             (p, p.data, [part.detach().clone() for part in _parts(p)])
             if (_address(p), _local(p).numel()) not in targets else (p, p.data, []) for p in self._model.parameters()
         ]
-        self._registered = [(m, dict(m._parameters), dict(m._modules)) for m in self._model.modules()]
+        self._registered = [
+            (m, dict(m._parameters.items()), dict(m._modules.items())) for m in self._model.modules()  # of scripts too
+        ]
         self._flags = [(p, p.requires_grad, p.grad) for p in self._model.parameters()]
         self._training = [(module, module.training) for module in self._model.modules()]
         self._random = torch.get_rng_state()
@@ -337,7 +339,7 @@ def _with_random_signs(tensor: torch.Tensor) -> torch.Tensor:
 
 def _put_back(registry: dict[str, _Kept], kept: dict[str, _Kept]) -> None:
     """Make a module hold the very objects that it held, in their order; an optimizer steps with these."""
-    if list(registry) != list(kept) or any(registry[name] is not own for name, own in kept.items()):
+    if list(registry.keys()) != list(kept) or any(registry[name] is not own for name, own in kept.items()):
         registry.clear()
         registry.update(kept)
 

@@ -1,4 +1,4 @@
-"""One-shot compression of trained models: the size at a bound on the loss, by every system and by `dsq` without probes.
+"""One-shot compression of trained and of shipped models: the size at a bound on the loss, by every system.
 
 The search sees a third of the held-out batches, and where it has a `check` another third. The last third tells what the
 compressed weights really cost.
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import dsq_ckpt
 from dsq_ckpt.errors import DSQError
-from evaluation import create
+from evaluation import create, names, shipped
 from evaluation.report import Column, Row, digits, percent, ratio
 
+MODELS = (*names(), *shipped.SHIPPED)
 PROBES = 64
 UNIFORM = "dsq, one step"
 """The default system without probes."""
@@ -59,14 +60,21 @@ class Trained:
 
     @classmethod
     def of(cls, name: str, seed: int, report: Callable[[str], None]) -> Trained:
-        """Train a workload to its end."""
+        """Train a workload to its end, or take weights as they are shipped."""
+        if name in shipped.SHIPPED:
+            report(f"{name}, sounds by seed {seed}")
+            model, batches = shipped.load(name, seed)
+            return cls.judged(f"{name}, seed {seed}", model, batches)
         workload = create(name, seed)
         report(f"{name}, seed {seed}: {workload.steps} steps")
         workload.train(0, workload.steps)
-        model = workload.model.eval()
-        batches = list(workload.held_out())
+        return cls.judged(f"{name}, seed {seed}", workload.model.eval(), list(workload.held_out()))
+
+    @classmethod
+    def judged(cls, run: str, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> Trained:
+        """Judge a model as it is by batches, of which each use sees a third."""
         weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        return cls(f"{name}, seed {seed}", model, weights, batches[::3], batches[1::3], batches[2::3])
+        return cls(run, model, weights, list(batches[::3]), list(batches[1::3]), list(batches[2::3]))
 
     def compressed(self, system: str, bound: float) -> tuple[Row, dict[str, Tensor]]:
         """Return the row of a system, one of `SYSTEMS`, at a bound, and the weights that its checkpoint gives back.
