@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_a_bound_is_kept(tmp_path):
         assert Manifest.read(path).quality["satisfied"]
     assert sizes[1] < sizes[0]
     assert differences(model.state_dict(), before) == []
+
+
+def test_a_script(tmp_path):
+    exact = trained()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.trace(exact, data()[0])
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(nn.functional.mse_loss(model(data()[0]), data()[1]))
+
+    result = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.05)
+    assert result["quality"]["compensated"] == 1
+    assert measured(tmp_path / "a", exact) == pytest.approx(result["quality"]["degradation"], abs=1e-6)
+    assert differences(model.state_dict(), exact.state_dict()) == []
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "state dict", "tied"])
