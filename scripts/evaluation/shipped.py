@@ -94,8 +94,8 @@ def _crepe() -> tuple[nn.Module, Callable[[torch.Generator], Tensor]]:
 
 
 def _tones(g: torch.Generator) -> Tensor:
-    """Return frames of tones with overtones and noise, float32[24, 1024], as CREPE takes them."""
-    count = 24
+    """Return frames of tones with overtones and noise, float32[12, 1024], as CREPE takes them."""
+    count = 12
     frames = torch.stack(list(_sung(count, 1024, g, lambda: 10 * 2 ** ((_LOWEST + 7180 * _draw(g)) / 1200))))
     frames = frames + 0.1 * frames.std() * torch.randn(frames.shape, generator=g)
     frames = frames - frames.mean(1, keepdim=True)
