@@ -99,7 +99,7 @@ class Rans:  # section 10
         if not block and self.version == 2:
             require(all(len(row.starts) == 1 for row in used.values()), "certain codes")
             symbols = {p: row.ranges[0][0] for p, row in used.items()}
-            return [symbols[p] for p in previous]
+            return list(map(symbols.__getitem__, previous))
         rows = [self.rows[p] for p in previous]
         if self.version == 2 and n >= 32768:
             return self._lanes(block, rows)
@@ -128,15 +128,16 @@ class Rans:  # section 10
         require(min(states) >= 65536, "states at the start")
         out = list[int]()
         def refilled(x: int) -> int:
-            require(x >= 65536 or bool(words), "words end early")
-            return x if x >= 65536 else 65536 * x + words.pop()
+            require(bool(words), "words end early")
+            return 65536 * x + words.pop()
         for at in range(0, len(rows), len(states)):
             group, escapes = rows[at : at + len(states)], []
             for lane, row in enumerate(group):
                 slots, x = 1 << row.bits, states[lane]
                 place = bisect_right(row.starts, x % slots) - 1
                 symbol, f = row.ranges[place]
-                states[lane] = refilled(f * (x // slots) + x % slots - row.starts[place])
+                x = f * (x // slots) + x % slots - row.starts[place]
+                states[lane] = x if x >= 65536 else refilled(x)
                 if symbol < 0:
                     escapes.append(lane)
                     if self.version == 1:
@@ -151,7 +152,8 @@ class Rans:  # section 10
         slots, x = 1 << row.bits, states[lane]
         share = slots // len(row.escaped)
         require((j := x % slots // share) < len(row.escaped), "escaped symbol")
-        states[lane] = refilled(share * (x // slots) + x % slots - j * share)
+        x = share * (x // slots) + x % slots - j * share
+        states[lane] = x if x >= 65536 else refilled(x)
         return row.escaped[j]
 
 

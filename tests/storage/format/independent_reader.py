@@ -122,6 +122,7 @@ class Reader:  # a checkpoint directory
         require(len(set(ends)) == len(ends), "a path of its own for each name")
         self._containers: dict[str, Container] = {}
         self._pack = functools.cache(self._unpacked)
+        self._own_codes = functools.cache(self._decoded)
 
     def container(self, name: str) -> Container:
         if name not in self._containers:
@@ -232,7 +233,7 @@ class Reader:  # a checkpoint directory
             single = np.frombuffer(raw, "<f4").reshape(len(steps), count)
         require(bool(np.isfinite(np.array(steps)).all() and np.isfinite(single).all()), "finite steps")
         require(all(number == float(np.float32(number)) for step in steps for number in step), "steps in fp32")
-        codes = self._codes(name, place, record["shape"], ())
+        codes = self._own_codes(name, place)
         require(max(codes, default=0) <= k and codes.count(k) == count, "codes of the table")
         for step, numbers in zip(steps, single, strict=True):
             rest = iter(numbers)
@@ -240,7 +241,7 @@ class Reader:  # a checkpoint directory
 
     def _elements(self, name: str, place: int, record: Tree, refined: bool) -> npt.NDArray[np.float32]:
         file, n = self.container(name), int(np.prod(record["shape"], dtype=np.int64))
-        codes = self._codes(name, place, record["shape"], ())
+        codes = self._own_codes(name, place)
         count, bits, symbols = record.get("protected_count", 0), 0, list[int]()
         protected = widened(unshuffle(file.block(record["protected"]), 2, 2 * count)) if count else np.zeros(0, "<f4")
         beside = f"{name.removesuffix('.dsq')}.refinement"
@@ -306,6 +307,9 @@ class Reader:  # a checkpoint directory
         if "unit" in record:
             return product(values, units[exponents])
         return product(values, np.where(exponents, np.sqrt(np.abs(squares)), units[0]))
+
+    def _decoded(self, name: str, place: int) -> list[int]:
+        return self._codes(name, place, self._record(name, place)["shape"], ())
 
     def _codes(self, name: str, place: int, shape: list[int], seen: tuple[tuple[str, int], ...]) -> list[int]:
         require((name, place) not in seen, "a chain ends")
