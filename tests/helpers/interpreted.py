@@ -1,5 +1,5 @@
 """Triton's interpreter, which looks through `triton.language` for its functions whenever a kernel or a part of one is
-called; here it does so once.
+called, and makes its table of dtypes for each look into it; here it does so once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from typing import Any
 
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
+
+_dtype_by_table = interpreter._get_np_dtype
+_dtypes: dict[str, Any] = {}
 
 
 @functools.cache
@@ -24,6 +27,14 @@ def _patch_builtin(place: Any, builder: Any, scope: Any) -> None:
             interpreter._patch_attr(place, name, member, builder, scope)
 
 
+def _dtype_of(kind: Any) -> Any:
+    name = kind.scalar.name  # of elements; types of blocks cannot be hashed
+    if name not in _dtypes:
+        _dtypes[name] = _dtype_by_table(kind)
+    return _dtypes[name]
+
+
 def remember_functions() -> None:
     """Let the interpreter of this process remember what it finds."""
     interpreter._patch_builtin = _patch_builtin
+    interpreter._get_np_dtype = _dtype_of
