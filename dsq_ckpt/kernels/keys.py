@@ -21,6 +21,7 @@ Magnitude keys of fp32 run from 0 to 16383:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,14 @@ def key_edges(keys: npt.ArrayLike) -> F64:
     k = np.asarray(keys, dtype=np.int64)
     fraction = 1.0 + (k % KEYS_PER_OCTAVE) / KEYS_PER_OCTAVE
     return np.ldexp(fraction, (k // KEYS_PER_OCTAVE - _EXPONENT_BIAS).astype(np.int32))
+
+
+@functools.cache
+def _all_resolved() -> tuple[F64, F64]:
+    """Return the edges of all normal keys, and the representatives between them."""
+    edge = key_edges(np.arange(FIRST_NORMAL, NON_FINITE + 1))
+    a, b = edge[:-1], edge[1:]
+    return edge, 2.0 * a * b / (a + b)  # neither overflows: float64 holds 2**256
 
 
 @dataclass(frozen=True)
@@ -129,10 +138,7 @@ class KeyWindow:
         Resolved ``[a, b)``: ``2ab / (a + b)``, within ``ALPHA`` of every value of the bin.  Under: 0.
         Over: its lower edge, a bound and not an estimate.  Non-finite: infinity.
         """
-        edge = key_edges(np.arange(self.lo, self.hi + 1))
-        a, b = edge[:-1], edge[1:]
-        # a + b and 2ab cannot overflow: float64 holds 2**256.
-        centre = 2.0 * a * b / (a + b)
+        edge, centre = self._resolved()
         one_sign = np.concatenate(([0.0], centre, [edge[-1], np.inf]))
         return np.concatenate((one_sign, -one_sign))
 
@@ -142,10 +148,16 @@ class KeyWindow:
         The edge of larger magnitude is excluded: positive bins are ``[low, high)``, negative ones
         ``(low, high]``.  Over ends at ``2**128``; non-finite bins are the point at infinity.
         """
-        edge = key_edges(np.arange(self.lo, self.hi + 1))
+        edge, _ = self._resolved()
         inner = np.concatenate(([0.0], edge, [np.inf]))
         outer = np.concatenate((edge, [2.0**128, np.inf]))
         return np.concatenate((inner, -outer)), np.concatenate((outer, -inner))
+
+    def _resolved(self) -> tuple[F64, F64]:
+        """Return the edges of the resolved bins, one more than there are, and their representatives."""
+        edge, centre = _all_resolved()
+        start, stop = self.lo - FIRST_NORMAL, self.hi - FIRST_NORMAL
+        return edge[start : stop + 1], centre[start:stop]
 
     def bit_values(self) -> F64:
         """Return the representative magnitude in the bits domain, float64[size], the same for both signs.
