@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,8 +59,20 @@ def trained(
     steps: int = 40, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: object
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Return a model after some steps, the same each time, and its optimizer."""
-    torch.manual_seed(0)  # of dropout
+    weights, state, drawn = _after(steps, kind, tuple(options.items()))
     model = Net()
     optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
-    train(model, optimizer, 0, steps)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(copy.deepcopy(state))  # which it takes over
+    torch.set_rng_state(drawn)
     return model, optimizer
+
+
+@functools.cache
+def _after(steps: int, kind: Callable[..., torch.optim.Optimizer], options: tuple[tuple[str, object], ...]) -> Any:
+    """Train, and return the states of both and of the random numbers."""
+    torch.manual_seed(0)  # of dropout
+    model = Net()
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **dict(options)})
+    train(model, optimizer, 0, steps)
+    return model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
