@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import popen_spawn_posix
 from multiprocessing import util as processes
@@ -37,6 +38,8 @@ _MODULES = (
     "dsq_ckpt.lowdiff.replica_server",
 )
 _exec = processes.spawnv_passfds
+_inherited: list[weakref.finalize[..., Any]] = []
+"""What is done at the end of a process for objects of the server, such as two hundred libraries of operators."""
 
 
 def serve(path: Path) -> dict[str, Any]:
@@ -160,6 +163,8 @@ def run(work: Callable[[], None]) -> NoReturn:
         status = 1
     if forks.TEARDOWN in os.environ:
         sys.exit(status)
+    for finalizer in _inherited:
+        finalizer.atexit = False
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -212,6 +217,7 @@ def main(path: Path, *more: str) -> None:
 
     for group in warmup.ALL:
         warmup.compile_group(group)
+    _inherited.extend(weakref.finalize._registry)  # type: ignore[attr-defined]
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, threads  # a fork would lack the others
     request = serve(path)
