@@ -43,54 +43,76 @@ _inherited: list[weakref.finalize[..., Any]] = []
 
 
 def serve(path: Path) -> dict[str, Any]:
-    """Fork for everyone who asks; return in the forks, with the request."""
+    """Fork for everyone who asks, and tell how forks end; return in the forks, with the request."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path.with_suffix(".new")))
     listener.listen(64)
-    listener.settimeout(2)
     path.with_suffix(".new").rename(path)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who wait for the forks tell who asked
     gc.freeze()
     owner = Path("/proc", path.parent.name.rpartition("-")[2])
-    while path.exists() and owner.exists():
-        try:
-            connection = listener.accept()[0]
-        except TimeoutError:
+    running: dict[int, tuple[int, socket.socket, bool]] = {}  # by the file of the process
+    while running or (path.exists() and owner.exists()):
+        askers = [connection for _, connection, tied in running.values() if tied]
+        ready = select.select([listener, *running, *askers], [], [], 2)[0]
+        for file, (fork, connection, tied) in list(running.items()):
+            if file in ready or (tied and connection in ready):
+                _tell_end(fork, file, connection, tied)
+                connection.close()
+                os.close(file)
+                del running[file]
+        if listener not in ready:
             continue
+        connection = listener.accept()[0]
         data, files, *_ = socket.recv_fds(connection, 1 << 20, 20)
-        if data and os.fork() == 0:
-            listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if data:
             request = json.loads(data)
             tied = request.pop("tied")
-            _enter(files[: len(forks.NAMESPACES)])
+            others = _other_spaces(files[: len(forks.NAMESPACES)])
             if (fork := os.fork()) == 0:
-                with contextlib.suppress(BrokenPipeError):  # who asked may have been killed
+                for one in (listener, *(asker for _, asker, _ in running.values())):
+                    one.close()
+                for file in running:
+                    os.close(file)
+                if others:
+                    _enter(others, files, connection, tied)
+                with contextlib.suppress(ConnectionError):  # who asked may have been killed
                     connection.send(b"%d" % os.getpid())  # as it is called in its namespace
                 connection.close()
                 return {**request, "files": files[len(forks.NAMESPACES) :]}
-            for file in files:
-                os.close(file)
-            if tied and connection in select.select([os.pidfd_open(fork), connection], [], [])[0]:  # who asked is gone
-                os.kill(fork, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-            with contextlib.suppress(BrokenPipeError):
-                connection.send(b"%d" % status)
-            os._exit(0)
-        connection.close()
+            running[os.pidfd_open(fork)] = fork, connection, tied and not others
+        else:
+            connection.close()
         for file in files:
             os.close(file)
     shutil.rmtree(path.parent, ignore_errors=True)
     os._exit(0)
 
 
-def _enter(spaces: Sequence[int]) -> None:
-    """Enter the namespaces that are not this process's own; a process namespace is that of its children."""
+def _tell_end(fork: int, file: int, connection: socket.socket, tied: bool) -> None:
+    """Wait until a fork has ended, and tell who asked for it; one that is tied is killed once who asked is gone."""
+    if tied and connection in select.select([file, connection], [], [])[0]:
+        os.kill(fork, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    with contextlib.suppress(ConnectionError):
+        connection.send(b"%d" % status)
+
+
+def _other_spaces(spaces: Sequence[int]) -> list[int]:
+    """Return those of namespaces that are not this process's own."""
     pairs = zip(forks.NAMESPACES, spaces, strict=True)
-    others = [file for name, file in pairs if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino]
-    for file in others:  # `/proc` is another one in between
+    return [file for name, file in pairs if os.fstat(file).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino]
+
+
+def _enter(spaces: Sequence[int], files: Sequence[int], connection: socket.socket, tied: bool) -> None:
+    """Enter namespaces, in a fork: a process namespace is that of a process's children. Return in that fork alone."""
+    for file in spaces:  # `/proc` is another one in between
         if ctypes.CDLL(None, use_errno=True).setns(file, 0):
             raise OSError(ctypes.get_errno(), "setns")
+    if fork := os.fork():
+        for file in files:
+            os.close(file)
+        _tell_end(fork, os.pidfd_open(fork), connection, tied)
+        os._exit(0)
 
 
 def become(
