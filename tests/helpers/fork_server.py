@@ -38,6 +38,7 @@ _MODULES = (
     "dsq_ckpt.lowdiff.replica_server",
 )
 _exec = processes.spawnv_passfds
+_MADV_COLLAPSE = 25
 _inherited: list[weakref.finalize[..., Any]] = []
 """What is done at the end of a process for objects of the server, such as two hundred libraries of operators."""
 
@@ -49,6 +50,7 @@ def serve(path: Path) -> dict[str, Any]:
     listener.listen(64)
     path.with_suffix(".new").rename(path)
     gc.freeze()
+    _take_large_pages()
     owner = Path("/proc", path.parent.name.rpartition("-")[2])
     running: dict[int, tuple[int, socket.socket, bool]] = {}  # by the file of the process
     while running or (path.exists() and owner.exists()):
@@ -86,6 +88,16 @@ def serve(path: Path) -> dict[str, Any]:
             os.close(file)
     shutil.rmtree(path.parent, ignore_errors=True)
     os._exit(0)
+
+
+def _take_large_pages() -> None:
+    """Move memory to pages of 2 MiB, where the kernel has them: a fork copies the table of pages, 60,000 of 4 KiB."""
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        edges, rights, _, _, file, *name = line.split()
+        if rights == "rw-p" and file == "0" and name in ([], ["[heap]"]):
+            start, stop = (int(edge, 16) for edge in edges.split("-"))
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_COLLAPSE)
 
 
 def _tell_end(fork: int, file: int, connection: socket.socket, tied: bool) -> None:
