@@ -92,8 +92,8 @@ def compress(
         check: the same metric on other batches, as for `Compressor`: the bound is kept by both.
         max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
         probes: with `max_degradation`, how often `evaluate` may be called besides the search's own calls: once to see
-            what weights are multiplied by, so that errors can make up for each other in a layer's outputs, then to learn
-            how much each class of tensors bears and give each a step of its own; 0: nearest codes, one step for all.
+            what weights are multiplied by, so that errors make up for each other in a layer's outputs, then to learn how
+            much each class of tensors bears and give each a step of its own; 0: nearest codes, one step for all.
         model: the model that `evaluate` looks at, where `source` is not it. It is given the weights of the source
             first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
             tells layer types and nothing more.
