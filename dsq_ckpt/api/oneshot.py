@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.api.bounded import configuration, with_small_weights
+from dsq_ckpt.api.save_load import ConfigLike
 from dsq_ckpt.api.stateful import told_state
-from dsq_ckpt.codebooks.lattice import Lattice
-from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped import State
 from dsq_ckpt.convert.partitioner import deal
@@ -29,7 +28,6 @@ from dsq_ckpt.convert.sources import InMemory, open_source, whole_state
 from dsq_ckpt.convert.sources import Source as Opened
 from dsq_ckpt.core.arguments import expect_folds
 from dsq_ckpt.core.subclasses import by_parts
-from dsq_ckpt.core.trees import Tree, difference, merged, named_tree
 from dsq_ckpt.core.urls import is_url
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, gather_from_all_ranks, run_on_all_ranks
@@ -51,9 +49,6 @@ from dsq_ckpt.storage.target_directory import refuse_checkpoint
 
 Evaluate = Callable[[], float]
 Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
-
-_KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum")
-
 
 def compress(
     source: Source,
@@ -92,8 +87,8 @@ def compress(
         check: the same metric on other batches, as for `Compressor`: the bound is kept by both.
         max_degradation: how much worse the metric may become, relative to that of the source: 0.01 is 1 %.
         probes: with `max_degradation`, how often `evaluate` may be called besides the search's own calls: once to see
-            what weights are multiplied by, so that errors make up for each other in a layer's outputs, then to learn how
-            much each class of tensors bears and give each a step of its own; 0: nearest codes, one step for all.
+            what weights are multiplied by, so that errors make up for each other in a layer's outputs, then to
+            learn how much each class of tensors bears and give each its own step; 0: nearest codes, one step for all.
         model: the model that `evaluate` looks at, where `source` is not it. It is given the weights of the source
             first: the state dict, or the entry of it that has the model's keys. Without `evaluate`, its module tree
             tells layer types and nothing more.
@@ -129,8 +124,11 @@ def compress(
         if evaluate is not None and comm.size > 1:
             raise ConfigError("evaluate looks at the model of one process: leave it out, or communicator")
         expect_folds(evaluate, check)
-        chosen = _configuration(config, max_degradation, evaluate, probes)
-        return target, chosen, _opened(source, target, model, evaluate)
+        chosen = configuration(config, max_degradation, evaluate is not None, probes)
+        opened = _opened(source, target, model, evaluate)
+        if max_degradation is not None and probes:
+            chosen = with_small_weights(chosen, config, opened.tensors)
+        return target, chosen, opened
 
     target, chosen, opened = run_on_all_ranks(comm, prepare)
     judged = source if isinstance(source, nn.Module) else model
@@ -157,24 +155,6 @@ def compress(
     result = gather_from_all_ranks(comm, about)[0]
     assert result is not None
     return result
-
-
-def _configuration(
-    config: ConfigLike, max_degradation: float | None, evaluate: Evaluate | None, probes: int
-) -> DSQConfig:
-    if not isinstance(probes, int) or isinstance(probes, bool) or probes < 0:
-        raise ConfigError(f"probes is {probes!r}; expected a number of evaluations, 0 for none")
-    chosen = as_config(config) if max_degradation is None else _bounded(config, max_degradation, probes)
-    if chosen.delta.against == "values":
-        raise ConfigError(
-            f"system '{chosen.system}' with delta.against 'values' compresses differences to a parent, and a "
-            "checkpoint by itself has none: all of it would be stored exactly. Choose a system that compresses weights "
-            "themselves (dsq, inshrinkerator, uniform, adaptive, kmeans), or exact where that is meant; differences "
-            "are for dsq_ckpt.save in a run"
-        )
-    if max_degradation is not None and evaluate is None:
-        raise ConfigError("max_degradation needs evaluate: a function that gives the metric of the model as it is")
-    return chosen
 
 
 def _opened(source: Source, target: Path, model: nn.Module | None, evaluate: Evaluate | None) -> Opened:
@@ -259,10 +239,12 @@ def _search(
     def guarded(name: str, original: Evaluate) -> Evaluate:
         def call() -> float:
             try:
-                return original()
+                metric = original()
             except Exception as error:
                 failures.append((name, error))
                 raise
+            failures.clear()  # the search went on without what failed
+            return metric
 
         return call
 
@@ -274,7 +256,7 @@ def _search(
         sketches: GlobalSketch, local: Sequence[Chunk], config: DSQConfig, comm: Communicator, workers: Workers
     ) -> QuantizationPlan:
         choice = manager(sketches, local, config, comm, workers)
-        if failures and (choice.quality or {}).get("chosen") is None:  # else the search did without that
+        if failures:
             name, error = failures[0]
             raise SaveFailed(f"`{name}` raised {type(error).__name__}: {error}") from error
         if choice.quality is not None and not {fold.key for fold in manager.folds} <= set(choice.quality):
@@ -282,40 +264,6 @@ def _search(
         return choice
 
     return choose
-
-
-def _bounded(config: ConfigLike, max_degradation: float, probes: int) -> DSQConfig:
-    """Return the configuration with a bound on the base layer, and with a refinement layer only if it asks for one."""
-    if not 0 < max_degradation < 10:
-        raise ConfigError(
-            f"max_degradation is {max_degradation}; expected a number above 0 and below 10, such as 0.01 for 1 %; for "
-            "no degradation at all take the preset 'exact'"
-        )
-    whole = as_config(config)  # says what is wrong with it, and where
-    snapshot: Tree = {
-        "quantize": {kind: {"refinement_bits": 0} for kind in _KINDS}, "search": {"fallback": "exact"},
-    }
-    if probes and isinstance(whole.quantize.weights.codebook, Lattice):
-        snapshot["quantize"] |= {"granularity": "tensor", "min_elements": 1024}  # a step for each, also of small ones
-    bound = {"system": whole.system, "search": {"bound": "relative", "epsilon": max_degradation}}
-    return DSQConfig.create(merged(merged(snapshot, _said(config)), bound))
-
-
-def _said(config: ConfigLike) -> Tree:
-    """Return the keys that a configuration sets itself; for a `DSQConfig`, those that differ from the defaults."""
-    if config is None:
-        return {}
-    if not isinstance(config, DSQConfig):  # whose former keys were warned of when it was checked
-        tree = dict(config) if isinstance(config, Mapping) else named_tree(config)
-        return current_keys({str(key): value for key, value in tree.items()}, silent=True)
-    tree, usual = config.model_dump(), DSQConfig(system=config.system).model_dump()
-    said = difference(tree, usual)
-    if "groups" in said.get("quantize", {}):  # a group's defaults are what weights are set to
-        weights = tree["quantize"]["weights"]
-        said["quantize"]["groups"] = {
-            name: difference(group, weights) for name, group in tree["quantize"]["groups"].items()
-        }
-    return said
 
 
 def _loaded_into(model: nn.Module, state: State) -> State:

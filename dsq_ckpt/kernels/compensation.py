@@ -33,7 +33,7 @@ def _compensate(values, factors, lo, hi, inv_scale, table, levels):  # type: ign
 
 
 def compensate(values: F32, factors: F32, lo: int, hi: int, inv_scale: float, table: U8, levels: F32) -> None:
-    """Shift each value by what the errors of the values above it ask for; the codes are then those of the result.
+    """Shift each value so that it makes up for the errors of the values above it: the result has the codes to store.
 
     Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained transformers", 2023,
     Algorithm 1, with a table in place of a grid.
@@ -43,11 +43,13 @@ def compensate(values: F32, factors: F32, lo: int, hi: int, inv_scale: float, ta
         factors: float32[inputs, inputs]: by how much an error of input i is spread to input j > i.
         lo, hi, inv_scale: as of ``reference.quantize``.
         table: uint8[bins], codes of a window's bins.
-        levels: float32[codes], values of the codes; those beyond stand for values that are kept.
+        levels: float32[codes], values of the codes; codes from `levels.size` on are of protected values.
 
     Raises:
         ValueError: another dtype or shape.
     """
+    if values.dtype != np.float32 or values.ndim != 2:
+        raise ValueError(f"values: expected float32[inputs, outputs], got {values.dtype}{list(values.shape)}")
     inputs, outputs = values.shape
     check_array("factors", factors, np.float32, (inputs, inputs))
     check_array("table", table, np.uint8, (KeyWindow(lo, hi).size,))

@@ -122,16 +122,16 @@ class GlobalSketch:
         exponents = {fqn: exponent for fqn, exponent in self.scales.exponents.items() if exponent}
         return Analysis(fitted, exponents, self.nonfinite)
 
-    def worst(self, analysis: Analysis, shifted: Set[str] = frozenset()) -> dict[str, Worst]:
+    def worst(self, analysis: Analysis, compensated: Set[str] = frozenset()) -> dict[str, Worst]:
         """Return the tensor with the largest error by group, for groups that are coded by their own values.
 
-        Sketches do not tell the errors of groups with a tensor in `shifted`.
+        Sketches do not tell the errors of groups with a tensor in `compensated`.
         """
         octaves: dict[str, dict[str, Counts]] = {}
         for fqn, counts in self.octaves.items():
             octaves.setdefault(self.layout.tensors[fqn], {})[fqn] = counts
         found = {}
-        for group in octaves.keys() & analysis.fitted.keys() - {self.layout.tensors[fqn] for fqn in shifted}:
+        for group in octaves.keys() & analysis.fitted.keys() - {self.layout.tensors[fqn] for fqn in compensated}:
             joint = self.joint[group]
             worst = worst_tensor(
                 analysis.fitted[group], joint.sum(0) if group in self.importance else joint, octaves[group],

@@ -128,7 +128,7 @@ class CodeSource(Protocol):
 class QuantizingChunk:
     """A chunk that is quantized as its blocks are asked for, so that nothing but its codes is ever held whole."""
 
-    def __init__(self, chunk: Chunk, fitted: Fitted) -> None:
+    def __init__(self, chunk: Chunk, fitted: Fitted, workers: Workers | None = None) -> None:
         self.key, self.group, self.exponent = chunk.key, chunk.group, chunk.exponent
         self.refinement_bits = chunk.refinement_bits
         self.codes: Codes = np.empty(chunk.key.elements, np.uint8)
@@ -136,7 +136,8 @@ class QuantizingChunk:
         self._flat = chunk.flat()
         settle_streams([self._flat])
         if chunk.compensation is not None and not self.refinement_bits and self.parent is None:
-            self._flat = chunk.compensation.shifted(self._flat, fitted, 1.0 / scale_of(self.exponent))
+            do = map if workers is None else workers.map
+            self._flat = chunk.compensation.shifted(self._flat, fitted, scale_of(self.exponent), do)
         self._fitted = fitted
         width = fitted.codebook.cell_high - fitted.codebook.cell_low
         inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))

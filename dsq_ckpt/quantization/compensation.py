@@ -2,14 +2,15 @@
 
 Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained transformers", 2023. An error of
 one weight changes the output by its input. Where other inputs go with that one, as inputs of a layer do, their weights
-can make up for it: each is shifted before it is rounded, by the errors of those before it. Nothing is stored for that;
-codes mean what they meant, and only their choice differs.
+can make up for the error: each is shifted before it is rounded, by the errors of those before it. Nothing is stored for
+that; codes mean what they meant, and only their choice differs. Protected values are stored as they were shifted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from dsq_ckpt import kernels
 from dsq_ckpt.core.arrays import F32
 from dsq_ckpt.quantization.codebook import Fitted
 
-DAMPING = 0.1
-"""Share of the mean square of all inputs that each is taken to have besides its own: what few batches cannot tell."""
+_DAMPING = 0.1  # share of the mean square of all inputs that each has besides its own: more than is known of any
+_SIDE_BY_SIDE = 256  # outputs
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,25 @@ class Spread(NamedTuple):
     factors: F32
 
     @classmethod
-    def of(cls, moments: torch.Tensor) -> Spread | None:
+    def of(cls, products: torch.Tensor, rows: int) -> Spread | None:
         """Return how errors are spread; None where inputs are all zero or not finite.
 
+        Few rows tell little: errors that cancel for these would not for others. So the share of its mean square that
+        each input has for itself grows with the number of inputs per row.
+
         Args:
-            moments: float[n, n]: sums of products of inputs.
+            products: float[n, n]: sums of products of inputs.
+            rows: of inputs that were summed.
         """
-        moments = moments.to("cpu", torch.float64)
-        mean = moments.diagonal().mean()
-        if not (mean > 0 and bool(moments.isfinite().all())):
+        products = products.to("cpu", torch.float64)
+        mean = products.diagonal().mean()
+        if not (mean > 0 and bool(products.isfinite().all())):
             return None
-        order = moments.diagonal().argsort(descending=True, stable=True)
-        ordered = moments[order][:, order]
-        ordered.diagonal().add_(DAMPING * mean)
+        order = products.diagonal().argsort(descending=True, stable=True)
+        ordered = products[order][:, order]
+        ordered.diagonal().add_((_DAMPING + len(order) / rows) * mean)
         upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True)
-        return cls(order, (upper / upper.diagonal()[:, None]).float().contiguous().numpy())
+        return cls(order, (upper / upper.diagonal()[:, None]).to(torch.float32).contiguous().numpy())
 
 
 @dataclass(frozen=True)
@@ -92,26 +98,32 @@ class Compensation:
         """Elements of all parts."""
         return sum(view.outputs * view.inputs for view, _ in self.parts)
 
-    def shifted(self, flat: torch.Tensor, fitted: Fitted, inv_scale: float) -> torch.Tensor:
+    def shifted(
+        self, flat: torch.Tensor, fitted: Fitted, scale: float, do: Callable[..., Iterable[Any]] = map
+    ) -> torch.Tensor:
         """Return the values whose codes, each by itself, are those that compensate each other's errors.
 
         Args:
             flat: values, float[n], contiguous.
             fitted: without a previous code.
-            inv_scale: as of ``kernels.quantize``.
+            scale: of the tensor's values, in units of the codebook.
+            do: as `map`, for outputs that may be worked on side by side.
 
         Returns:
             float32[n] on the CPU; a copy.
         """
-        shifted = torch.empty(flat.shape).copy_(flat)
-        levels = (fitted.codebook.levels / inv_scale).astype(np.float32)
+        shifted = torch.empty(flat.shape, dtype=torch.float32, device="cpu").copy_(flat)
+        levels = (fitted.codebook.levels * scale).clip(-_LARGEST, _LARGEST).astype(np.float32)
+        window, table = fitted.window, fitted.table[-1]
         for view, blocks in self.parts:
             for rows, block in zip(view.of(shifted).split([len(one.order) for one in blocks]), blocks, strict=True):
                 values = rows[block.order]
-                kernels.compensate(
-                    values.numpy(), block.factors, fitted.window.lo, fitted.window.hi, inv_scale, fitted.table[-1],
-                    levels,
-                )
+
+                def work(some: F32, factors: F32 = block.factors) -> None:
+                    kernels.compensate(some, factors, window.lo, window.hi, 1.0 / scale, table, levels)
+
+                for _ in do(work, np.array_split(values.numpy(), -(-view.outputs // _SIDE_BY_SIDE), axis=1)):
+                    pass
                 rows[block.order] = values
         return shifted
 

@@ -131,6 +131,7 @@ class Allocation:
         lattices = {
             group: config for group, config in start.groups.items()
             if isinstance(config.codebook, Lattice) and config.codebook.step == step
+            and group in save.model.groups  # the metric does not tell what others bear
         }
         others = {group: fitted for group, fitted in start.analysis.fitted.items() if group not in lattices}
         self._others = replace(start.analysis, fitted=others)

@@ -96,6 +96,13 @@ class SaveSearch:
         }
         return self.sketches.fit(configs, candidate.analysis)
 
+    def nearest(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the sizes of nearest codes."""
+        analysis = self.sketches.fit(candidate.groups, candidate.analysis)
+        return replace(
+            candidate, analysis=analysis, bits=sum(size_in_bits(analysis.fitted[group]) for group in self.groups)
+        )
+
     def recounted(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the sizes of codes that make up for each other's errors, unknown to sketches."""
         fitted = self.model.recounted(candidate.analysis.fitted)
@@ -115,8 +122,8 @@ class SaveSearch:
         return replace(candidate, groups=groups)
 
     @property
-    def nearest_only(self) -> bool:
-        """Whether codes are those of the nearest of evenly spaced levels, and all that is stored of the weights."""
+    def compensable(self) -> bool:
+        """Whether codes of evenly spaced levels are all that is stored of the weights."""
         configs = [group_config(group, self.config.quantize) for group in self.groups]
         return all(isinstance(one.codebook, Lattice) and not one.refinement_bits for one in configs)
 

@@ -1,63 +1,81 @@
-"""What the weights of a model are multiplied by, seen while a metric is evaluated."""
+"""What the weights of a model are multiplied by, recorded while a metric is evaluated."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsq_ckpt.quantization.compensation import Compensation, MatrixView, Spread
 
+logger = logging.getLogger(__name__)
+
 _MOST_INPUTS = 1024  # of a block; errors are not spread beyond
-_MOST_ROWS = 4096  # of the inputs of one call that are looked at, evenly spread
+_MOST_ROWS = 4096  # of the inputs of one call that are summed, evenly spread
+_FREE, _DEAR = 1 << 26, 16  # bytes of sums: so many are taken for any matrix, more only below so many per weight
 
 _ATEN = torch.ops.aten
 
 
-class _Moments:
+class _Products:
     """Sums of products of the inputs of a matrix, in blocks of consecutive inputs of about the same size."""
 
     def __init__(self, inputs: int) -> None:
         blocks = -(-inputs // _MOST_INPUTS)
         self._size = -(-inputs // blocks)
         self.sums: list[Tensor] = []
+        self.rows = 0
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [n, inputs]."""
-        blocks = _spread(rows.detach(), _MOST_ROWS).float().split(self._size, dim=1)
-        new = [block.T @ block for block in blocks]
+        rows = _sampled(rows.detach(), _MOST_ROWS)
+        new = [block.T @ block for block in rows.to(torch.float32).split(self._size, dim=1)]
         self.sums = [old + more for old, more in zip(self.sums, new, strict=True)] if self.sums else new
+        self.rows += len(rows)
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: in the memory of a tensor that is looked for, or as a copy of one, at an offset in it."""
+
+    memory: tuple[int, int]
+    offset: int
 
 
 class InputRecorder(TorchDispatchMode):
-    """Sees what tensors are multiplied by, in products of matrices and in convolutions of one group.
+    """Records what tensors are multiplied by, in products of matrices and in convolutions of one group.
 
-    It does not matter which module or function asks for these, and whether for whole weights or for slices. What runs
-    outside of torch's dispatcher, as compiled code does, is not seen.
+    It does not matter which module or function asks for these, whether for whole weights, slices, or copies in another
+    dtype, as those of autocast. What other threads do is not seen.
 
     Args:
         tensors: those that are looked for, by their memory.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._memory = {_memory(tensor) for tensor in tensors} - {0}
-        self._seen: dict[int, dict[MatrixView, _Moments]] = {}
+        self._known = {(_memory(tensor), tensor.element_size()) for tensor in tensors if _memory(tensor)}
+        self._seen: dict[tuple[int, int], dict[MatrixView, _Products]] = {}
+        self._copies: dict[tuple[int, int], tuple[_Place, Tensor]] = {}
+        """By their memory; kept until a tensor is copied again, since memory that is free would be taken by others."""
 
     def compensation(self, tensor: Tensor) -> Compensation | None:
         """Return how errors of a tensor's elements are to be spread; None: it was not seen, or is not contiguous."""
         if not tensor.is_contiguous():  # offsets are those of elements in row-major order
             return None
         start, parts = int(tensor.storage_offset()), []
-        for view, moments in self._seen.get(_memory(tensor), {}).items():
+        for view, products in self._seen.get((_memory(tensor), tensor.element_size()), {}).items():
             if view.offset >= start and view.stop <= start + tensor.numel():
-                blocks = [block for block in map(Spread.of, moments.sums) if block is not None]
-                if len(blocks) == len(moments.sums):
+                blocks = [block for own in products.sums if (block := Spread.of(own, products.rows)) is not None]
+                if len(blocks) == len(products.sums):
                     parts.append((replace(view, offset=view.offset - start), blocks))
         return Compensation(parts) if parts else None
 
@@ -66,14 +84,41 @@ class InputRecorder(TorchDispatchMode):
     ) -> Any:
         """Look at the arguments, and call the function."""
         kwargs = kwargs or {}
-        with self:
-            result = func.decompose(*args, **kwargs)  # in inference mode functions come as they were called
-        if result is not NotImplemented:
-            return result
-        if (see := _SEEN.get(func.overloadpacket)) is not None:
-            with suppress(RuntimeError):  # as where memory is short: the metric is what was asked for
-                see(self, *args)
-        return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        if not types:  # in inference mode functions come as they were called
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        kind = func.overloadpacket
+        try:
+            if kind is _ATEN._to_copy:
+                self._copied(args[0], result)
+            elif kind in _SEEN:
+                _SEEN[kind](self, *args)
+        except RuntimeError as error:  # as where memory is short: the metric is what was asked for
+            logger.info("inputs of a layer are not recorded: %s", error)
+        return result
+
+    def _place(self, tensor: Tensor) -> _Place | None:
+        if not (memory := _memory(tensor)):
+            return None
+        key = memory, tensor.element_size()
+        if key in self._known:
+            return _Place(key, int(tensor.storage_offset()))
+        if (copied := self._copies.get(key)) is None:
+            return None
+        origin, _ = copied
+        return origin._replace(offset=origin.offset + int(tensor.storage_offset()))
+
+    def _copied(self, tensor: Tensor, copy: Tensor) -> None:
+        place = self._place(tensor)
+        if place is None or not tensor.is_contiguous() or not copy.is_contiguous() or not _memory(copy):
+            return
+        self._copies = {key: kept for key, kept in self._copies.items() if kept[0] != place}
+        self._copies[_memory(copy), copy.element_size()] = place, copy
 
     def _product(self, left: Tensor, right: Tensor) -> None:
         self._multiplied(left, right)
@@ -81,42 +126,54 @@ class InputRecorder(TorchDispatchMode):
 
     def _multiplied(self, rows: Tensor, matrix: Tensor) -> None:
         """Note that `rows`, [n, inputs], are multiplied by `matrix`, [inputs, outputs]."""
-        if _memory(matrix) in self._memory and matrix.shape[0] > 1:
+        if (place := self._place(matrix)) is not None and matrix.shape[0] > 1:
             inputs, outputs = matrix.shape
             between_inputs, between_outputs = matrix.stride()
-            view = MatrixView(int(matrix.storage_offset()), outputs, inputs, (between_outputs, between_inputs))
-            self._note(matrix, view, rows)
+            self._note(place, MatrixView(place.offset, outputs, inputs, (between_outputs, between_inputs)), rows)
 
     def _batched(self, left: Tensor, right: Tensor) -> None:
-        if not self._memory.isdisjoint((_memory(left), _memory(right))):
-            for one, other in zip(left, right, strict=True):
+        if self._place(left) is not None or self._place(right) is not None:
+            for one, other in zip(left, right):  # noqa: B905  # torch itself has compared them
                 self._product(one, other)
 
     def _convolved(
         self, images: Tensor, weight: Tensor, _: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], transposed: bool, *others: Any,
+        dilation: Sequence[int], transposed: bool, __: Sequence[int], groups: int, *others: Any,
     ) -> None:
-        usual = not transposed and others[-1] == 1 and weight.ndim in (3, 4) and weight.is_contiguous()
-        if not usual or _memory(weight) not in self._memory or not images.numel():
+        usual = not transposed and groups == 1 and weight.ndim in (3, 4) and weight.is_contiguous()
+        if not usual or (place := self._place(weight)) is None or not images.numel():
             return
         kernel = weight.shape[2:]
         if weight.ndim == 3:  # in one dimension
-            images, kernel = images.unsqueeze(-2), torch.Size([1, *kernel])
-            stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
-        few = _spread(images, max(1, _MOST_ROWS // images[0, 0].numel()))
+            images, kernel = images.unsqueeze(-1), torch.Size([*kernel, 1])
+            stride, padding, dilation = [*stride, 1], [*padding, 0], [*dilation, 1]
+        wide = (images.shape[-1] + 2 * padding[-1] - dilation[-1] * (kernel[-1] - 1) - 1) // stride[-1] + 1
+        reach = dilation[0] * (kernel[0] - 1) + 1
+        most = (max(1, _MOST_ROWS // wide) - 1) * stride[0] + reach  # rows of pixels, of one image
+        if images.shape[-2] > most:
+            images = images.narrow(-2, (images.shape[-2] - most) // 2, most)
+        high = (images.shape[-2] + 2 * padding[0] - reach) // stride[0] + 1
+        few = _sampled(images, max(1, _MOST_ROWS // max(1, wide * high)))
         patches = nn.functional.unfold(few, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
         inputs = weight[0].numel()
-        view = MatrixView(int(weight.storage_offset()), len(weight), inputs, (inputs, 1))
-        self._note(weight, view, patches.mT.reshape(-1, inputs))
+        view = MatrixView(place.offset, len(weight), inputs, (inputs, 1))
+        self._note(place, view, patches.mT.reshape(-1, inputs))
 
-    def _note(self, weight: Tensor, view: MatrixView, rows: Tensor) -> None:
-        if not rows.is_floating_point() or rows.layout is not torch.strided:
+    def _note(self, place: _Place, view: MatrixView, rows: Tensor) -> None:
+        if not rows.is_floating_point() or rows.layout is not torch.strided or not len(rows):
             return
-        seen = self._seen.setdefault(_memory(weight), {})
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():  # of what is computed later, and again
+            return
+        seen = self._seen.setdefault(place.memory, {})
         if view not in seen:
-            if min(view.strides) < 1 or any(view.offset < one.stop and one.offset < view.stop for one in seen):
+            elements = view.outputs * view.inputs
+            if min(view.strides) < 1 or elements > view.stop - view.offset:  # elements that are one in memory
                 return
-            seen[view] = _Moments(view.inputs)
+            if any(view.offset < one.stop and one.offset < view.stop for one in seen):
+                return
+            if 4 * view.inputs * min(view.inputs, _MOST_INPUTS) > max(_FREE, _DEAR * elements):
+                return
+            seen[view] = _Products(view.inputs)
         seen[view].add(rows)
 
 
@@ -126,6 +183,7 @@ _SEEN: dict[Any, Callable[..., None]] = {
     _ATEN.bmm: InputRecorder._batched,
     _ATEN.baddbmm: lambda self, _, left, right: self._batched(left, right),
     _ATEN.convolution: InputRecorder._convolved,
+    _ATEN._convolution: InputRecorder._convolved,
 }
 
 
@@ -143,9 +201,9 @@ def recorded(tensors: Iterable[Tensor]) -> Iterator[InputRecorder]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _spread(rows: Tensor, most: int) -> Tensor:
+def _sampled(rows: Tensor, most: int) -> Tensor:
     """Return at most so many rows, evenly spread."""
-    return rows if len(rows) <= most else rows[torch.linspace(0, len(rows) - 1, most, device=rows.device).long()]
+    return rows if len(rows) <= most else rows[torch.arange(most, device=rows.device) * len(rows) // most]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,10 +159,12 @@ class ConfigManager:
             save.metrics[fold.name] = record[fold.key] = measure(save, fold, [None])[0]
             self._check(save, fold, record)
         probes = self._probes
-        if probes and save.nearest_only:
+        if probes and save.compensable:
             probes -= 1
-            with suppress(EvaluationFailed):  # what cannot be looked into is compressed without that
+            try:
                 measure(save, self.folds[0], [Probe.INPUTS])
+            except EvaluationFailed as failure:
+                logger.info("no inputs of layers recorded, so errors do not compensate each other: %s", failure)
         if not self._budget.share(search):
             spent = f"restores of this run have cost {figures.percent(self._budget.lost)} of the metric"
             if self._budget.lost >= 1:
@@ -286,7 +287,16 @@ class ConfigManager:
                     return False, own
             return True, own
 
-        return Allocation(save, start, found, step, bound, judge, probes).run()
+        probes -= bool(save.model.compensations)  # one for nearest codes
+        best, losses = Allocation(save, start, found, step, bound, judge, max(probes, 0)).run()
+        nearest = save.nearest(best)
+        if probes >= 0 and nearest.bits < best.bits:
+            save.model.compensate(False)
+            kept, own = judge(nearest.analysis, True)
+            if kept:
+                return nearest, own
+            save.model.compensate(True)
+        return best, losses
 
     @staticmethod
     def _variants(save: SaveSearch) -> list[int]:

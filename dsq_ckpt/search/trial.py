@@ -13,28 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsq_ckpt.core.arrays import Counts
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, described
 from dsq_ckpt.quantization import device
 from dsq_ckpt.quantization.analysis import Analysis
-from dsq_ckpt.quantization.chunk import (
-    Chunk,
-    ChunkKey,
-    Dequantizer,
-    QuantizingChunk,
-    add,
-    flat_values,
-    protected_bf16,
-    scale_of,
-)
+from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, Dequantizer, QuantizingChunk, add, protected_bf16
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.device.coding import DeviceTableCache, decode
 from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.search.inputs import recorded
+from dsq_ckpt.search.recount import recounted
 
 _Kept = TypeVar("_Kept")
 
@@ -44,7 +35,7 @@ class Probe(Enum):
 
     AGAIN = "the model as it is, with other random numbers"
     RUINED = "the model with random signs of its weights"
-    INPUTS = "the model as it is, with an eye on what its weights are multiplied by"
+    INPUTS = "the model as it is; the inputs of its weights are recorded"
 
 
 class EvaluateRaised(Exception):
@@ -89,10 +80,15 @@ class TrialModel:
                 f"'{chunks[0].key.fqn}' is not a tensor of the model that is evaluated; save the state of that model, "
                 "without copies (no cpu_offload, no full_state_dict)"
             )
+        kept = {chunk.key for chunk in own}
+        self._mixed = {chunk.group for chunk in chunks if chunk.key.elements and chunk.key not in kept}
         chunks = own  # an average of weights, say, is saved beside them, and does not show in the metric
+        self.groups = {chunk.group for chunk in own}
+        """Groups with chunks of the model."""
         self._targets = [chunk.tensor for chunk in chunks]
         self._chunks = list(chunks)
         self._tables = DeviceTableCache()
+        self._compensations: dict[ChunkKey, Compensation] = {}
 
     def __enter__(self) -> TrialModel:
         self._shard()
@@ -176,18 +172,28 @@ class TrialModel:
         return metric
 
     def _with_inputs(self, evaluate: Callable[[], float]) -> float:
-        """Evaluate, and let later trials choose codes that compensate each other's errors."""
+        """Evaluate, and let later trials choose codes that compensate each other's errors.
+
+        Not in groups with chunks that are not the model's: codes of these are counted in sketches alone.
+        """
         with recorded(self._targets) as recorder:
             metric = float(evaluate())
-        self._chunks = [
-            replace(chunk, compensation=recorder.compensation(target))
-            for chunk, target in zip(self._chunks, self._targets, strict=True)
-        ]
+        self._compensations = {
+            chunk.key: found for chunk, target in zip(self._chunks, self._targets, strict=True)
+            if chunk.group not in self._mixed and (found := recorder.compensation(target)) is not None
+        }
+        self.compensate(True)
         return metric
+
+    def compensate(self, on: bool) -> None:
+        """Choose codes that compensate each other's errors from now on, where inputs were recorded, or nearest ones."""
+        self._chunks = [
+            replace(chunk, compensation=self._compensations.get(chunk.key) if on else None) for chunk in self._chunks
+        ]
 
     @property
     def compensations(self) -> dict[ChunkKey, Compensation]:
-        """How errors compensate each other, by chunk: of those that `Probe.INPUTS` was told of."""
+        """How errors compensate each other, by chunk: of those whose inputs `Probe.INPUTS` recorded."""
         return {chunk.key: chunk.compensation for chunk in self._chunks if chunk.compensation is not None}
 
     @property
@@ -197,32 +203,8 @@ class TrialModel:
         return sum(own.elements for own in self.compensations.values()) / max(elements, 1)
 
     def recounted(self, fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
-        """Return fits by group with counts and errors of the codes that are stored, where these compensate each other.
-
-        Sketches do not tell them: the more is made up for, the larger the values that are rounded.
-        """
-        groups = {chunk.group for chunk in self._chunks if chunk.compensation is not None} & fitted.keys()
-        chunks = [chunk for chunk in self._chunks if chunk.group in groups]
-        counts = {group: np.zeros((1, fitted[group].codebook.symbols), np.int64) for group in groups}
-        lost = dict.fromkeys(groups, 0.0)
-
-        def measure(chunk: Chunk) -> tuple[Counts, float]:
-            own = fitted[chunk.group]
-            source = QuantizingChunk(replace(chunk, refinement_bits=0), own)
-            for where in self._workers.blocks(chunk.key.elements):
-                source.block(where)
-            values, codes = flat_values(chunk.tensor) / scale_of(chunk.exponent), source.codes
-            errors = np.where(codes == own.codebook.protected, 0.0, np.append(own.codebook.levels, 0.0)[codes] - values)
-            return np.bincount(codes, minlength=own.codebook.symbols), float(np.square(errors).sum())
-
-        for chunk, (count, error) in zip(chunks, self._workers.map(measure, chunks), strict=True):
-            counts[chunk.group] += count
-            lost[chunk.group] += error
-        recounted = {
-            group: fitted[group].recounted(count, lost[group] / max(int(count[0, :-1].sum()), 1))
-            for group, count in counts.items()
-        }
-        return {**fitted, **recounted}
+        """Return fits by group with counts and errors of the codes that are stored."""
+        return recounted(fitted, self._chunks, self._workers)
 
     def _marks(self) -> dict[str, Hashable]:
         """Return the address, the version of the gradient and a checksum of the values of each parameter, by name.
@@ -296,7 +278,7 @@ class TrialModel:
         if device.serves(chunk) and fitted.turn is None:
             values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _within(values, chunk.tensor.dtype)
-        source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted)
+        source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self._workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
         out = np.empty(chunk.key.elements, np.float32)
 

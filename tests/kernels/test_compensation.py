@@ -8,7 +8,7 @@ import torch
 
 from dsq_ckpt import kernels
 from dsq_ckpt.kernels.keys import FULL
-from dsq_ckpt.quantization.compensation import DAMPING, Spread
+from dsq_ckpt.quantization.compensation import _DAMPING, Spread
 
 STEP, HALF = 0.25, 31
 LEVELS = (STEP * np.concatenate([[0], np.arange(-HALF, 0), np.arange(1, HALF + 1)])).astype(np.float32)
@@ -32,9 +32,12 @@ def codes_of(values: np.ndarray) -> np.ndarray:
     return codes.reshape(values.shape)
 
 
+ROWS = 1 << 20
+
+
 def compensated(weights: torch.Tensor, moments: torch.Tensor) -> np.ndarray:
     """Return the codes of weights, [inputs, outputs]."""
-    spread = Spread.of(moments)
+    spread = Spread.of(moments, ROWS)
     assert spread is not None
     values = weights[spread.order].numpy()
     kernels.compensate(values, spread.factors, FULL.lo, FULL.hi, 1.0, table(), LEVELS)
@@ -46,7 +49,8 @@ def compensated(weights: torch.Tensor, moments: torch.Tensor) -> np.ndarray:
 def by_elimination(weights: torch.Tensor, moments: torch.Tensor) -> np.ndarray:
     """Quantize input by input, each time with the inverse of the moments of those that are left."""
     values, moments = weights.double(), moments.double()
-    moments = moments + DAMPING * moments.diagonal().mean() * torch.eye(len(moments))
+    own = (_DAMPING + len(moments) / ROWS) * moments.diagonal().mean()
+    moments = moments + own * torch.eye(len(moments))
     left = moments.diagonal().argsort(descending=True).tolist()
     codes = np.empty(values.shape, np.uint8)
     while left:
@@ -64,7 +68,8 @@ def test_codes_are_those_of_elimination(features, outputs, scale):
     x = inputs(200, features)
     weights = scale * torch.randn(features, outputs, generator=torch.Generator().manual_seed(1))
     found, expected = compensated(weights, x.T @ x), by_elimination(weights, x.T @ x)
-    assert (found == expected).mean() > 0.999  # fp32 and fp64 may differ at the edge of a cell, and after that
+    same = (found == expected).all(0)
+    assert same.mean() > 0.9  # fp32 and fp64 may differ at the edge of a cell, and in all of that output after it
     if scale > 1:
         assert (found == len(LEVELS)).any(), "some are protected"
 
@@ -86,12 +91,12 @@ def test_inputs_that_have_nothing_in_common_change_nothing():
 
 @pytest.mark.parametrize("moments", [torch.zeros(4, 4), torch.full((4, 4), torch.nan), torch.eye(4) * torch.inf])
 def test_moments_that_tell_nothing(moments):
-    assert Spread.of(moments) is None
+    assert Spread.of(moments, ROWS) is None
 
 
 def test_one_input_with_nothing_and_sums_that_are_singular():
     row = torch.tensor([[1.0, 2.0, 0.0, 2.0]])
-    spread = Spread.of(row.T @ row)
+    spread = Spread.of(row.T @ row, 1)
     assert spread is not None and np.isfinite(spread.factors).all()
     assert sorted(spread.order.tolist()) == [0, 1, 2, 3] and spread.order[-1] == 2
     assert np.array_equal(spread.factors, np.triu(spread.factors)) and np.all(np.diag(spread.factors) == 1)
@@ -100,9 +105,19 @@ def test_one_input_with_nothing_and_sums_that_are_singular():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("factors", np.eye(3, dtype=np.float32)), ("factors", np.eye(4)), ("table", np.zeros(9, np.uint8)),
-     ("levels", np.zeros(3))],
+     ("levels", np.zeros(3)), ("values", np.zeros((4, 2))), ("values", np.zeros(4, np.float32))],
 )
 def test_wrong_arrays(name, value):
-    arguments = {"factors": np.eye(4, dtype=np.float32), "table": table(), "levels": LEVELS} | {name: value}
+    arguments = {
+        "values": np.zeros((4, 2), np.float32), "factors": np.eye(4, dtype=np.float32), "table": table(),
+        "levels": LEVELS,
+    }
     with pytest.raises(ValueError, match=name):
-        kernels.compensate(np.zeros((4, 2), np.float32), lo=FULL.lo, hi=FULL.hi, inv_scale=1.0, **arguments)
+        kernels.compensate(lo=FULL.lo, hi=FULL.hi, inv_scale=1.0, **arguments | {name: value})
+
+
+def test_few_rows_spread_less():
+    x = inputs(64, 32)
+    many, few = (Spread.of(x.T @ x, rows) for rows in (ROWS, 4))
+    assert many is not None and few is not None
+    assert np.abs(np.triu(few.factors, 1)).sum() < 0.5 * np.abs(np.triu(many.factors, 1)).sum()

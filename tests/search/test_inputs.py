@@ -49,6 +49,11 @@ class Product(nn.Module):
         return self.product(x, self.weight)
 
 
+def autocast(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, weight)
+
+
 def experts(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([F.linear(part, own) for part, own in zip(x.reshape(4, -1, FEATURES), weight, strict=True)])
 
@@ -70,6 +75,9 @@ SEEN: dict[str, Callable[[], nn.Module]] = {
     "convolution, 1 dimension": lambda: Product(
         [OUTPUTS, FEATURES, 3], lambda x, w: F.conv1d(x.reshape(-1, FEATURES, 8), w, padding=1, dilation=2)
     ),
+    "autocast": lambda: Product([OUTPUTS, FEATURES], autocast),
+    "cast slices": lambda: Product([4, OUTPUTS, FEATURES], lambda x, w: experts(x.double(), w.double())),
+    "traced": lambda: torch.jit.trace(nn.Conv1d(FEATURES, OUTPUTS, 3), torch.zeros(2, FEATURES, 8)),
     "convolution": lambda: Product(
         [OUTPUTS, FEATURES, 2, 3], lambda x, w: F.conv2d(x.reshape(-1, FEATURES, 2, 4), w, stride=(1, 2))
     ),
@@ -85,6 +93,8 @@ NOT_SEEN: dict[str, Callable[[], nn.Module]] = {
     "a copy": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x, w.clone())),
     "by elements": lambda: Product([FEATURES], lambda x, w: x * w),
     "not finite": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x / 0, w)),
+    "repeated in memory": lambda: Product([FEATURES], lambda x, w: F.linear(x, w.expand(5, FEATURES))),
+    "bits": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x[:, ::2].double(), w.view(torch.float64))),
     "channels last": lambda: nn.Conv2d(FEATURES, OUTPUTS, 2).to(memory_format=torch.channels_last),
 }
 
@@ -97,7 +107,8 @@ def data(rows: int = ROWS) -> Tensor:
 def run(model: nn.Module) -> None:
     kind = next(model.parameters()).dtype
     x = data().to(kind)
-    model.eval()(x.reshape(-1, FEATURES, 2, 4) if isinstance(model, nn.Conv2d) else x)
+    images = isinstance(model, nn.Conv2d | torch.jit.ScriptModule)
+    model.eval()(x.reshape(-1, FEATURES, *[2, 4][isinstance(model, torch.jit.ScriptModule) :]) if images else x)
 
 
 def found(model: nn.Module, grad: Callable[[], object] = torch.no_grad) -> dict[str, Compensation | None]:
@@ -136,18 +147,69 @@ def test_moments_are_those_of_the_inputs(kind, inputs):
     (compensation,) = found(SEEN[kind]()).values()
     assert compensation is not None
     for (_, (block,)), x in zip(compensation.parts, inputs, strict=True):
-        expected = Spread.of(x.T @ x)
+        expected = Spread.of(x.T @ x, len(x))
         assert expected is not None and torch.equal(block.order, expected.order)
         assert block.factors == pytest.approx(expected.factors, abs=1e-3)
 
 
 def test_large_matrices_are_divided(monkeypatch):
     monkeypatch.setattr("dsq_ckpt.search.inputs._MOST_INPUTS", 5)
-    (compensation,) = [own for own in found(SEEN["linear"]()).values() if own]
+    (compensation,) = found(SEEN["linear"]()).values()
+    assert compensation is not None
     assert [len(block.order) for block in compensation.parts[0][1]] == [4, 4, 4]
     flat = torch.randn(OUTPUTS * FEATURES)
     view = compensation.parts[0][0]
     assert torch.equal(view.of(flat), flat.view(OUTPUTS, FEATURES).T)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_add_up(seed):
+    model, g = nn.Linear(FEATURES, OUTPUTS), torch.Generator().manual_seed(seed)
+    batches = [torch.randn(30, FEATURES, generator=g) * scale for scale in (1.0, 5.0)]
+    with recorded([model.weight]) as recorder, torch.no_grad():
+        for batch in batches:
+            model(batch)
+    compensation, x = recorder.compensation(model.weight), torch.cat(batches)
+    expected = Spread.of(x.T @ x, len(x))
+    assert compensation is not None and expected is not None
+    assert compensation.parts[0][1][0].factors == pytest.approx(expected.factors, abs=1e-3)
+
+
+def test_long_batches_are_sampled_evenly():
+    model, x = nn.Linear(FEATURES, OUTPUTS), data().repeat(100, 1)
+    x[::2] *= 3
+    with recorded([model.weight]) as recorder, torch.no_grad():
+        model(x)
+    compensation, expected = recorder.compensation(model.weight), Spread.of(x.T @ x, 4096)
+    assert compensation is not None and expected is not None
+    assert compensation.parts[0][1][0].factors == pytest.approx(expected.factors, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", [(1, FEATURES, 40, 3000), (3, FEATURES, 3000, 2)])
+def test_large_images_are_cut(shape):
+    model = nn.Conv2d(FEATURES, OUTPUTS, (2, 1), stride=(2, 1))
+    with recorded([model.weight]) as recorder, torch.no_grad():
+        model(torch.randn(shape))
+        (products,) = next(iter(recorder._seen.values())).values()
+    assert 0 < products.rows <= 4096
+
+
+def test_sums_that_take_more_than_their_weights_are_not_made(monkeypatch):
+    monkeypatch.setattr("dsq_ckpt.search.inputs._FREE", 0)
+    models = {outputs: nn.Linear(FEATURES, outputs) for outputs in (2, 3)}  # 24 and 16 bytes per weight
+    with recorded([model.weight for model in models.values()]) as recorder, torch.no_grad():
+        for model in models.values():
+            model(data())
+    assert [recorder.compensation(models[outputs].weight) is None for outputs in models] == [True, False]
+
+
+def test_parameters_in_one_buffer():
+    buffer = torch.randn(2, OUTPUTS, FEATURES)
+    with recorded([buffer[0], buffer[1]]) as recorder, torch.no_grad():
+        F.linear(data(), buffer[1])
+    assert recorder.compensation(buffer[0]) is None
+    second = recorder.compensation(buffer[1])
+    assert second is not None and second.parts[0][0].offset == 0
 
 
 def test_views_that_overlap_count_once():
@@ -227,6 +289,104 @@ def test_an_evaluation_that_cannot_be_looked_into(tmp_path):
 
     found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.01)
     assert found["quality"]["satisfied"] and "compensated" not in found["quality"]
+
+
+def test_a_bound_that_nothing_keeps_where_nothing_can_be_looked_into(tmp_path):
+    model = Regression()
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss() -> float:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise NotImplementedError("no modes here")
+        return model.loss()
+
+    with pytest.warns(UserWarning, match="stored exactly"):
+        found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=1e-12)
+    assert not found["quality"]["satisfied"]
+    read = loaded(tmp_path / "a", exact)
+    assert all(torch.equal(read[name], value) for name, value in exact.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_torch_do_not_matter(tmp_path, dtype):
+    model = Regression()
+    torch.set_default_dtype(dtype)
+    try:
+        found = dsq_ckpt.compress(model, tmp_path / "a", evaluate=model.loss, max_degradation=0.01)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found["quality"]["compensated"] == 1
+    other = dsq_ckpt.compress(model, tmp_path / "b", evaluate=model.loss, max_degradation=0.01)
+    assert found["quality"]["degradation"] == other["quality"]["degradation"]
+
+
+@pytest.mark.parametrize("granularity", ["layer", "tensor"])
+def test_weights_beside_the_model(tmp_path, granularity):
+    """An average of the weights has no inputs: in one group with the weights, all codes are nearest ones."""
+    model = Regression()
+    average = {name: value * 0.5 for name, value in model.state_dict().items()}
+    state = {"model": dict(model.state_dict()), "average": average}
+    found = dsq_ckpt.compress(
+        state, tmp_path / "a", model=model, evaluate=model.loss, max_degradation=0.05,
+        config={"quantize": {"granularity": granularity}},
+    )
+    assert found["quality"].get("compensated") == (None if granularity == "layer" else 1)
+    read = loaded(tmp_path / "a", {"average": average})
+    for name, value in average.items():
+        assert float((read["average"][name] - value).norm() / value.norm()) < 0.5, name
+
+
+def test_scaled_tensors_of_one_group(tmp_path):
+    """Tensors of one codebook, a hundred times as large as each other."""
+    model = Regression()
+    with torch.no_grad():
+        model.first.weight *= 100
+        model.x /= 100
+    exact = model.loss()
+    found = dsq_ckpt.compress(
+        model, tmp_path / "a", evaluate=model.loss, max_degradation=0.01, config={"quantize": {"granularity": "layer"}},
+    )
+    assert found["quality"]["compensated"] == 1
+    model.load_state_dict(loaded(tmp_path / "a", model.state_dict()))
+    assert model.loss() / exact - 1 == pytest.approx(found["quality"]["degradation"], rel=1e-6)
+
+
+def test_small_weights_have_steps_and_small_moments_stay(tmp_path):
+    model = nn.Sequential(nn.Linear(96, 20), nn.Linear(20, 96))
+    x, y = torch.randn(64, 96), torch.randn(64, 96)
+    optimizer = torch.optim.Adam(model.parameters())
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(F.mse_loss(model(x), y))
+
+    alone = dsq_ckpt.compress(model, tmp_path / "a", evaluate=loss, max_degradation=0.05)
+    assert len(alone["quality"]["steps"]) == 2
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    dsq_ckpt.compress(state, tmp_path / "b", model=model, evaluate=loss, max_degradation=0.05)
+    moments = optimizer.state_dict()["state"][0]
+    read = loaded(tmp_path / "b", state)["optimizer"]["state"][0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.allclose(read[name], moments[name], rtol=0.004), name
+
+
+def test_codes_of_a_model_that_learned_nothing(tmp_path):
+    """Where the metric bears all errors, nearest codes are smaller than those that make up for errors."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x, y = nn.Linear(128, 128), torch.randn(256, 128), 100 * torch.randn(256, 128)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(F.mse_loss(model(x), y))
+
+    sizes = [
+        dsq_ckpt.compress(model, tmp_path / str(probes), evaluate=loss, max_degradation=0.05, probes=probes)
+        ["by_kind"]["weights"]["bytes_base"] for probes in (0, 64)
+    ]
+    assert sizes[1] <= sizes[0] + 100
 
 
 def test_tied_weights_and_transposed_ones(tmp_path):
