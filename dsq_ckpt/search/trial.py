@@ -89,6 +89,12 @@ class TrialModel:
         self._chunks = list(chunks)
         self._tables = DeviceTableCache()
         self._compensations: dict[ChunkKey, Compensation] = {}
+        # Values of others are put back, gathered or let go of besides.
+        plain = refresh is None and not any(isinstance(module, FSDPModule) for module in model.modules())
+        parameters = {_storage(one) for one in model.parameters() if not _partitioned(one)} if plain else set()
+        self._lasting = [_storage(tensor) in parameters for tensor in self._targets]
+        self._held: dict[int, tuple[object, int]] = {}
+        """What the targets hold, by place: a fit and its refinement bits, or a trial without one."""
 
     def __enter__(self) -> TrialModel:
         self._shard()
@@ -156,6 +162,7 @@ class TrialModel:
         except ModelChanged:
             raise
         except Exception as error:
+            self._held.clear()  # it may have changed them
             raise EvaluateRaised(f"`{name}` raised {described(error)}") from error
         finally:
             self._undo()
@@ -187,6 +194,7 @@ class TrialModel:
 
     def compensate(self, on: bool) -> None:
         """Choose codes that compensate each other's errors from now on, where inputs were recorded, or nearest ones."""
+        self._held.clear()
         self._chunks = [
             replace(chunk, compensation=self._compensations.get(chunk.key) if on else None) for chunk in self._chunks
         ]
@@ -247,13 +255,21 @@ class TrialModel:
         def values(chunk: Chunk) -> torch.Tensor:
             if trial is Probe.RUINED:
                 return _with_random_signs(chunk.tensor)
-            fitted = trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else None
-            return chunk.tensor if fitted is None else self._decoded(chunk, fitted, refinement_bits)
+            fitted = content(chunk)
+            return self._decoded(chunk, fitted, refinement_bits) if isinstance(fitted, Fitted) else chunk.tensor
+
+        def content(chunk: Chunk) -> object:
+            return trial.fitted.get(chunk.group) if isinstance(trial, Analysis) else trial
 
         def store() -> None:
-            for chunk, target in zip(self._chunks, self._targets, strict=True):
+            for place, (chunk, target) in enumerate(zip(self._chunks, self._targets, strict=True)):
+                fitted, held = content(chunk), self._held.get(place)
+                if held is not None and held[0] is fitted and held[1] == refinement_bits:
+                    continue  # as in most probes of steps, which move one class of tensors
                 with torch.no_grad():
                     _write(target, values(chunk))
+                if self._lasting[place]:
+                    self._held[place] = fitted, refinement_bits
 
         if self._refresh is None:
             store()
