@@ -193,14 +193,14 @@ class Allocation:
 
     def _descend(self) -> bool:
         """Go to smaller choices within the bound while these probes find such; True if they found one."""
-        reach, found, failed = _REACH, False, list[list[int]]()
+        reach, share, found, failed = _REACH, 1.0, False, list[list[int]]()
         while self._left > 0 and reach >= _NARROW:
-            places = self._smallest(self._bound - self._loss, reach)
+            places = self._smallest(share * (self._bound - self._loss), reach)
             if places == [one.place for one in self._classes]:
                 break
             keeps, loss = (False, 0.0) if places in failed else self._try(places)
             if not keeps:
-                reach **= 0.5
+                reach, share = reach**0.5, share / 2  # nearer, and rather by classes that are expected to cost little
                 failed.append(places)
                 continue
             for one, place in zip(self._classes, places, strict=True):
