@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,9 +21,11 @@ logger = logging.getLogger(__name__)
 
 _MOST_INPUTS = 1024  # of a block; errors are not spread beyond
 _MOST_ROWS = 4096  # of the inputs of one call that are summed, evenly spread
+_MOST_MATRICES = 1024  # in one tensor
 _FREE, _DEAR = 1 << 26, 16  # bytes of sums: so many are taken for any matrix, more only below so many per weight
 
 _ATEN = torch.ops.aten
+_SWITCHES = threading.RLock()
 
 
 class _Products:
@@ -121,6 +125,8 @@ class InputRecorder(TorchDispatchMode):
         self._copies[_memory(copy), copy.element_size()] = place, copy
 
     def _product(self, left: Tensor, right: Tensor) -> None:
+        if self._place(left) is not None and self._place(right) is not None:  # as of a penalty: no inputs
+            return
         self._multiplied(left, right)
         self._multiplied(right.mT, left.mT)
 
@@ -169,7 +175,7 @@ class InputRecorder(TorchDispatchMode):
             elements = view.outputs * view.inputs
             if min(view.strides) < 1 or elements > view.stop - view.offset:  # elements that are one in memory
                 return
-            if any(view.offset < one.stop and one.offset < view.stop for one in seen):
+            if len(seen) == _MOST_MATRICES or any(view.offset < one.stop and one.offset < view.stop for one in seen):
                 return
             if 4 * view.inputs * min(view.inputs, _MOST_INPUTS) > max(_FREE, _DEAR * elements):
                 return
@@ -189,16 +195,24 @@ _SEEN: dict[Any, Callable[..., None]] = {
 
 @contextmanager
 def recorded(tensors: Iterable[Tensor]) -> Iterator[InputRecorder]:
-    """Record what tensors are multiplied by; fused operators that would hide it are off meanwhile."""
-    fused, fast = torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with InputRecorder(tensors) as recorder:
-            yield recorder
-    finally:
-        torch.backends.mkldnn.enabled = fused
-        torch.backends.mha.set_fastpath_enabled(fast)
+    """Record what tensors are multiplied by; fused operators that would hide it are off meanwhile, in all threads."""
+    with _SWITCHES:
+        fused, fast = torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with _uncompiled(), InputRecorder(tensors) as recorder:
+                yield recorder
+        finally:
+            torch.backends.mkldnn.enabled = fused
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Return a context without torch.compile, which would give up for good on what it meets below such a mode."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _sampled(rows: Tensor, most: int) -> Tensor:

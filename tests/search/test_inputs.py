@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -95,6 +96,7 @@ NOT_SEEN: dict[str, Callable[[], nn.Module]] = {
     "not finite": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x / 0, w)),
     "repeated in memory": lambda: Product([FEATURES], lambda x, w: F.linear(x, w.expand(5, FEATURES))),
     "bits": lambda: Product([OUTPUTS, FEATURES], lambda x, w: F.linear(x[:, ::2].double(), w.view(torch.float64))),
+    "with itself": lambda: Product([FEATURES, FEATURES], lambda x, w: w.T @ w),
     "channels last": lambda: nn.Conv2d(FEATURES, OUTPUTS, 2).to(memory_format=torch.channels_last),
 }
 
@@ -228,6 +230,56 @@ def test_what_torch_may_use_is_as_before():
         assert torch.backends.mkldnn.enabled and not torch.backends.mha.get_fastpath_enabled()
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_compiled_code_is_seen_and_runs_again_afterwards():
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *arguments: runs.append(len(arguments)) or graph(*arguments)
+
+    model = nn.Linear(FEATURES, OUTPUTS)
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        compiled(data())
+        with recorded([model.weight]) as recorder:
+            compiled(data())
+        compiled(data())
+    assert len(runs) == 2 and recorder.compensation(model.weight) is not None
+
+
+def test_operators_of_higher_order_are_called():
+    def chosen(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cond(x.sum() > -1e9, lambda x: F.linear(x, weight), lambda x: F.linear(-x, weight), (x,))
+
+    model = Product([OUTPUTS, FEATURES], chosen)
+    with torch.no_grad():
+        expected = model(data())
+        with recorded([model.weight]):
+            assert torch.equal(model(data()), expected)
+        assert torch.equal(model(data()), expected)
+
+
+def test_threads_that_record_put_back_what_there_was():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with recorded([]):
+            inside.set()
+            go_on.wait(60)
+
+    def second() -> None:
+        inside.wait(60)
+        go_on.set()
+        with recorded([]):
+            pass
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.backends.mkldnn.enabled and torch.backends.mha.get_fastpath_enabled()
 
 
 class Regression(nn.Module):
