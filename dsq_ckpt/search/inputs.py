@@ -46,7 +46,7 @@ class _Products:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies: in the memory of a tensor that is looked for, or as a copy of one, at an offset in it."""
+    """The place of a tensor, or of the one that it is a copy of: memory of one that is looked for, and an offset."""
 
     memory: tuple[int, int]
     offset: int

@@ -94,7 +94,7 @@ class TrialModel:
         parameters = {_storage(one) for one in model.parameters() if not _partitioned(one)} if plain else set()
         self._lasting = [_storage(tensor) in parameters for tensor in self._targets]
         self._held: dict[int, tuple[object, int]] = {}
-        """What the targets hold, by place: a fit and its refinement bits, or a trial without one."""
+        """Contents of the targets, by their place: a fit and its refinement bits, or a trial without one."""
 
     def __enter__(self) -> TrialModel:
         self._shard()

@@ -425,7 +425,7 @@ def test_small_weights_have_steps_and_small_moments_stay(tmp_path):
 
 
 def test_codes_of_a_model_that_learned_nothing(tmp_path):
-    """Where the metric bears all errors, nearest codes are smaller than those that make up for errors."""
+    """Nearest codes are smaller than those that make up for errors, and serve a metric that bears all errors."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x, y = nn.Linear(128, 128), torch.randn(256, 128), 100 * torch.randn(256, 128)
