@@ -50,6 +50,7 @@ from dsq_ckpt.storage.target_directory import refuse_checkpoint
 Evaluate = Callable[[], float]
 Source = Mapping[str, Any] | nn.Module | str | os.PathLike[str]
 
+
 def compress(
     source: Source,
     path: str | os.PathLike[str],

@@ -1,4 +1,4 @@
-"""What one search chooses from: configurations fitted on the sketches of a save, with their exact sizes."""
+"""What one search chooses from: configurations fitted on the sketches of a save, with their sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Candidate:
         config: of the save.
         groups: configuration of each group of weights.
         analysis: fitted.
-        bits: exact size of codes and protected values.
+        bits: size of codes and protected values; exact for nearest codes, and once it is `recounted`.
     """
 
     config: DSQConfig

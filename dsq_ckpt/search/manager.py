@@ -1,7 +1,7 @@
 """The configuration manager: finds, for every checkpoint, the smallest configuration that keeps the model's quality.
 
 Inshrinkerator, section 5: a guided exhaustive search at the first checkpoint, then the neighbourhood of the last
-choice. Candidates are ordered by the exact size of their codes, which the joint sketch tells without encoding; only
+choice. Candidates are ordered by the exact size of nearest codes, which the joint sketch tells without encoding; only
 quality needs the model. Two bounds: on the base layer, relative to the unquantized model (epsilon, as in the paper);
 and on what a restore gives back (base and refinement), relative to what training gained since the last checkpoint.
 A search can fit the few batches that it looks at, so a second fold of them, `check`, may confirm what it finds.

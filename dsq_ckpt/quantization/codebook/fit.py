@@ -68,7 +68,6 @@ class Fitted:
         held = self.counts.sum(0)[: len(part)]
         return float((held * part**2).sum() / 12 / max(int(self.counts.sum()), 1))
 
-
     def recounted(self, counts: Counts, error: float) -> Fitted:
         """Return the same codebook for codes that were chosen otherwise than by the table alone.
 
