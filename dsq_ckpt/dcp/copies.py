@@ -25,7 +25,6 @@ from dsq_ckpt.core.notices import warn_safely
 from dsq_ckpt.core.pinning import pinned_memory
 from dsq_ckpt.core.subclasses import checked, object_named
 from dsq_ckpt.errors import SaveFailed
-from dsq_ckpt.quantization.chunk import settle_streams
 
 _Kind = tuple[int, bool]
 """Of memory: its size in bytes, and whether it is for copies from a GPU."""
@@ -38,8 +37,6 @@ _ALONE = 1 << 24
 
 _PINNED = 1 << 18
 """Bytes from which memory for a copy is pinned, one call of the driver for each."""
-_QUEUED, _QUEUED_TOGETHER = 1 << 20, 64 << 20
-"""Bytes of a tensor, and of several, up to which copies from a GPU are queued: PyTorch keeps what it pins for them."""
 
 
 class CopyCost(NamedTuple):
@@ -121,17 +118,6 @@ def copied_by_name(state_dict: dict[str, Any]) -> dict[str, Any]:
         return _staged(bare, bare)
 
     return rebuilt(state_dict, tensors)
-
-
-def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors on the CPU; small ones of a GPU are queued at once, so that they are waited for once."""
-    copies, room = [], _QUEUED_TOGETHER
-    for tensor in tensors:
-        queued = tensor.is_cuda and tensor.nbytes <= min(room, _QUEUED)
-        room -= tensor.nbytes if queued else 0
-        copies.append(tensor.to("cpu", copy=True, non_blocking=queued))
-    settle_streams(tensors)
-    return copies
 
 
 def rebuilt(

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dsq_ckpt.dcp.copies import host_copies
 from dsq_ckpt.dcp.items import key_of, name_of
 from dsq_ckpt.dcp.plans import items_of_plan, layout_of_plan
 from dsq_ckpt.dcp.staging import ExactCopy, Payload, StagedCodes, staged_state_dict
@@ -23,6 +22,7 @@ from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.quantization.chunk import ChunkKey
+from dsq_ckpt.quantization.device.transfer import host_copies
 from dsq_ckpt.quantization.frozen import Frozen
 from dsq_ckpt.quantization.layout import Layout
 

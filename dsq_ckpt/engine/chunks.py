@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,9 +28,13 @@ from dsq_ckpt.quantization.chunk import (
 )
 from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache
 from dsq_ckpt.quantization.device.passes import parent_on_device
+from dsq_ckpt.quantization.device.transfer import host_copies
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame, ScaledFrame, UpdateFrame
+
+_SMALL_TOGETHER = 256 << 20
+"""Bytes of small chunks that are copied from a GPU to the host."""
 
 
 @dataclass
@@ -93,6 +98,36 @@ class ChunkLoader:
                 self.bases[chunk.key] = known[0]
                 return difference
         return None if all_finite(chunk) else chunk  # NaN and Inf are for the global sketch to find
+
+
+def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
+    """Return items, of which small ones in device memory are copied to the host: all at once, which is waited for once.
+
+    Each of them would keep the device's kernels waiting for calls, a millisecond for each chunk, and copies of its
+    blocks by themselves would be as slow.
+    """
+    items, room = list(items), _SMALL_TOGETHER
+    small: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
+    for item in items:
+        if 0 < item.key.elements < device.LEAST:
+            tensor = item.load().detach()
+            if tensor.device.type in device.DEVICES and tensor.nbytes <= room:
+                small[item.load], room = tensor, room - tensor.nbytes
+    copies = {load: partial(_same, copy) for load, copy in zip(small, host_copies(list(small.values())), strict=True)}
+    return [_loaded_by(item, copies) for item in items] if copies else items
+
+
+def _loaded_by(item: SaveItem, loads: Mapping[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]) -> SaveItem:
+    second = item.second_moment
+    if second is not None:
+        second = replace(second, load=loads.get(second.load, second.load))
+    if item.load not in loads:
+        return replace(item, second_moment=second)
+    return replace(item, load=loads[item.load], on_device=False, second_moment=second)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _frame(item: SaveItem, tensor: torch.Tensor, workers: Workers) -> Frame | None:

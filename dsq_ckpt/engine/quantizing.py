@@ -18,7 +18,7 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_o
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
 from dsq_ckpt.engine.chain import Parent
-from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, quantized
+from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, quantized, small_on_host
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
@@ -83,10 +83,10 @@ def quantize(
         item.key: found for item in (*local.items, *local.replicas)
         if item.kind == "weights" and (found := _gradient(item.key, local.gradients)) is not None
     }
-    sketching = _Sketching(options, context, local, gradients, workers)
+    searches = policy not in (as_configured, all_exact)
+    sketching = _Sketching(options, context, local, gradients, searches, workers)
     replicas: list[Chunk] = []
     before: dict[ChunkKey, Hashable] = {}
-    searches = policy not in (as_configured, all_exact)
     try:
         with sketching:
             sketches = build_global_sketch(
@@ -121,10 +121,10 @@ class _Sketching:
 
     def __init__(
         self, options: SaveOptions, context: SaveContext, local: LocalItems,
-        gradients: Mapping[ChunkKey, torch.Tensor], workers: Workers,
+        gradients: Mapping[ChunkKey, torch.Tensor], searches: bool, workers: Workers,
     ) -> None:
         self._options, self._context, self._local, self._workers = options, context, local, workers
-        self._gradients = gradients
+        self._gradients, self._searches = gradients, searches
         self._parent: Parent | None = None
         self.loader = self._loader()
 
@@ -145,11 +145,13 @@ class _Sketching:
             history = self._options.history
             self._parent = Parent(context.parent, context.model, self._workers, history, context.shared)
             self.loader = self._loader()
-        chunks = [chunk for item in lossy if (chunk := self.loader.load(item)) is not None]
-        return chunks + [
-            Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device)
-            for item in _measured(items, context.layout)
-        ]
+        wanted, chunks = [*lossy, *_measured(items, context.layout)], []
+        for item in wanted if self._searches else small_on_host(wanted):  # trials write to the tensors of the state
+            if not item.quantized:
+                chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
+            elif (chunk := self.loader.load(item)) is not None:
+                chunks.append(chunk)
+        return chunks
 
     def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""

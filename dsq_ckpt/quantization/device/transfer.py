@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 
 from dsq_ckpt.core.arrays import U8
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.quantization.chunk import settle_streams
 
 _T = TypeVar("_T")
 
@@ -26,6 +27,8 @@ IN_FLIGHT = 256 << 20
 """Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
 FREE_SHARE, MOST = 4, 1 << 30
 """More may wait where the device has memory that training did not need so far: a quarter of that, up to these bytes."""
+_QUEUED, _QUEUED_TOGETHER = 1 << 20, 64 << 20
+"""Bytes of a tensor, and of several, up to which copies from a GPU are queued: PyTorch keeps what it pins for them."""
 
 
 class Transfer:
@@ -144,3 +147,14 @@ def transfer_from(device: torch.device) -> Transfer:
     if device not in _transfers:
         _transfers[device] = Transfer(device)
     return _transfers[device]
+
+
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors on the CPU; small ones of a GPU are queued at once, so that they are waited for once."""
+    copies, room = [], _QUEUED_TOGETHER
+    for tensor in tensors:
+        queued = tensor.is_cuda and tensor.nbytes <= min(room, _QUEUED)
+        room -= tensor.nbytes if queued else 0
+        copies.append(tensor.to("cpu", copy=True, non_blocking=queued))
+    settle_streams(tensors)
+    return copies

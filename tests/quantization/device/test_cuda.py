@@ -18,6 +18,11 @@ from tests.quantization.device.test_device import codes_of
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.fixture(autouse=True, params=[0, device.LEAST], ids=["small on the device", "small on the host"])
+def where_small_chunks_are_quantized(monkeypatch, request):
+    monkeypatch.setattr(device, "LEAST", request.param)
+
+
 def to_cuda(tree):
     if isinstance(tree, dict):
         return {key: to_cuda(value) for key, value in tree.items()}

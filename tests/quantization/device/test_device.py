@@ -18,6 +18,7 @@ import dsq_ckpt
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.engine import chunks
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.keys import FULL
@@ -48,6 +49,7 @@ def here(request, monkeypatch):
         for module in (coding, device.passes, dsq_ckpt.quantization.chunk):
             monkeypatch.setattr(module, "backend_for", interpreted)
     monkeypatch.setattr(device, "DEVICES", {"cpu"})
+    monkeypatch.setattr(device, "LEAST", 0)
     monkeypatch.setattr(coding, "_PIECE", SMALL)
     monkeypatch.setattr(transfer, "SLOT", 1000)
     monkeypatch.setattr(transfer, "_transfers", {})
@@ -99,6 +101,34 @@ def staged(state: dict[str, Any], path: Path, *, config: dict[str, Any]) -> None
 @pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
 def test_a_chain_is_what_the_host_makes(by_the_host, here, tmp_path, save):
     near = chain_of(tmp_path, states(), save)
+    for path, (codes, values) in zip(near, by_the_host, strict=True):
+        assert codes_of(path) == codes
+        assert differences(loaded(path, states()[0]), values) == []
+
+
+@pytest.mark.parametrize("together", [1 << 28, 30_000], ids=["all", "some"])
+@pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
+def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkeypatch, save, together):
+    """With the large ones on the device nothing else is stored; without room for more copies the rest stays there."""
+    served, copied, serves, copy_all = set(), [], device.serves, chunks.host_copies
+
+    def noted(chunk: Chunk) -> bool:
+        if found := serves(chunk):
+            served.add(chunk.key.elements)
+        return found
+
+    def noted_copies(small: list[torch.Tensor]) -> list[torch.Tensor]:
+        copied.append([one.numel() for one in small])
+        return copy_all(small)
+
+    least = 6400  # elements of the largest that is quantized on the device
+    monkeypatch.setattr(device, "LEAST", least)
+    monkeypatch.setattr(device, "serves", noted)
+    monkeypatch.setattr(chunks, "host_copies", noted_copies)
+    monkeypatch.setattr(chunks, "_SMALL_TOGETHER", together)
+    near = chain_of(tmp_path, states(), save)
+    assert len(copied) == len(near) and all(0 < size < least for some in copied for size in some) and copied[0]
+    assert max(served) >= least and (min(served) >= least) == (together > 30_000)
     for path, (codes, values) in zip(near, by_the_host, strict=True):
         assert codes_of(path) == codes
         assert differences(loaded(path, states()[0]), values) == []
