@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from dsq_ckpt.quantization.step_lengths import StepLengths, corrected
 from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import EarlierPacks, PackWriter
 
+_TOGETHER = 1 << 18
+"""Elements of blocks that a thread is handed over together: it takes longer to start than to encode a few thousand."""
+_OVERHEAD = 1 << 12  # elements that a block of none is counted as
 _GLANCE = 4096  # codes that nearly always tell whether a block changed
 
 
@@ -86,6 +90,25 @@ class _Task:
         return self, self.coder.encode(codes, parent), beside
 
 
+def _together(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
+    """Yield tasks in lists, in order: large ones alone, small ones up to `_TOGETHER` elements."""
+    some: list[_Task] = []
+    held = 0
+    for task in tasks:
+        size = task.where.stop - task.where.start + _OVERHEAD
+        if some and held + size > _TOGETHER:
+            yield some
+            some, held = [], 0
+        some.append(task)
+        held += size
+    if some:
+        yield some
+
+
+def _run_all(tasks: Iterable[_Task]) -> list[tuple[_Task, bytes | None, BlockData]]:
+    return [task.run() for task in tasks]
+
+
 def _same(codes: Codes, parent: Codes) -> bool:
     return bool(np.array_equal(codes[:_GLANCE], parent[:_GLANCE]) and np.array_equal(codes, parent))
 
@@ -129,8 +152,8 @@ class ShardWriter:
     def add_coded(self, chunks: Iterable[ChunkRecord]) -> Iterator[Written]:
         """Entropy-code chunks, quantizing those whose codes are not there yet.
 
-        Blocks of different chunks run in parallel, so that no thread waits at the end of a chunk. Only a few blocks
-        per thread are ahead of the writes, so that memory stays bounded.
+        Blocks of different chunks run in parallel, so that no thread waits at the end of a chunk, small ones together.
+        Only a few blocks per thread are ahead of the writes, so that memory stays bounded.
         """
 
         def tasks() -> Iterator[_Task]:
@@ -144,7 +167,8 @@ class ShardWriter:
         refined: list[Block] = []
         protected: list[Bits] = []
         steps: StepLengths | None = None
-        for task, data, beside in self._workers.map(_Task.run, tasks()):
+        encoded = self._workers.map(_run_all, _together(tasks()))
+        for task, data, beside in chain.from_iterable(encoded):
             let_signals_through()
             protected.append(beside.protected)
             if beside.steps is not None and (scales := task.chunk.source.scales) is not None:

@@ -15,7 +15,7 @@ from dsq_ckpt.quantization.chunk import Chunk
 
 DEVICES = {"cuda"}
 """Types of devices that kernels run on; chunks elsewhere go to the host as they are."""
-LEAST = 1 << 18
+LEAST = 1 << 17
 """Elements of a chunk from which its device serves it: calls of kernels take a millisecond for each chunk."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _usable: dict[torch.device, bool] = {}
