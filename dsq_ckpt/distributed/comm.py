@@ -118,7 +118,7 @@ class TorchCommunicator:
         return [one.cpu().numpy().tobytes() for one in everything]
 
     def _device(self) -> torch.device:
-        kinds = [device.type for device in self._used()._device_types]
+        kinds = [device.type for device in _used(self.group)._device_types]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def broadcast(self, value: Any) -> Any:
@@ -138,14 +138,9 @@ class TorchCommunicator:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor.cpu().numpy().tobytes()
 
-    def _used(self) -> dist.ProcessGroup:
-        group = self.group if self.group is not None else dist.group.WORLD
-        assert group is not None
-        return group
-
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        keep(self._used())
+        keep(_used(self.group))
         try:
             yield
         except RuntimeError as error:
@@ -153,6 +148,12 @@ class TorchCommunicator:
                 f"rank {self.rank}: {error}; if it could not reach another rank, that one or its host is gone, or took "
                 "longer than the timeout of the process group"
             ) from error
+
+
+def _used(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    used = group if group is not None else dist.group.WORLD
+    assert used is not None
+    return used
 
 
 @contextmanager
@@ -193,9 +194,10 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
         SaveFailed: the group given to the writer has another size than the save.
         RankUnreachable: this process is a fork of one that is a rank.
     """
-    available = dist.is_available() and dist.is_initialized()
-    if ranks == 1 or not available:
+    if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
+    if ranks == 1:
+        return _alone(group)
     if dist.group.WORLD is _inherited:
         raise RankUnreachable(
             f"this process was forked from rank {dist.get_rank()} of torch.distributed, and process groups do not work "
@@ -207,7 +209,14 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
             f"DCP saves with {ranks} rank(s), but the process group given to the storage writer has {found}: "
             "pass the same process_group to DSQStorageWriter and to dcp.save"
         )
-    return SingleProcess() if found == 1 else TorchCommunicator(group)
+    return _alone(group) if found == 1 else TorchCommunicator(group)
+
+
+def _alone(group: dist.ProcessGroup | None) -> SingleProcess:
+    """Return the communicator of a rank alone, which needs no group; but DCP does collectives on it all the same."""
+    if dist.group.WORLD is not _inherited and isinstance(used := _used(group), dist.ProcessGroup):
+        keep(used)
+    return SingleProcess()
 
 
 def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:

@@ -90,13 +90,13 @@ class _Task:
         return self, self.coder.encode(codes, parent), beside
 
 
-def _together(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
-    """Yield tasks in lists, in order: large ones alone, small ones up to `_TOGETHER` elements."""
+def _together(tasks: Iterable[_Task], most: int) -> Iterator[list[_Task]]:
+    """Yield tasks in lists, in order: large ones alone, small ones up to `most` elements."""
     some: list[_Task] = []
     held = 0
     for task in tasks:
         size = task.where.stop - task.where.start + _OVERHEAD
-        if some and held + size > _TOGETHER:
+        if some and held + size > most:
             yield some
             some, held = [], 0
         some.append(task)
@@ -167,7 +167,8 @@ class ShardWriter:
         refined: list[Block] = []
         protected: list[Bits] = []
         steps: StepLengths | None = None
-        encoded = self._workers.map(_run_all, _together(tasks()))
+        most = _TOGETHER if self._workers.threads > 1 else 0
+        encoded = self._workers.map(_run_all, _together(tasks(), most))
         for task, data, beside in chain.from_iterable(encoded):
             let_signals_through()
             protected.append(beside.protected)

@@ -64,7 +64,7 @@ sys.setswitchinterval(1000)
 for number in range(20):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{number}", rank=rank, world_size=size)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
-    comms.TorchCommunicator().gather(None)
+    comms.communicator(None).gather(None)
     dist.broadcast_object_list([number], src=0)  # as DCP ends a save
     dist.destroy_process_group()
     del model
