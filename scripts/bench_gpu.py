@@ -34,7 +34,7 @@ from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import FULL
 from dsq_ckpt.quantization import device
-from dsq_ckpt.quantization.chunk import Dequantizer, padded, scale_of
+from dsq_ckpt.quantization.chunk import Dequantizer, scale_of
 from dsq_ckpt.quantization.codebook import Fitted, GroupSketch, fit_group
 from dsq_ckpt.version import __version__
 
@@ -232,13 +232,8 @@ def _fitted(backend: Backend, x: torch.Tensor, parent: torch.Tensor | None, befo
 
 
 def _refinement(fitted: Fitted, symbols: torch.Tensor) -> Refinement:
-    width = fitted.codebook.cell_high - fitted.codebook.cell_low
-    inverse = [1.0 / one if one > 0 else 0.0 for one in width]
-    where = symbols.device
-    return Refinement(
-        torch.from_numpy(padded(fitted.codebook.cell_low)).to(where),
-        torch.tensor(inverse + [0.0] * (256 - len(inverse)), dtype=torch.float64, device=where), 4, False, symbols,
-    )
+    low, inverse = (torch.from_numpy(part).to(symbols.device) for part in fitted.cells)
+    return Refinement(low, inverse, 4, False, symbols)
 
 
 def _quantize(

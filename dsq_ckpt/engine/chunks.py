@@ -84,16 +84,16 @@ class ChunkLoader:
         if parent is None or previous is None:
             return chunk
         self.bases[chunk.key] = previous[0]
-        chunk = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
+        chunk = chunk.but(parent=previous[1], device_codes=parent.device_codes(chunk.key))
         if device.serves(chunk):
             with suppress(torch.OutOfMemoryError):
-                return replace(chunk, device_codes=parent_on_device(chunk))
-        return replace(chunk, on_device=False, device_codes=None)
+                return chunk.but(device_codes=parent_on_device(chunk))
+        return chunk.but(on_device=False, device_codes=None)
 
     def _with_values(self, chunk: Chunk) -> Chunk | None:
         known = None if self._parent is None else self._parent.values(chunk.key)
         if known is not None:
-            difference = replace(chunk, base_values=known[1])
+            difference = chunk.but(base_values=known[1])
             if brings_nearer(difference):
                 self.bases[chunk.key] = known[0]
                 return difference

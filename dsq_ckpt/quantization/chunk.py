@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from dsq_ckpt import kernels
 from dsq_ckpt.coding.values import values_of
-from dsq_ckpt.core.arrays import F32, F64, I64, U16, Bits, Codes
+from dsq_ckpt.core.arrays import F32, I64, U16, Bits, Codes
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.kernels.dispatch import backend_for
 from dsq_ckpt.kernels.keys import KeyWindow
 from dsq_ckpt.quantization.codebook.base import Codebook
-from dsq_ckpt.quantization.codebook.fit import Fitted
+from dsq_ckpt.quantization.codebook.fit import Fitted, padded
 from dsq_ckpt.quantization.compensation import Compensation
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame
@@ -65,6 +65,13 @@ class Chunk:
     """The coordinates in which values are sketched and quantized; None: their own."""
     compensation: Compensation | None = None
     """How errors of values make up for each other; only without previous codes and without a refinement layer."""
+
+    def but(self, **changes: Any) -> Chunk:
+        """Return a copy with other attributes, in a tenth of the time of `replace`: there are many chunks."""
+        assert changes.keys() <= self.__dict__.keys(), changes
+        other = object.__new__(Chunk)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     def flat(self) -> torch.Tensor:
         """Return the tensor in one dimension, row-major; a view if its layout allows."""
@@ -139,9 +146,7 @@ class QuantizingChunk:
             do = map if workers is None else workers.map
             self._flat = chunk.compensation.shifted(self._flat, fitted, scale_of(self.exponent), do)
         self._fitted = fitted
-        width = fitted.codebook.cell_high - fitted.codebook.cell_low
-        inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
-        self._cells = padded(fitted.codebook.cell_low), padded(inverse)
+        self._cells = fitted.cells
         self._gradient = None if chunk.gradient is None or fitted.limits is None else chunk.gradient.reshape(-1)
         self._turn = None if fitted.turn is None else fitted.turn.of(chunk.key.elements)
         self._base_values, self._frame = chunk.base_values, chunk.frame
@@ -210,8 +215,9 @@ class CodedChunk:
     def of(cls, source: CodeSource, workers: Workers) -> CodedChunk:
         """Ask `source` for all its blocks."""
         blocks, data = list(workers.blocks(len(source.codes))), dict[int, BlockData]()
+        do = map if len(blocks) == 1 else workers.map  # another thread takes longer to start than most of them
         steps = None if source.scales is None else StepLengths.none(source.scales)
-        for where, beside in zip(blocks, workers.map(source.block, blocks), strict=True):
+        for where, beside in zip(blocks, do(source.block, blocks), strict=True):
             if steps is not None and beside.steps is not None:
                 steps.add(beside.steps)
             data[where.start] = beside._replace(steps=None if where.start else steps)  # one for all blocks
@@ -391,10 +397,3 @@ def add(values: F32, residual: F32, out: F32) -> None:
     with np.errstate(over="ignore"):
         np.add(values, residual, out=out)
     np.clip(out, np.float32(-_LARGEST), np.float32(_LARGEST), out=out)
-
-
-def padded(per_code: F64) -> F64:
-    """Return the array that kernels take for every code: float64[256]."""
-    full = np.zeros(256)
-    full[: len(per_code)] = per_code
-    return full

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsq_ckpt.config.schema import TensorConfig
-from dsq_ckpt.core.arrays import Counts
+from dsq_ckpt.core.arrays import F64, Counts
 from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
@@ -73,8 +73,8 @@ def choose_scales(
     tensors, groups = layout.tensors, layout.groups
     scaled, unit, wanted = _by_gradient(octaves, tensors, groups, _gauges_of(layout))
     relative = {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
-    for fqn, group in tensors.items():
-        if group in relative and (energy := _mean(_without_few(octaves[fqn]), 2)):
+    for fqn, energy in _energies(octaves, [fqn for fqn, group in tensors.items() if group in relative]).items():
+        if energy:
             wanted[fqn] = float(np.clip(round(2 * float(np.log2(energy))) / 4, -100, 100))
     refit = {group for group in groups if group not in books}
     rescaled = set()
@@ -134,9 +134,9 @@ def _by_gradient(
         group: config.codebook.gradient_power for group, config in groups.items() if config.codebook.gradient_power > 0
     }
     names = [fqn for fqn, group in tensors.items() if group in strength]
-    energy = {fqn: _mean(_without_few(octaves[fqn]), 2) for fqn in names}
+    energy = _energies(octaves, names)
     size = {fqn: int(octaves[fqn][:255].sum()) for fqn in names}
-    gradient = {fqn: _mean(octaves[gauges[fqn].name], gauges[fqn].power) for fqn in names if fqn in gauges}
+    gradient = {fqn: float(_mean(octaves[gauges[fqn].name], gauges[fqn].power)) for fqn in names if fqn in gauges}
     known = [
         fqn for fqn, mean in gradient.items()
         if mean > 0 and energy[fqn] > 0 and not octaves[fqn][-1] and not octaves[gauges[fqn].name][-1]
@@ -163,21 +163,30 @@ def _by_gradient(
     return set(strength), unit, exponents
 
 
+def _energies(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]:
+    """Return the mean square of each tensor, without its largest few values."""
+    if not names:
+        return {}
+    means = _mean(_without_few(np.stack([octaves[fqn] for fqn in names])), 2)
+    return dict(zip(names, means.tolist(), strict=True))
+
+
 def _without_few(octaves: Counts) -> Counts:
-    """Return counts by octave without the largest few values, which must not set the scale of all others.
+    """Return counts by octave, [..., 256], without the largest few values, which must not set the scale of all others.
 
     One value 10,000 times the others, as of a bug or of an attention sink, is protected anyway.
     """
-    kept, held = octaves.copy(), octaves[254:0:-1]  # the largest first
-    larger = np.cumsum(held) - held
-    kept[254:0:-1] -= np.clip(held.sum() // _FEW - larger, 0, held)
+    kept, held = octaves.copy(), octaves[..., 254:0:-1]  # the largest first
+    larger = np.cumsum(held, axis=-1) - held
+    kept[..., 254:0:-1] -= np.clip(held.sum(-1, keepdims=True) // _FEW - larger, 0, held)
     return kept
 
 
-def _mean(octaves: Counts, power: int) -> float:
-    """Return the mean of |x|**power, from counts by octave."""
-    held = octaves[:255]
-    return float((held[1:] * 2.0 ** (power * CENTRES[1:255])).sum() / max(int(held.sum()), 1))
+def _mean(octaves: Counts, power: int) -> F64:
+    """Return the mean of |x|**power, [...], from counts by octave, [..., 256]."""
+    held = octaves[..., :255]
+    means: F64 = (held[..., 1:] * 2.0 ** (power * CENTRES[1:255])).sum(-1) / np.maximum(held.sum(-1), 1)
+    return means
 
 
 def _unresolved(octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook) -> bool:
@@ -203,11 +212,11 @@ def _distances(octaves: dict[str, Counts], names: list[str]) -> dict[str, float]
     names = [fqn for fqn in names if not octaves[fqn][-1] and octaves[fqn][1:255].any()]
     if len(names) < 2:
         return {}
-    held = {fqn: int(octaves[fqn][1:255].sum()) for fqn in names}
-    size = {}
-    for fqn in names:
-        kept = _without_few(octaves[fqn])
-        size[fqn] = 0.5 * float(np.log2(_mean(kept, 2) * kept[:255].sum() / max(int(kept[1:255].sum()), 1)))
+    counts = np.stack([octaves[fqn] for fqn in names])
+    held = dict(zip(names, counts[:, 1:255].sum(1).tolist(), strict=True))
+    kept = _without_few(counts)
+    squares = _mean(kept, 2) * kept[:, :255].sum(1) / np.maximum(kept[:, 1:255].sum(1), 1)
+    size = dict(zip(names, (0.5 * np.log2(squares)).tolist(), strict=True))
     names.sort(key=lambda fqn: size[fqn])
     cumulative = np.cumsum([held[fqn] for fqn in names])
     median = size[names[int(np.searchsorted(cumulative, cumulative[-1] / 2))]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -21,6 +21,13 @@ from dsq_ckpt.quantization.codebook.table import Occupied, code_counts, entropy_
 _OCTAVE = 64  # keys per power of two
 _PAYS = 0.98  # a delta must be at least this much smaller to be worth the dependency
 _CLEARLY_PAYS = 0.7  # and is taken without a fit of the alternative when it is this much smaller
+
+
+def padded(per_code: F64) -> F64:
+    """Return the array that kernels take for every code: float64[256]."""
+    full = np.zeros(256)
+    full[: len(per_code)] = per_code
+    return full
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,13 @@ class Fitted:
     """Of sensitivity: below the first, elements are pruned, from the second on, protected."""
     turn: PartitionTurn | None = None
     """Elements that are protected because of their place."""
+
+    @cached_property
+    def cells(self) -> tuple[F64, F64]:
+        """Where the cell of each code begins, and one over its width, 0 for one of no width: as kernels take them."""
+        width = self.codebook.cell_high - self.codebook.cell_low
+        inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
+        return padded(self.codebook.cell_low), padded(inverse)
 
     @property
     def refined_error(self) -> float:

@@ -16,7 +16,7 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.backend import Backend, Refinement
 from dsq_ckpt.kernels.changed_codes import apply_changes
 from dsq_ckpt.kernels.dispatch import backend_for
-from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantizer, padded, scale_of
+from dsq_ckpt.quantization.chunk import BlockData, Chunk, CodeSource, Dequantizer, scale_of
 from dsq_ckpt.quantization.codebook import Fitted
 from dsq_ckpt.quantization.device.passes import parent_on_device
 from dsq_ckpt.quantization.device.transfer import Transfer, transfer_from
@@ -49,10 +49,8 @@ class DeviceTables:
     def __init__(self, fitted: Fitted, device: torch.device) -> None:
         self.fitted = fitted
         book = fitted.codebook
-        width = book.cell_high - book.cell_low
-        inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
         self.table = torch.from_numpy(fitted.table).to(device)
-        self.low, self.inverse = (torch.from_numpy(padded(part)).to(device) for part in (book.cell_low, inverse))
+        self.low, self.inverse = (torch.from_numpy(part).to(device) for part in fitted.cells)
         self.width = max(1, int(np.flatnonzero(fitted.counts.sum(0)).max(initial=0)).bit_length())
         """Bits that the largest code in use takes."""
         self._protected = int(fitted.counts[:, book.protected].sum())
