@@ -92,7 +92,7 @@ def test_a_wrong_option_does_not_parse(monkeypatch) -> None:
 def test_the_full_set_makes_every_file_of_the_page() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text()
     linked = set(re.findall(r"results/([\w-]+)\.json", page)) - {
-        "online-octaves", "gpu-h100", "gpu-h100-triton39", "online-large",
+        "oneshot-torchcrepe", "online-octaves", "gpu-h100", "gpu-h100-triton39", "online-large",
     }
     made = {step.file.stem for step in evaluate_all.steps(evaluate_all.FULL, Path()) if step.file}
     linked = {"coder" if name == "changes-llama" else name for name in linked}
