@@ -214,9 +214,16 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
 
 def _alone(group: dist.ProcessGroup | None) -> SingleProcess:
     """Return the communicator of a rank alone, which needs no group; but DCP does collectives on it all the same."""
-    if dist.group.WORLD is not _inherited and isinstance(used := _used(group), dist.ProcessGroup):
-        keep(used)
+    keep_group(group)
     return SingleProcess()
+
+
+def keep_group(group: dist.ProcessGroup | None = None) -> None:
+    """Let a group (None: the default group, if there is one) that DCP does collectives on outlive them by a moment."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.group.WORLD is _inherited:
+        return
+    if isinstance(used := _used(group), dist.ProcessGroup):  # else this process is none of its ranks
+        keep(used)
 
 
 def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:

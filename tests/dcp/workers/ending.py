@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
@@ -61,11 +62,15 @@ print("ok groups", flush=True)
 
 # DDP drops the group last, while gloo's thread wants the lock: this one gives it to nobody, where it need not.
 sys.setswitchinterval(1000)
-for number in range(20):
+state = {"weight": torch.randn(200, 64)}
+for number in range(40):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{number}", rank=rank, world_size=size)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
-    comms.communicator(None).gather(None)
-    dist.broadcast_object_list([number], src=0)  # as DCP ends a save
+    if number % 2:
+        dcp.load(state, storage_reader=dsq_ckpt.DSQStorageReader(Path(sys.argv[1]) / "step"))
+    else:
+        comms.communicator(None).gather(None)
+        dist.broadcast_object_list([number], src=0)  # as DCP ends a save
     dist.destroy_process_group()
     del model
 print("ok reducers", flush=True)
