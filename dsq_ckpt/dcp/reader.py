@@ -134,7 +134,7 @@ class DSQStorageReader(Located, StorageReader):
         self._level = logging.INFO if is_coordinator else logging.DEBUG  # of the line about what this rank read
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        keep_group()
+        keep_group()  # DCP's collectives may be the last of this process
         return replace(plan, storage_data=(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -219,7 +219,10 @@ def _alone(group: dist.ProcessGroup | None) -> SingleProcess:
 
 
 def keep_group(group: dist.ProcessGroup | None = None) -> None:
-    """Let a group (None: the default group, if there is one) that DCP does collectives on outlive them by a moment."""
+    """Keep gloo's side of a group that DCP does collectives on for a moment longer than the group.
+
+    None: the default group, if there is one.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.group.WORLD is _inherited:
         return
     if isinstance(used := _used(group), dist.ProcessGroup):  # else this process is none of its ranks

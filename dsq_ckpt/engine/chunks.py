@@ -26,15 +26,12 @@ from dsq_ckpt.quantization.chunk import (
     brings_nearer,
     flat_values,
 )
+from dsq_ckpt.quantization.device import transfer
 from dsq_ckpt.quantization.device.coding import DeviceChunk, DeviceTableCache
 from dsq_ckpt.quantization.device.passes import parent_on_device
-from dsq_ckpt.quantization.device.transfer import host_copies
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame, ScaledFrame, UpdateFrame
-
-_SMALL_TOGETHER = 256 << 20
-"""Bytes of small chunks that are copied from a GPU to the host."""
 
 
 @dataclass
@@ -84,16 +81,16 @@ class ChunkLoader:
         if parent is None or previous is None:
             return chunk
         self.bases[chunk.key] = previous[0]
-        chunk = chunk.but(parent=previous[1], device_codes=parent.device_codes(chunk.key))
+        chunk = replace(chunk, parent=previous[1], device_codes=parent.device_codes(chunk.key))
         if device.serves(chunk):
             with suppress(torch.OutOfMemoryError):
-                return chunk.but(device_codes=parent_on_device(chunk))
-        return chunk.but(on_device=False, device_codes=None)
+                return replace(chunk, device_codes=parent_on_device(chunk))
+        return replace(chunk, on_device=False, device_codes=None)
 
     def _with_values(self, chunk: Chunk) -> Chunk | None:
         known = None if self._parent is None else self._parent.values(chunk.key)
         if known is not None:
-            difference = chunk.but(base_values=known[1])
+            difference = replace(chunk, base_values=known[1])
             if brings_nearer(difference):
                 self.bases[chunk.key] = known[0]
                 return difference
@@ -101,20 +98,21 @@ class ChunkLoader:
 
 
 def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
-    """Return items, of which small ones in device memory are copied to the host: all at once, which is waited for once.
+    """Return items, of which small ones in device memory are copied to the host, so that it is waited for once.
 
-    Each of them would keep the device's kernels waiting for calls, a millisecond for each chunk, and copies of its
-    blocks by themselves would be as slow.
+    The calls of kernels for a small chunk take longer than the host takes to quantize it. Copies have `QUEUED_TOGETHER`
+    bytes at most; the other chunks stay on the device.
     """
-    items, room = list(items), _SMALL_TOGETHER
+    items, room = list(items), transfer.QUEUED_TOGETHER
     small: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
     for item in items:
-        if 0 < item.key.elements < device.LEAST:
+        if 0 < item.key.elements < device.HOST_BELOW:
             tensor = item.load().detach()
             if tensor.device.type in device.DEVICES and tensor.nbytes <= room:
                 small[item.load], room = tensor, room - tensor.nbytes
-    copies = {load: partial(_same, copy) for load, copy in zip(small, host_copies(list(small.values())), strict=True)}
-    return [_loaded_by(item, copies) for item in items] if copies else items
+    copies = dict(zip(small, transfer.host_copies(list(small.values())), strict=True))
+    loads = {load: partial(_same, copy) for load, copy in copies.items()}
+    return [_loaded_by(item, loads) for item in items] if loads else items
 
 
 def _loaded_by(item: SaveItem, loads: Mapping[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]) -> SaveItem:
@@ -123,7 +121,7 @@ def _loaded_by(item: SaveItem, loads: Mapping[Callable[[], torch.Tensor], Callab
         second = replace(second, load=loads.get(second.load, second.load))
     if item.load not in loads:
         return replace(item, second_moment=second)
-    return replace(item, load=loads[item.load], on_device=False, second_moment=second)
+    return replace(item, load=loads[item.load], on_device=False, second_moment=second)  # where tests call it a device
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -157,8 +157,8 @@ class _Sketching:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""
         scales, loader = sketches.scales, self._loader()
         return [
-            chunk.but(
-                exponent=scales.exponents.get(chunk.key.fqn, 0.0),
+            replace(
+                chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
                 parent=None if chunk.group in scales.refit else chunk.parent,
             )
             for item in self._local.replicas
@@ -175,8 +175,8 @@ def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan)
     """Yield quantized chunks one by one; each chunk is released after that, with its previous codes on a device."""
     fitted = plan.analysis.fitted
     chunks = deque(
-        chunk.but(
-            refinement_bits=fitted[chunk.group].refinement_bits, compensation=plan.compensations.get(chunk.key)
+        replace(
+            chunk, refinement_bits=fitted[chunk.group].refinement_bits, compensation=plan.compensations.get(chunk.key)
         )
         for chunk in sketches.chunks if chunk.group in fitted
     )

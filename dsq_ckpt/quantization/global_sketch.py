@@ -8,6 +8,7 @@ scales changed, or that weigh elements by sensitivity, need a second all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -72,7 +73,7 @@ def build_global_sketch(
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
         nonlocal counted
         loaded = list(load_chunks())
-        chunks = [c.but(exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
+        chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
         gauges += [
             Chunk(c.key._replace(fqn=GRADIENT + c.key.fqn), c.gradient, MEASURED, 0)
@@ -80,7 +81,7 @@ def build_global_sketch(
         ]
         counted = frozenset(chunk.key for chunk in chunks if chunk.group in joint and on_host(chunk))
         sketches = sparse_of([
-            c.but(frame=None) if c.group in by_octave else c for c in chunks if c.key not in counted
+            replace(c, frame=None) if c.group in by_octave else c for c in chunks if c.key not in counted
         ], workers)
         for sparse in [*sketches, *sparse_of(gauges, workers)]:
             octaves[index[sparse.chunk.key.fqn]] += octaves_of(sparse.bins, sparse.counts)
@@ -123,7 +124,7 @@ def build_global_sketch(
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
     kept = [
-        c.but(exponent=scales.exponents[c.key.fqn], parent=None if c.group in scales.refit else c.parent)
+        replace(c, exponent=scales.exponents[c.key.fqn], parent=None if c.group in scales.refit else c.parent)
         for c in chunks if c.key.fqn not in bad
     ]
     again = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def vanishes(chunk: Chunk) -> bool:
 
 def _sparse(chunk: Chunk, workers: Workers) -> Sparse:
     counts = np.zeros((1, FULL.size), np.int64)
-    _sketch_chunk(chunk.but(parent=None, exponent=0.0), FULL, counts, workers)
+    _sketch_chunk(replace(chunk, parent=None, exponent=0.0), FULL, counts, workers)
     return Sparse(chunk, *_occupied(counts[0]))
 
 
@@ -156,7 +157,7 @@ def add_shifted(sparse: Sparse, exponent: float, counts: Counts, workers: Worker
     whole = exponent == int(exponent)
     # Subnormals that become normal: their sketch does not tell how.
     if not whole or (exponent < 0 and (sparse.bins % FULL.n == 0).any()):
-        scaled = sparse.chunk.but(parent=None, exponent=exponent)
+        scaled = replace(sparse.chunk, parent=None, exponent=exponent)
         if device.serves(scaled):
             with suppress(torch.OutOfMemoryError):
                 add_joint_on_device([scaled], FULL, counts)
@@ -205,7 +206,7 @@ def _shares(chunks: Sequence[Chunk], workers: Workers) -> list[list[Chunk]]:
             values = None if chunk.base_values is None else chunk.base_values[start:stop]
             frame = None if chunk.frame is None else chunk.frame.part(slice(start, stop))
             pieces.append(
-                chunk.but(key=key, tensor=flat[start:stop], parent=parent, base_values=values, frame=frame)
+                replace(chunk, key=key, tensor=flat[start:stop], parent=parent, base_values=values, frame=frame)
             )
     shares: list[list[Chunk]] = [[] for _ in range(max(1, min(workers.threads, len(pieces))))]
     loads = [0] * len(shares)

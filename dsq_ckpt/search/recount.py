@@ -7,6 +7,7 @@ take up to twice the bits of nearest ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def recounted(fitted: Mapping[str, Fitted], chunks: Sequence[Chunk], workers: Wo
 def _measured(chunk: Chunk, fitted: Fitted, blocks: Iterable[slice]) -> tuple[Counts, float]:
     """Return how often each code occurs in a chunk, and the sum of squared errors, in units of the codebook."""
     book, values, lost = fitted.codebook, flat_values(chunk.tensor), 0.0
-    source, levels = QuantizingChunk(chunk.but(refinement_bits=0), fitted), np.append(book.levels, 0.0)
+    source, levels = QuantizingChunk(replace(chunk, refinement_bits=0), fitted), np.append(book.levels, 0.0)
     counts = np.zeros(book.symbols, np.int64)
     for where in blocks:
         source.block(where)

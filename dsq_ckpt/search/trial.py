@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import TypeVar
 
@@ -117,7 +118,7 @@ class TrialModel:
         self._random = torch.get_rng_state()
         self._random_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._random_others = random.getstate(), np.random.get_state()
-        self._chunks = [chunk.but(tensor=chunk.tensor.detach().clone()) for chunk in self._chunks]
+        self._chunks = [replace(chunk, tensor=chunk.tensor.detach().clone()) for chunk in self._chunks]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,7 +196,7 @@ class TrialModel:
         """Choose codes that compensate each other's errors from now on, where inputs were recorded, or nearest ones."""
         self._held.clear()
         self._chunks = [
-            chunk.but(compensation=self._compensations.get(chunk.key) if on else None) for chunk in self._chunks
+            replace(chunk, compensation=self._compensations.get(chunk.key) if on else None) for chunk in self._chunks
         ]
 
     @property
@@ -293,7 +294,7 @@ class TrialModel:
         if device.serves(chunk) and fitted.turn is None:
             values = decode(chunk, self._tables.of(fitted, chunk.tensor.device), bits).view(chunk.tensor.shape)
             return _within(values, chunk.tensor.dtype)
-        source = QuantizingChunk(chunk.but(refinement_bits=bits), fitted, self._workers)
+        source = QuantizingChunk(replace(chunk, refinement_bits=bits), fitted, self._workers)
         dequantizer = Dequantizer(fitted.codebook, chunk.exponent, bits)
         out = np.empty(chunk.key.elements, np.float32)
 

@@ -25,8 +25,8 @@ from dsq_ckpt.storage.container import Block, ContainerWriter, FileInfo
 from dsq_ckpt.storage.packs import EarlierPacks, PackWriter
 
 _TOGETHER = 1 << 18
-"""Elements of blocks that a thread is handed over together: it takes longer to start than to encode a few thousand."""
-_OVERHEAD = 1 << 12  # elements that a block of none is counted as
+"""Elements of small blocks that one thread encodes together: to hand one over takes as long as to encode thousands."""
+_OVERHEAD = 1 << 12  # elements' worth of work of an empty block
 _GLANCE = 4096  # codes that nearly always tell whether a block changed
 
 
@@ -91,16 +91,15 @@ class _Task:
 
 
 def _together(tasks: Iterable[_Task], most: int) -> Iterator[list[_Task]]:
-    """Yield tasks in lists, in order: large ones alone, small ones up to `most` elements."""
+    """Yield tasks in lists, in order, each list as soon as it holds so many elements."""
     some: list[_Task] = []
     held = 0
     for task in tasks:
-        size = task.where.stop - task.where.start + _OVERHEAD
-        if some and held + size > most:
+        some.append(task)
+        held += task.where.stop - task.where.start + _OVERHEAD
+        if held >= most:
             yield some
             some, held = [], 0
-        some.append(task)
-        held += size
     if some:
         yield some
 
@@ -153,7 +152,7 @@ class ShardWriter:
         """Entropy-code chunks, quantizing those whose codes are not there yet.
 
         Blocks of different chunks run in parallel, so that no thread waits at the end of a chunk, small ones together.
-        Only a few blocks per thread are ahead of the writes, so that memory stays bounded.
+        Only a few lists of blocks per thread are ahead of the writes, so that memory stays bounded.
         """
 
         def tasks() -> Iterator[_Task]:

@@ -68,11 +68,13 @@ def on_host(tree: Any) -> Any:
     return tree.cpu().clone() if isinstance(tree, torch.Tensor) else copy.deepcopy(tree)
 
 
-@pytest.mark.parametrize("stage, least", [("copy", device.LEAST), ("quantize", device.LEAST), ("quantize", 0)])
+@pytest.mark.parametrize(
+    "stage, small", [("copy", device.HOST_BELOW), ("quantize", device.HOST_BELOW), ("quantize", 0)]
+)
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
-def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(tmp_path, monkeypatch, options, stage, least):
+def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(tmp_path, monkeypatch, options, stage, small):
     """Compared with saves of copies on the host: weights, moments and their scales, in a chain of six."""
-    monkeypatch.setattr(device, "LEAST", least)
+    monkeypatch.setattr(device, "HOST_BELOW", small)
     run, copies = Run(**options), []
     pending = None
     keep = {"refinement": {"keep_last": STEPS}, "storage": {"stage": stage}}

@@ -15,8 +15,8 @@ from dsq_ckpt.quantization.chunk import Chunk
 
 DEVICES = {"cuda"}
 """Types of devices that kernels run on; chunks elsewhere go to the host as they are."""
-LEAST = 1 << 17
-"""Elements of a chunk from which its device serves it: calls of kernels take a millisecond for each chunk."""
+HOST_BELOW = 1 << 17
+"""Chunks of fewer elements are copied to the host and quantized there, except in a search."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _usable: dict[torch.device, bool] = {}
 

@@ -27,7 +27,7 @@ IN_FLIGHT = 256 << 20
 """Bytes that may wait on the device for the trip, beside the codes, which stay there; more than that goes alone."""
 FREE_SHARE, MOST = 4, 1 << 30
 """More may wait where the device has memory that training did not need so far: a quarter of that, up to these bytes."""
-_QUEUED, _QUEUED_TOGETHER = 1 << 20, 64 << 20
+_QUEUED, QUEUED_TOGETHER = 1 << 20, 64 << 20
 """Bytes of a tensor, and of several, up to which copies from a GPU are queued: PyTorch keeps what it pins for them."""
 
 
@@ -151,7 +151,7 @@ def transfer_from(device: torch.device) -> Transfer:
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of tensors on the CPU; small ones of a GPU are queued at once, so that they are waited for once."""
-    copies, room = [], _QUEUED_TOGETHER
+    copies, room = [], QUEUED_TOGETHER
     for tensor in tensors:
         queued = tensor.is_cuda and tensor.nbytes <= min(room, _QUEUED)
         room -= tensor.nbytes if queued else 0

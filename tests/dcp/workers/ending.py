@@ -71,6 +71,7 @@ for number in range(40):
     else:
         comms.communicator(None).gather(None)
         dist.broadcast_object_list([number], src=0)  # as DCP ends a save
+    assert dist.group.WORLD in lasting._known
     dist.destroy_process_group()
     del model
 print("ok reducers", flush=True)

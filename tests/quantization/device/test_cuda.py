@@ -18,9 +18,9 @@ from tests.quantization.device.test_device import codes_of
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(autouse=True, params=[0, device.LEAST], ids=["small on the device", "small on the host"])
+@pytest.fixture(autouse=True, params=[0, device.HOST_BELOW], ids=["small on the device", "small on the host"])
 def where_small_chunks_are_quantized(monkeypatch, request):
-    monkeypatch.setattr(device, "LEAST", request.param)
+    monkeypatch.setattr(device, "HOST_BELOW", request.param)
 
 
 def to_cuda(tree):

@@ -18,7 +18,6 @@ import dsq_ckpt
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.engine import chunks
 from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.kernels.keys import FULL
@@ -49,7 +48,7 @@ def here(request, monkeypatch):
         for module in (coding, device.passes, dsq_ckpt.quantization.chunk):
             monkeypatch.setattr(module, "backend_for", interpreted)
     monkeypatch.setattr(device, "DEVICES", {"cpu"})
-    monkeypatch.setattr(device, "LEAST", 0)
+    monkeypatch.setattr(device, "HOST_BELOW", 0)
     monkeypatch.setattr(coding, "_PIECE", SMALL)
     monkeypatch.setattr(transfer, "SLOT", 1000)
     monkeypatch.setattr(transfer, "_transfers", {})
@@ -110,7 +109,7 @@ def test_a_chain_is_what_the_host_makes(by_the_host, here, tmp_path, save):
 @pytest.mark.parametrize("save", [dsq_ckpt.save, staged], ids=["save", "async_save"])
 def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkeypatch, save, together):
     """With the large ones on the device nothing else is stored; without room for more copies the rest stays there."""
-    served, copied, serves, copy_all = set(), [], device.serves, chunks.host_copies
+    served, copied, serves, copy_all = set(), [], device.serves, transfer.host_copies
 
     def noted(chunk: Chunk) -> bool:
         if found := serves(chunk):
@@ -122,16 +121,32 @@ def test_small_chunks_are_copied_to_the_host(by_the_host, here, tmp_path, monkey
         return copy_all(small)
 
     least = 6400  # elements of the largest that is quantized on the device
-    monkeypatch.setattr(device, "LEAST", least)
+    monkeypatch.setattr(device, "HOST_BELOW", least)
     monkeypatch.setattr(device, "serves", noted)
-    monkeypatch.setattr(chunks, "host_copies", noted_copies)
-    monkeypatch.setattr(chunks, "_SMALL_TOGETHER", together)
+    monkeypatch.setattr(transfer, "host_copies", noted_copies)
+    monkeypatch.setattr(transfer, "QUEUED_TOGETHER", together)
     near = chain_of(tmp_path, states(), save)
     assert len(copied) == len(near) and all(0 < size < least for some in copied for size in some) and copied[0]
     assert max(served) >= least and (min(served) >= least) == (together > 30_000)
     for path, (codes, values) in zip(near, by_the_host, strict=True):
         assert codes_of(path) == codes
         assert differences(loaded(path, states()[0]), values) == []
+
+
+def test_trials_of_a_search_change_the_model_itself(here, tmp_path, monkeypatch):
+    """No copies on the host: the metric would be that of the original weights, whatever is tried."""
+    monkeypatch.setattr(device, "HOST_BELOW", 1 << 30)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Linear(96, 96))
+    original, seen = model[0].weight.detach().clone(), []
+
+    def evaluate() -> float:
+        seen.append(not torch.equal(model[0].weight, original))
+        return float((model(torch.ones(4, 96)) ** 2).mean()) + 1.0
+
+    saver = dsq_ckpt.Compressor(model, torch.optim.SGD(model.parameters()), evaluate=evaluate)
+    saver.save(tmp_path / "a")
+    assert any(seen) and torch.equal(model[0].weight, original)
 
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
