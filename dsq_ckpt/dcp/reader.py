@@ -40,7 +40,7 @@ from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, warn_of_empty, warn_of_more
 from dsq_ckpt.dcp.planner_data import decoded
 from dsq_ckpt.dcp.tied_targets import TiedTargets
-from dsq_ckpt.distributed.comm import keep_group
+from dsq_ckpt.distributed.comm import keep_groups
 from dsq_ckpt.distributed.job import size_of_job
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.chain import what_the_base_costs
@@ -134,7 +134,7 @@ class DSQStorageReader(Located, StorageReader):
         self._level = logging.INFO if is_coordinator else logging.DEBUG  # of the line about what this rank read
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        keep_group()  # DCP's collectives may be the last of this process
+        keep_groups()  # DCP's collectives may be the last of this process
         return replace(plan, storage_data=(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

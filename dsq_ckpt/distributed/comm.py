@@ -197,7 +197,7 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     if ranks == 1:
-        return _alone(group)
+        return _alone()
     if dist.group.WORLD is _inherited:
         raise RankUnreachable(
             f"this process was forked from rank {dist.get_rank()} of torch.distributed, and process groups do not work "
@@ -209,24 +209,20 @@ def communicator(group: dist.ProcessGroup | None, ranks: int | None = None) -> C
             f"DCP saves with {ranks} rank(s), but the process group given to the storage writer has {found}: "
             "pass the same process_group to DSQStorageWriter and to dcp.save"
         )
-    return _alone(group) if found == 1 else TorchCommunicator(group)
+    return _alone() if found == 1 else TorchCommunicator(group)
 
 
-def _alone(group: dist.ProcessGroup | None) -> SingleProcess:
+def _alone() -> SingleProcess:
     """Return the communicator of a rank alone, which needs no group; but DCP does collectives on it all the same."""
-    keep_group(group)
+    keep_groups()
     return SingleProcess()
 
 
-def keep_group(group: dist.ProcessGroup | None = None) -> None:
-    """Keep gloo's side of a group that DCP does collectives on for a moment longer than the group.
-
-    None: the default group, if there is one.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.group.WORLD is _inherited:
-        return
-    if isinstance(used := _used(group), dist.ProcessGroup):  # else this process is none of its ranks
-        keep(used)
+def keep_groups() -> None:
+    """Keep gloo's side of all groups for a moment longer than the groups: DCP does not tell on which it works."""
+    if dist.is_available() and dist.is_initialized() and dist.group.WORLD is not _inherited:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            keep(group)
 
 
 def sum_with_status(comm: Communicator, counts: Counts, failure: BaseException | None) -> Counts:

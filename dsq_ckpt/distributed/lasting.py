@@ -32,7 +32,7 @@ def keep(group: dist.ProcessGroup) -> None:
     if group in _known:
         return
     _known.add(group)
-    with suppress(RuntimeError):  # it has no backend for the CPU
+    with suppress(Exception):  # it has no backend for the CPU, or none of torch's
         backend = group._get_backend(torch.device("cpu"))
         if backend.name() == "gloo":
             weakref.finalize(group, _end, backend, os.getpid()).atexit = False

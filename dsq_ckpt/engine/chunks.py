@@ -104,24 +104,28 @@ def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
     bytes at most; the other chunks stay on the device.
     """
     items, room = list(items), transfer.QUEUED_TOGETHER
-    small: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
+    loaded: dict[_Load, torch.Tensor] = {}
+    small: dict[_Load, None] = {}
     for item in items:
         if 0 < item.key.elements < device.HOST_BELOW:
-            tensor = item.load().detach()
+            tensor = loaded[item.load] = item.load().detach()
             if tensor.device.type in device.DEVICES and tensor.nbytes <= room:
-                small[item.load], room = tensor, room - tensor.nbytes
-    copies = dict(zip(small, transfer.host_copies(list(small.values())), strict=True))
-    loads = {load: partial(_same, copy) for load, copy in copies.items()}
-    return [_loaded_by(item, loads) for item in items] if loads else items
+                small[item.load] = None
+                room -= tensor.nbytes
+    loaded |= zip(small, transfer.host_copies([loaded[load] for load in small]), strict=True)
+    loads: dict[_Load, _Load] = {load: partial(_same, tensor) for load, tensor in loaded.items()}
+    return [_loaded_by(item, loads, item.load in small) for item in items]
 
 
-def _loaded_by(item: SaveItem, loads: Mapping[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]) -> SaveItem:
+_Load = Callable[[], torch.Tensor]
+
+
+def _loaded_by(item: SaveItem, loads: Mapping[_Load, _Load], on_host: bool) -> SaveItem:
     second = item.second_moment
     if second is not None:
         second = replace(second, load=loads.get(second.load, second.load))
-    if item.load not in loads:
-        return replace(item, second_moment=second)
-    return replace(item, load=loads[item.load], on_device=False, second_moment=second)  # where tests call it a device
+    on_device = item.on_device and not on_host  # where tests call the host a device
+    return replace(item, load=loads.get(item.load, item.load), on_device=on_device, second_moment=second)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

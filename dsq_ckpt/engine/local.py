@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -208,6 +208,11 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
     return items
 
 
+def _resolved(found: Any) -> Any:
+    """Return a tensor whose memory, which kernels read, does not hold its values negated; what was staged, as it is."""
+    return found.resolve_neg() if isinstance(found, torch.Tensor) and found.is_neg() else found
+
+
 class _Loaded:
     """A chunk that was checked; what is a view of the state is looked up once."""
 
@@ -218,7 +223,7 @@ class _Loaded:
     def __call__(self) -> torch.Tensor:
         if self._found is not None:
             return self._found
-        found: torch.Tensor = checked(self._shard.key.fqn, self._shard.load())
+        found: torch.Tensor = _resolved(checked(self._shard.key.fqn, self._shard.load()))
         if self._shard.is_view:
             self._found = found
         return found
@@ -233,4 +238,5 @@ def _has_second_moment(shard: LocalShard, chunks: Mapping[ChunkKey, torch.dtype]
 def _beside(shard: LocalShard, name: str) -> torch.Tensor:
     if shard.beside is None:
         raise SaveFailed(f"'{shard.key.fqn}' is measured by '{name}', of which this rank has no chunk like {shard.key}")
-    return shard.beside(name)
+    found: torch.Tensor = _resolved(shard.beside(name))
+    return found

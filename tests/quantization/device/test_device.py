@@ -142,11 +142,31 @@ def test_trials_of_a_search_change_the_model_itself(here, tmp_path, monkeypatch)
 
     def evaluate() -> float:
         seen.append(not torch.equal(model[0].weight, original))
-        return float((model(torch.ones(4, 96)) ** 2).mean()) + 1.0
+        with torch.no_grad():
+            return float((model(torch.ones(4, 96)) ** 2).mean()) + 1.0
 
     saver = dsq_ckpt.Compressor(model, torch.optim.SGD(model.parameters()), evaluate=evaluate)
     saver.save(tmp_path / "a")
     assert any(seen) and torch.equal(model[0].weight, original)
+
+
+@pytest.mark.parametrize("place", [HOST, {"cpu"}], ids=["host", "device"])
+def test_values_that_memory_holds_negated(here, tmp_path, monkeypatch, place):
+    """As of the imaginary part of a conjugate: of weights, and of both moments."""
+    monkeypatch.setattr(device, "DEVICES", place)
+    plain = {
+        "model.a.weight": torch.randn(80, 90), "optimizer.state.a.weight.exp_avg": torch.randn(80, 90) * 1e-3,
+        "optimizer.state.a.weight.exp_avg_sq": torch.rand(80, 90) * 1e-6,
+    }
+    negated = {name: torch._neg_view(-value) for name, value in plain.items()}
+    assert all(value.is_neg() for value in negated.values())
+    for number in range(2):
+        dsq_ckpt.save(plain, tmp_path / "plain" / str(number))
+        dsq_ckpt.save(negated, tmp_path / "negated" / str(number))
+    for number in range(2):
+        mine, theirs = tmp_path / "negated" / str(number), tmp_path / "plain" / str(number)
+        assert codes_of(mine) == codes_of(theirs) and codes_of(mine)
+        assert differences(loaded(mine, plain), loaded(theirs, plain)) == []
 
 
 def test_nobody_waits_for_a_chunk(here, tmp_path, monkeypatch):
