@@ -37,7 +37,7 @@ def test_a_rank_that_is_gone():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_left_for_the_exit(tmp_path, ranks):
-    """Of a rank alone neither: DCP does collectives on its group."""
+    """Neither by a rank alone, on whose group DCP does collectives too."""
     output = torchrun("ending", ranks, tmp_path, **{forks.TEARDOWN: "1"})
     for promise in ("tensors", "groups", "reducers", "released"):
         assert output.count(f"ok {promise}") == ranks, output

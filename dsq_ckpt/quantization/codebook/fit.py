@@ -64,7 +64,7 @@ class Fitted:
 
     @cached_property
     def cells(self) -> tuple[F64, F64]:
-        """Where the cell of each code begins, and one over its width, 0 for one of no width: as kernels take them."""
+        """The beginning of the cell of each code and one over its width (0 where it has none), as kernels take them."""
         width = self.codebook.cell_high - self.codebook.cell_low
         inverse = np.divide(1.0, width, where=width > 0, out=np.zeros_like(width))
         return padded(self.codebook.cell_low), padded(inverse)
