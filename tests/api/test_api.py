@@ -275,13 +275,14 @@ def test_processes_over_a_group_without_cpu(tmp_path):
 
 _ONE_IS_GONE = """
 import os, sys, torch, torch.distributed as dist, dsq_ckpt
+from dsq_ckpt.api import background
 from datetime import timedelta
 rank = int(os.fork() == 0)
 dist.init_process_group(
     "gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2, timeout=timedelta(seconds=3)
 )
 if rank:
-    dsq_ckpt.api.background.group = lambda like: os._exit(0)
+    background.group = lambda like: os._exit(0)
 try:
     dsq_ckpt.async_save({"w": torch.ones(3)}, sys.argv[1] + "/a").result()
 except Exception as error:
