@@ -118,7 +118,7 @@ class TorchCommunicator:
         return [one.cpu().numpy().tobytes() for one in everything]
 
     def _device(self) -> torch.device:
-        kinds = [device.type for device in _used(self.group)._device_types]
+        kinds = [device.type for device in self._used()._device_types]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def broadcast(self, value: Any) -> Any:
@@ -138,9 +138,14 @@ class TorchCommunicator:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor.cpu().numpy().tobytes()
 
+    def _used(self) -> dist.ProcessGroup:
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        return group
+
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        keep(_used(self.group))
+        keep(self._used())
         try:
             yield
         except RuntimeError as error:
@@ -148,12 +153,6 @@ class TorchCommunicator:
                 f"rank {self.rank}: {error}; if it could not reach another rank, that one or its host is gone, or took "
                 "longer than the timeout of the process group"
             ) from error
-
-
-def _used(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    used = group if group is not None else dist.group.WORLD
-    assert used is not None
-    return used
 
 
 @contextmanager

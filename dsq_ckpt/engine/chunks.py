@@ -33,6 +33,8 @@ from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.matrix_scales import MatrixScales
 from dsq_ckpt.quantization.moments import Frame, ScaledFrame, UpdateFrame
 
+_Load = Callable[[], torch.Tensor]
+
 
 @dataclass
 class QuantizedChunk:
@@ -104,6 +106,8 @@ def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
     bytes at most; the other chunks stay on the device.
     """
     items, room = list(items), transfer.QUEUED_TOGETHER
+    if not device.may_hold_tensors():
+        return items
     loaded: dict[_Load, torch.Tensor] = {}
     small: dict[_Load, None] = {}
     for item in items:
@@ -115,9 +119,6 @@ def small_on_host(items: Iterable[SaveItem]) -> list[SaveItem]:
     loaded |= zip(small, transfer.host_copies([loaded[load] for load in small]), strict=True)
     loads: dict[_Load, _Load] = {load: partial(_same, tensor) for load, tensor in loaded.items()}
     return [_loaded_by(item, loads, item.load in small) for item in items]
-
-
-_Load = Callable[[], torch.Tensor]
 
 
 def _loaded_by(item: SaveItem, loads: Mapping[_Load, _Load], on_host: bool) -> SaveItem:

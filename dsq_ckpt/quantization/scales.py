@@ -183,7 +183,7 @@ def _without_few(octaves: Counts) -> Counts:
 
 
 def _mean(octaves: Counts, power: int) -> F64:
-    """Return the mean of |x|**power, [...], from counts by octave, [..., 256]."""
+    """Return means of |x|**power, float64[...], from counts by octave, int64[..., 256]."""
     held = octaves[..., :255]
     means: F64 = (held[..., 1:] * 2.0 ** (power * CENTRES[1:255])).sum(-1) / np.maximum(held.sum(-1), 1)
     return means

@@ -91,6 +91,7 @@ def test_a_wrong_option_does_not_parse(monkeypatch) -> None:
 
 def test_the_full_set_makes_every_file_of_the_page() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text()
+    # Not made there: what needs a GPU, or packages that no extra of this one names.
     linked = set(re.findall(r"results/([\w-]+)\.json", page)) - {
         "oneshot-torchcrepe", "online-octaves", "gpu-h100", "gpu-h100-triton39", "online-large",
     }

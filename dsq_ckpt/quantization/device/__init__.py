@@ -37,6 +37,11 @@ def serves(chunk: Chunk) -> bool:
     )
 
 
+def may_hold_tensors() -> bool:
+    """Return whether tensors of this process may be in device memory."""
+    return "cuda" not in DEVICES or torch.cuda.is_initialized()
+
+
 def _is_usable(device: torch.device) -> bool:
     """Return whether kernels run on a device; tried once, with a warning if they do not."""
     if device not in _usable:
