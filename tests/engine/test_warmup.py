@@ -65,6 +65,7 @@ def python(text, *arguments, forked=False, **environment):
 SERVER = """
 import json, os, sys
 import numba, torch, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, typer
+numba.njit("int64(int64)")(lambda number: number + 1)  # so that it has loaded what each compilation needs
 sys.path[0] = ""
 assert "dsq_ckpt" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
 for line in sys.stdin:
@@ -117,10 +118,13 @@ def fresh(server, tmp_path):
 def warmed(tmp_path):
     """A directory for caches, with all that is kept for this checkout."""
     caches = tmp_path / "caches"
-    for kernel in jit.KERNELS:
-        below = _CacheLocator.get_suitable_cache_subpath(kernel.py_func.__code__.co_filename)
-        for file in Path(kernel.stats.cache_path).glob("*.nb[ci]"):
-            (caches / below).mkdir(parents=True, exist_ok=True)
+    places = {
+        kernel.stats.cache_path: _CacheLocator.get_suitable_cache_subpath(kernel.py_func.__code__.co_filename)
+        for kernel in jit.KERNELS
+    }
+    for kept, below in places.items():
+        (caches / below).mkdir(parents=True)
+        for file in Path(kept).glob("*.nb[ci]"):
             shutil.copy(file, caches / below)
     return caches
 
