@@ -187,7 +187,8 @@ def fillings(
     """Return placeholders for everything that a checkpoint holds below the empty dicts of a state dict.
 
     Args:
-        state_dict: to be loaded; tensors are made on the CPU, and the state of sharded parameters is sharded like them.
+        state_dict: to be loaded; tensors are made on the CPU, and the state of an optimizer's parameters with their
+            strides, or sharded like them.
         checkpoint: to load it from.
         given: the same with optimizers in place of their state dicts, as far as these were given.
 
@@ -298,9 +299,11 @@ def _empty(
     shape, dtype = torch.Size(tensor["shape"]), dtype_of(tensor["dtype"])
     own = parameters.get(str(path[0]), ())
     if len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal() and int(path[2]) < len(own):
-        like = own[int(path[2])]
-        if isinstance(like, DTensor) and like.shape == shape:
-            return torch.empty_like(like.detach(), dtype=dtype)
+        like = own[int(path[2])].detach()
+        if like.shape == shape and isinstance(like, DTensor):
+            return torch.empty_like(like, dtype=dtype)
+        if like.shape == shape and type(like) is torch.Tensor:  # fused optimizers rely on its strides, as channels_last
+            return torch.empty_like(like, dtype=dtype, device="cpu")
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 

@@ -242,3 +242,27 @@ def test_an_empty_dict_in_place_of_an_object_is_told_so(tmp_path):
     dsq_ckpt.save({"numbers": [1, 2]}, tmp_path / "run" / "1")
     with pytest.raises(dsq_ckpt.LoadFailed, match=r"'numbers' is an empty dict, .* has one object there: put a place"):
         dsq_ckpt.load({"numbers": {}}, tmp_path / "run" / "1")
+
+
+def test_moments_have_the_strides_of_their_parameters(tmp_path):
+    """A fused optimizer takes elements in the order of memory, so with other strides it would update wrong ones."""
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(32, 16, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def train(model, optimizer):
+        model.weight.grad = torch.arange(model.weight.numel()).view_as(model.weight).sin()
+        model.weight.grad = model.weight.grad.to(memory_format=torch.channels_last)
+        optimizer.step()
+
+    model, optimizer = made()
+    train(model, optimizer)
+    dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "1", config={"system": "exact"})
+    restored, its_optimizer = made()
+    dsq_ckpt.load({"model": restored, "optimizer": its_optimizer}, tmp_path / "1")
+    assert its_optimizer.state[restored.weight]["exp_avg"].stride() == restored.weight.stride()
+    train(model, optimizer)
+    train(restored, its_optimizer)
+    assert torch.equal(restored.weight, model.weight)
