@@ -88,7 +88,8 @@ def save(
     export and where `load` fills an empty dict; `torch.distributed.checkpoint.save` itself does not tell of them.
     The arguments are those of `DSQStorageWriter` and of `torch.distributed.checkpoint.save`.
 
-    A module stands for its state dict, and gives the layer types.
+    A module stands for its state dict. In its place, or as the only module of a state dict's values, it is taken for
+    the `model` too.
 
     Returns:
         What was written, the same on every rank; rank 0 logs it.
@@ -123,8 +124,9 @@ def _begun(
     def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
         expect_path("path", path)
         state = _state_of(given, _SAVE)
-        writer = DSQStorageWriter(path, model=given if isinstance(given, nn.Module) else model, **options)
-        return writer, state
+        modules = [value for value in (given, *state.values()) if isinstance(value, nn.Module)]
+        known = modules[0] if model is None and len(modules) == 1 else model
+        return DSQStorageWriter(path, model=known, **options), state
 
     return begin
 

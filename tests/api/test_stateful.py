@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import DSQConfig, LoadFailed
@@ -75,3 +76,18 @@ def test_an_optimizer_below_the_top_level_is_said_to_be_an_object(tmp_path):
             dsq_ckpt.save(state, tmp_path / str(number))
         with pytest.warns(UserWarning, match=f"{name}.* leaves this one as it is"):
             dsq_ckpt.load(state, tmp_path / str(number))
+
+
+def test_a_module_among_the_values_is_the_model(tmp_path):
+    """Its frozen parameters and buffers are exact, as with `model=`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    model[1].requires_grad_(False)
+    model.register_buffer("table", torch.randn(128, 128))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    dsq_ckpt.save({"model": model, "step": 1}, tmp_path / "1")
+    state = {"model": model}
+    dsq_ckpt.load(state, tmp_path / "1")
+    found = model.state_dict()
+    assert not torch.equal(found["0.weight"], saved["0.weight"])
+    assert all(torch.equal(found[name], saved[name]) for name in ("1.weight", "table"))
