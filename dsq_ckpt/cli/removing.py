@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsq_ckpt.cli import output
+from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage import removal
+from dsq_ckpt.storage.runs import canonical
 
 
 def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
-    """Remove checkpoints, in this order, and print a line or an object of JSON for each."""
+    """Remove checkpoints, in this order, and print a line or an object of JSON for each.
+
+    Raises:
+        DSQError: one of them cannot be removed, or is named twice; then none is.
+    """
     with output.meter("removing", hidden=as_json):
+        _refuse_twice(checkpoints)
+        for checkpoint in checkpoints:
+            removal.remove(checkpoint, dry_run=True)
         done = [removal.remove(checkpoint, dry_run) for checkpoint in checkpoints]
     if as_json:
         output.print_json([{
@@ -25,3 +34,12 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
         output.console().print(
             f"{verb} {one.path}: {len(one.files)} file(s), {output.size(one.bytes)}{kept}", soft_wrap=True
         )
+
+
+def _refuse_twice(checkpoints: Sequence[Path]) -> None:
+    """Refuse a checkpoint that is named twice."""
+    seen: set[Path] = set()
+    for checkpoint in map(canonical, checkpoints):
+        if checkpoint in seen:
+            raise ConfigError(f"'{checkpoint}' is named twice; name each checkpoint once")
+        seen.add(checkpoint)

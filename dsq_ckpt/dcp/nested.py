@@ -27,7 +27,7 @@ from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.differing import differing, digests
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.quantization.groups import unwrapped
+from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import dtype_of
 
@@ -295,11 +295,26 @@ def _module_of(name: str) -> str:
 def _empty(
     tensor: Mapping[str, Any], path: Path, parameters: Mapping[str, Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """Return a tensor to load into, for the tensor of an index at a path."""
+    """Return a tensor to load into, for the tensor of an index at a path.
+
+    Raises:
+        LoadFailed: it is of an optimizer's state for other parameters than those that the optimizer has.
+    """
     shape, dtype = torch.Size(tensor["shape"]), dtype_of(tensor["dtype"])
     own = parameters.get(str(path[0]), ())
-    if len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal() and int(path[2]) < len(own):
-        like = own[int(path[2])].detach()
+    if own and len(path) == 4 and path[1] == "state" and str(path[2]).isdecimal():
+        name, number = ".".join(map(str, path)), int(path[2])
+        if number >= len(own):
+            raise LoadFailed(
+                f"the checkpoint has '{name}', state of parameter {number}, counted from 0, and '{path[0]}' has "
+                f"{len(own)} parameters: was it saved by the optimizer of another model?"
+            )
+        like = own[number].detach()
+        if like.shape != shape and kind_of(name) in ("exp_avg", "momentum"):  # second ones may be those of rows
+            raise LoadFailed(
+                f"'{name}' has shape {tuple(shape)} in the checkpoint, and parameter {number} of '{path[0]}' "
+                f"{tuple(like.shape)}: was it saved by the optimizer of another model?"
+            )
         if like.shape == shape and isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype)
         if like.shape == shape and type(like) is torch.Tensor:  # fused optimizers rely on its strides, as channels_last

@@ -91,6 +91,7 @@ class SaveItem:
         load: returns the chunk.
         on_device: whether it may be quantized on its device.
         second_moment: second moment of a first moment that is quantized in units of Adam's update.
+        by_rule: whether a rule names its group, so that it is quantized whatever it holds.
     """
 
     key: ChunkKey
@@ -101,6 +102,7 @@ class SaveItem:
     load: Callable[[], torch.Tensor]
     on_device: bool = True
     second_moment: SecondMoment | None = None
+    by_rule: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -203,7 +205,7 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
             second = SecondMoment(chosen.second_moment, load)
         items.append(SaveItem(
             shard.key, shard.dtype, chosen.kind, chosen.group, chosen.config, known[shard.key],
-            config.storage.on_device, second,
+            config.storage.on_device, second, chosen.by_rule,
         ))
     return items
 

@@ -29,8 +29,13 @@ from dsq_ckpt.quantization.device.coding import DeviceTableCache
 from dsq_ckpt.quantization.global_sketch import build_global_sketch
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
+from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
+from dsq_ckpt.quantization.uneven import RATIO, has_lost_rows
 from dsq_ckpt.storage.paths import expanded
+
+_NOTHING = 0.95
+"""Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
 
 
 @dataclass
@@ -106,6 +111,8 @@ def quantize(
     if searches:
         run_on_all_ranks(comm, lambda: _check_unchanged(before, _state(local, workers)))
     _report(local, sketches, plan, options.config, comm)
+    if context.parent is None and sketches.layout.tensors:
+        _warn_of_lost_rows(sketches, plan, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
     if context.exact:
@@ -151,21 +158,31 @@ class _Sketching:
                 chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
-        return chunks
+        return self._like_weights(chunks, wanted)
+
+    @staticmethod
+    def _like_weights(chunks: list[Chunk], items: Sequence[SaveItem]) -> list[Chunk]:
+        """Return the chunks without those of weights that hold what weights do not: these are stored exactly."""
+        asked = {item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
+        weights = [chunk for chunk in chunks if chunk.key in asked]
+        unlike = unlike_weights([chunk.tensor for chunk in weights])
+        left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
+        return [chunk for chunk in chunks if chunk.key not in left_out]
 
     def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""
-        scales, loader = sketches.scales, self._loader()
-        return [
+        scales, loader, items = sketches.scales, self._loader(), self._local.replicas
+        chunks = [
             replace(
                 chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
                 parent=None if chunk.group in scales.refit else chunk.parent,
             )
-            for item in self._local.replicas
+            for item in items
             if item.quantized and item.kind == "weights" and item.key.fqn not in sketches.nonfinite
             for chunk in [loader.load(item)]
             if chunk is not None
         ]
+        return self._like_weights(chunks, items)
 
     def _loader(self) -> ChunkLoader:
         return ChunkLoader(self._parent, self._gradients, self._context.layout.residual, self._workers)
@@ -208,6 +225,8 @@ def _report(
                 warn(warning)
     if comm.rank == 0:
         _warn_of_updates(plan.analysis, sketches.layout)
+        if not sketches.layout.residual:  # whose errors are those of differences
+            _warn_of_nothing(plan.analysis)
 
 
 def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
@@ -269,6 +288,41 @@ def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
                 f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {most}, or store "
                 f"{kind} with method exact"
             )
+
+
+def _warn_of_lost_rows(sketches: GlobalSketch, plan: QuantizationPlan, comm: Communicator) -> None:
+    """Warn of weights with rows or columns that one step for the whole tensor loses; collective."""
+
+    def local() -> set[str]:
+        fitted = [one for one in sketches.chunks if one.group in plan.analysis.fitted]
+        return {one.key.fqn for one in fitted if one.group.startswith("weights/") and has_lost_rows(one.tensor)}
+
+    found = sorted(set().union(*gather_from_all_ranks(comm, local)))
+    if found:
+        warn(
+            f"rows or columns of {_first(found)} are more than {RATIO} times smaller than the others, and a restore "
+            "gives them back at less than half of their precision. If they count for anything (columns in other "
+            'units), store the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts',
+            rank=comm.rank,
+        )
+
+
+def _warn_of_nothing(analysis: Analysis) -> None:
+    """Warn of a base layer of which most weights are about as far off as zeros are."""
+    sizes = {
+        group: int(fitted.counts.sum()) for group, fitted in analysis.fitted.items()
+        if group.startswith("weights/") and fitted.mean_square
+    }
+    lost = [
+        group for group in sizes if analysis.fitted[group].error > _NOTHING * analysis.fitted[group].mean_square
+    ]
+    if 2 * sum(sizes[group] for group in lost) > sum(sizes.values()):
+        warn(
+            "the base layer of this checkpoint, which is what the history keeps, holds next to nothing of the weights "
+            f"in {', '.join(lost)}: a step this coarse was configured, or `evaluate` tells hardly any difference to "
+            "weights of zero (as in the first steps of a run, or if its metric has a large constant part). Where that "
+            "is not meant, lower search.epsilon"
+        )
 
 
 def _check_unchanged(before: Mapping[ChunkKey, Hashable], after: Mapping[ChunkKey, Hashable]) -> None:

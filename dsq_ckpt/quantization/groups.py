@@ -3,14 +3,15 @@
 A *kind* says what a tensor is to training (weights, exp_avg, exp_avg_sq, momentum); a *group* is the tensors of one
 kind and one layer type, which share a codebook (Inshrinkerator, section 4.2: per layer type). Exact are norms, biases,
 one-dimensional, small and non-float tensors, what lies below a key such as `state` or `optimizer` without being a
-moment we know, and what is known to be frozen. All other float tensors of two or more dimensions count as weights,
-buffers too: rules say otherwise.
+moment we know, what is known to be frozen, and what no training leaves in weights (see `nature`). All other float
+tensors of two or more dimensions count as weights, buffers too: rules say otherwise.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -36,7 +37,7 @@ _MOMENTS = {
 }
 _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
-_OPTIMIZER_PARTS = {"state", "optimizer", "optimizers", "optim", "opt", "optimizer_state"}
+_OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _EMBEDDING_PARTS = ("embed", "embedding", "wte", "wpe", "emb")
 
@@ -221,7 +222,8 @@ def _kind(fqn: str) -> tuple[str, str]:
         return EXACT, fqn
     if leaf in _MOMENTS:
         return _MOMENTS[leaf], parent
-    if any(part in _OPTIMIZER_PARTS for part in fqn.lower().split(".")):
+    parts = fqn.lower().split(".")
+    if any(_OPTIMIZER_PART.fullmatch(part) or part in _MOMENTS for part in parts):
         return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
     return "weights", fqn
 

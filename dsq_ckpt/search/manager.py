@@ -143,7 +143,7 @@ class ConfigManager:
         try:
             choice = self._searched(save, record)
         except EvaluationFailed as failure:
-            choice = self._unbounded(save, record, str(failure))
+            choice = self._unbounded(save, record, str(failure), failed=True)
         finally:
             model.__exit__()
         record |= {"evaluations": save.evaluations["evaluate"], "seconds": time.perf_counter() - started}
@@ -376,8 +376,8 @@ class ConfigManager:
         analysis = Analysis(kept, save.usual.exponents, save.usual.nonfinite)
         return QuantizationPlan(analysis, save.config, quality=record)
 
-    def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str) -> QuantizationPlan:
-        """Return the fallback, with a warning, if nothing satisfies the bound or evaluation failed."""
+    def _unbounded(self, save: SaveSearch, record: dict[str, Any], why: str, failed: bool = False) -> QuantizationPlan:
+        """Return the fallback, with a warning, if nothing satisfies the bound or evaluation `failed`."""
         record |= {"chosen": None, "satisfied": False, "reason": why}
         self._known = _Known()
         if save.config.search.fallback == "exact" or save.config.search.max_run_loss is not None:
@@ -386,9 +386,14 @@ class ConfigManager:
         save.always_nearest(point)
         candidate = save.candidate(point, 0)
         bits = _MOST_BITS if candidate.config.quantize.weights.refinement_bits else 0
+        refined, fold = save.refined(candidate, bits), self.folds[-1]
+        if bits and not failed:
+            lost = degradation(measure(save, fold, [refined], bits)[0], save.metrics[fold.name], save.config.search)
+            if not keeps(lost, save.config.search.epsilon, self._reading.doubted):
+                return self._exact(save, record, f"{why}, nor does a restore with {bits} refinement bits")
         warn(
             f"{why}; this checkpoint is stored with the most conservative configuration "
             f"({save.space.describe(point, save.space.variants[0])})", rank=save.comm.rank
         )
         config = candidate.config.with_values(**{"quantize.weights.refinement_bits": bits})
-        return QuantizationPlan(save.refined(candidate, bits), config, record)
+        return QuantizationPlan(refined, config, record)

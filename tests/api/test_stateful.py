@@ -91,3 +91,26 @@ def test_a_module_among_the_values_is_the_model(tmp_path):
     found = model.state_dict()
     assert not torch.equal(found["0.weight"], saved["0.weight"])
     assert all(torch.equal(found[name], saved[name]) for name in ("1.weight", "table"))
+
+
+@pytest.mark.parametrize("layers, said", [
+    ([(96, 64), (64, 8)], r"'optimizer.state.0.exp_avg' has shape \(64, 128\) in the checkpoint, and parameter 0 of "
+                          r"'optimizer' \(64, 96\)"),
+    ([(128, 64)], "'optimizer.state.2.step', state of parameter 2, counted from 0, and 'optimizer' has 2 parameters"),
+])
+def test_the_state_of_other_parameters_is_refused(tmp_path, layers, said):
+    """Before anything is loaded: the model stays as it is."""
+
+    def made(*layers):
+        model = nn.Sequential(*(nn.Linear(*layer) for layer in layers))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made((128, 64), (64, 8))
+    model(torch.randn(2, 128)).sum().backward()
+    optimizer.step()
+    dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "1")
+    _, other = made(*layers)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(LoadFailed, match=f"{said}.* another model"):
+        dsq_ckpt.load({"model": model, "optimizer": other}, tmp_path / "1")
+    assert not other.state and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

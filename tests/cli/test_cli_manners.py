@@ -182,3 +182,9 @@ def test_watch_on_a_terminal(run, tmp_path, watching):
             pass
     assert process.wait(PATIENCE) == 0
     os.close(ours)
+
+
+@pytest.mark.parametrize("last, said", [("nope", "nope' does not exist"), (NAMES[0], "is named twice")])
+def test_rm_removes_nothing_if_one_cannot_be_removed(run, last, said):
+    assert said in error("rm", run / NAMES[0], run / last)
+    assert (run / NAMES[0] / "manifest.json").exists()

@@ -78,7 +78,10 @@ def test_every_value_lies_in_its_cell(names, books, bits, coder, seed, same_book
         for number, book in enumerate((books[0], books[0] if same_book else books[1])):
             path = directory / str(number)
             config = {
-                "quantize": {"weights": {"codebook": book, "refinement_bits": bits}, "outlier_octaves": octaves},
+                "quantize": {
+                    "weights": {"codebook": book, "refinement_bits": bits}, "outlier_octaves": octaves,
+                    "rules": [{"pattern": "*", "group": "all"}],  # whatever they hold
+                },
                 "delta": {"coder": coder}, "storage": {"fsync": False, "block_elements": 1 << 10},
             }
             with warnings.catch_warnings():
@@ -180,7 +183,8 @@ def test_the_errors_that_a_manifest_tells_are_those_of_what_is_loaded(tmp_path, 
     value = torch.randn(256, 128, generator=torch.Generator().manual_seed(5))
     if codebook.get("domain") == "log":
         value = value.exp()
-    config = {"quantize": {"weights": {"codebook": codebook, "refinement_bits": 4}}}
+    rule = {"pattern": "w", "group": "positive"}
+    config = {"quantize": {"weights": {"codebook": codebook, "refinement_bits": 4}, "rules": [rule]}}
     dsq_ckpt.save({"w": value}, tmp_path / "run" / "0", config=config)
     [group] = Manifest.read(tmp_path / "run" / "0").groups.values()
     for refinement, told in ((False, group.relative_error), ("auto", group.refined_error)):

@@ -1,0 +1,106 @@
+"""Tensors that hold what no training leaves in weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils import prune
+
+import dsq_ckpt
+from dsq_ckpt.quantization.nature import unlike_weights
+from dsq_ckpt.storage.manifest import Manifest
+from tests.helpers.states import loaded, relative_error
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def with_one(values: torch.Tensor, value: float) -> torch.Tensor:
+    values[7, 9] = value
+    return values
+
+
+UNLIKE = {
+    "a mask": (normal(70, 70) > 0.5).float(),
+    "a mask that is nearly always 1": with_one(torch.ones(300, 300), 0.0),
+    "one hot": torch.eye(90),
+    "a constant": torch.full((70, 70), -0.25),
+    "sixteen values": torch.arange(6400.0).view(80, 80) % 16 - 8,
+    "variances": normal(90, 90).square() + 1e-12,
+    "variances in bfloat16": normal(90, 90).square().bfloat16(),
+    "sparse counts": (normal(300, 300) > 3).double() * 7,
+    "variances of columns": normal(90, 80).square().t(),
+    "one number": torch.tensor(3.0),
+}
+LIKE = {
+    "weights": normal(300, 300),
+    "weights in bfloat16": normal(64, 64).bfloat16(),
+    "pruned weights": normal(300, 300) * (normal(300, 300).flip(0) > 1.6),
+    "weights of which one is negative": with_one(normal(300, 300).abs(), -1.0),
+    "seventeen values": torch.arange(6400.0).view(80, 80) % 17 - 8,
+    "channels last": normal(8, 8, 9, 9).to(memory_format=torch.channels_last),
+    "zeros, as training begins": torch.zeros(70, 70),
+    "nothing": torch.empty(0, 3),
+    "NaN": torch.full((70, 70), float("nan")),
+}
+
+
+def test_all_at_once() -> None:
+    found = unlike_weights([*UNLIKE.values(), *LIKE.values()])
+    assert dict(zip([*UNLIKE, *LIKE], found, strict=True)) == dict.fromkeys(UNLIKE, True) | dict.fromkeys(LIKE, False)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_an_element_makes_the_difference(name: str) -> None:
+    """Wherever it lies: the whole tensor is looked at before it is taken for something else than weights."""
+    values = UNLIKE[name].clone().contiguous()
+    for place in {0, values.numel() // 3, values.numel() - 1}:
+        changed = values.clone()
+        changed.view(-1)[place] = float("nan")
+        assert unlike_weights([changed]) == [False]
+
+
+def test_masks_and_variances_come_back_as_they_were(tmp_path: Path) -> None:
+    """Of `torch.nn.utils.prune`, and of an Adam of one's own in plain dicts; weights beside them are quantized."""
+    torch.manual_seed(0)
+    layer = prune.l1_unstructured(torch.nn.Linear(80, 90), "weight", amount=0.4)
+    gradient = normal(90, 80)
+    averages = {
+        "m": {"w": gradient}, "v": {"w": gradient**2}, "exp_avg": {"w": gradient}, "exp_avg_sq": {"w": gradient**2},
+    }
+    for number in range(3):
+        state = {"model": dict(layer.state_dict()), **averages, "opt_state": {"w": gradient}}
+        path = tmp_path / "run" / str(number)
+        dsq_ckpt.save(state, path)
+        found = loaded(path, state)
+        assert torch.equal(found["model"]["weight_mask"], layer.weight_mask)
+        assert not torch.equal(found["model"]["weight_orig"], layer.weight_orig)
+        for name in ("v", "exp_avg", "exp_avg_sq", "opt_state"):
+            assert torch.equal(found[name]["w"], state[name]["w"]), name
+        layer.weight_orig.data += 1e-3 * normal(90, 80)
+        for value in (part["w"] for part in averages.values()):
+            value.mul_(0.9 + 0.01 * number)
+
+
+def test_a_rule_that_names_a_group_has_the_last_word(tmp_path: Path) -> None:
+    state = {"mask": (normal(70, 70) > 0.5).float()}
+    dsq_ckpt.save(state, tmp_path / "1", config={"quantize": {"rules": [{"pattern": "mask", "group": "masks"}]}})
+    assert Manifest.read(tmp_path / "1").kinds.keys() == {"weights"}
+
+
+def test_what_was_a_mask_becomes_weights(tmp_path: Path) -> None:
+    """A chain goes on, whichever a tensor was before."""
+    states = [
+        {"w": values, "other": normal(60, 90)}
+        for values in (torch.ones(70, 70), normal(70, 70), torch.ones(70, 70), normal(70, 70), normal(70, 70) + 1e-3)
+    ]
+    for number, state in enumerate(states):
+        path = tmp_path / "run" / str(number)
+        dsq_ckpt.save(state, path)
+        found = loaded(path, state)["w"]
+        assert torch.equal(found, state["w"]) == (number in (0, 2))
+        assert relative_error(state["w"], found) < 0.02
+    assert dsq_ckpt.describe(path)["depth"] == 4
