@@ -27,7 +27,7 @@ from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
 from dsq_ckpt.quantization.global_sketch import build_global_sketch
-from dsq_ckpt.quantization.groups import kind_of, unwrapped
+from dsq_ckpt.quantization.groups import EXACT, beside_first_moments, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
@@ -112,7 +112,7 @@ def quantize(
         run_on_all_ranks(comm, lambda: _check_unchanged(before, _state(local, workers)))
     _report(local, sketches, plan, options.config, comm)
     if context.parent is None and sketches.layout.tensors:
-        _warn_of_lost_rows(sketches, plan, comm)
+        _warn_of_doubtful(local.items, sketches, plan, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
     if context.exact:
@@ -290,19 +290,33 @@ def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
             )
 
 
-def _warn_of_lost_rows(sketches: GlobalSketch, plan: QuantizationPlan, comm: Communicator) -> None:
-    """Warn of weights with rows or columns that one step for the whole tensor loses; collective."""
+def _warn_of_doubtful(
+    items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, comm: Communicator
+) -> None:
+    """Warn of tensors that are quantized and may lose more than others; collective."""
 
-    def local() -> set[str]:
+    def local() -> tuple[set[str], set[str]]:
         fitted = [one for one in sketches.chunks if one.group in plan.analysis.fitted]
-        return {one.key.fqn for one in fitted if one.group.startswith("weights/") and has_lost_rows(one.tensor)}
+        moments = {one.key.fqn for one in fitted if one.group.startswith("exp_avg/")}
+        beside = [
+            item.key.fqn for item in items
+            if item.key.fqn in moments or (item.kind == EXACT and item.key.elements > 1)
+        ]
+        weights = (one for one in fitted if one.group.startswith("weights/"))
+        return {one.key.fqn for one in weights if has_lost_rows(one.tensor)}, beside_first_moments(beside)
 
-    found = sorted(set().union(*gather_from_all_ranks(comm, local)))
-    if found:
+    rows, beside = (sorted(set().union(*found)) for found in zip(*gather_from_all_ranks(comm, local), strict=True))
+    if rows:
         warn(
-            f"rows or columns of {_first(found)} are more than {RATIO} times smaller than the others, and a restore "
+            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and a restore "
             "gives them back at less than half of their precision. If they count for anything (columns in other "
             'units), store the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts',
+            rank=comm.rank,
+        )
+    if beside:
+        warn(
+            f"the optimizer keeps {named(beside)} beside exp_avg, which is quantized for an update like Adam's: if it "
+            "divides exp_avg by that, a restart may lose a few steps. Set quantize.exp_avg.method to bf16 then",
             rank=comm.rank,
         )
 

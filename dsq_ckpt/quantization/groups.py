@@ -35,6 +35,8 @@ _MOMENTS = {
     "max_exp_avg_sq": "exp_avg_sq",
     "momentum_buffer": "momentum",
 }
+_ADAMS = re.compile(r"step|mu_product|(max_)?exp_avg(_sq|_slow)?|z|(master|fp32).*")
+"""State beside `exp_avg` that does not take the place of the second moments."""
 _SECOND = {"exp_avg": "exp_avg_sq"}
 """The second moment whose root Adam divides a first moment by, by the names of both."""
 _OPTIMIZER_PART = re.compile(r"state|(.*_)?(opt|optim|optimizer|adam|adamw)s?(_(state|states|dict|state_dict))?")
@@ -187,6 +189,23 @@ def second_moment_of(fqn: str) -> str | None:
     """Return the name of the second moment of a first one; None for other tensors."""
     parent, _, leaf = fqn.rpartition(".")
     return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
+
+
+def beside_first_moments(names: Iterable[str]) -> set[str]:
+    """Return the names of the state that optimizers keep beside `exp_avg` and that is none of Adam's.
+
+    Such as Adamax's `exp_inf`, a Hessian, or a basis: `exp_avg` may be divided by it, and not by `exp_avg_sq`.
+    """
+    names = list(names)
+    owners = {parent for parent, _, leaf in (name.rpartition(".") for name in names) if leaf == "exp_avg"}
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        for deep in range(len(parts) - 1, 0, -1):
+            if ".".join(parts[:deep]) in owners:
+                found.add(parts[deep])
+                break
+    return {leaf for leaf in found if not _ADAMS.fullmatch(leaf)}
 
 
 def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dsq_ckpt import DSQConfig
-from dsq_ckpt.quantization.groups import Assignments, assign, layer_types
+from dsq_ckpt.quantization.groups import Assignments, assign, beside_first_moments, layer_types
 
 CONFIG = DSQConfig().quantize
 F32 = torch.float32
@@ -79,3 +79,12 @@ def test_what_is_known_of_tensors_is_known_under_their_settings_alone():
                     assert known == assign(name, shape, torch.float32, config.quantize, types, measured)
                     again = Assignments.under(config.quantize.model_copy(deep=True), types and dict(types))
                     assert again.of(name, shape, torch.float32, measured) is known
+
+
+def test_what_other_optimizers_keep_beside_first_moments():
+    of = "optimizer.state.layer.weight."
+    adam = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "mu_product", "exp_avg_slow", "z", "master_param"]
+    assert beside_first_moments([of + name for name in adam] + ["model.layer.weight", "hessian"]) == set()
+    others = ["exp_avg", "exp_avg_sq", "hessian", "exp_avg_var", "Q.0", "Q.1"]
+    assert beside_first_moments([of + name for name in others]) == {"hessian", "exp_avg_var", "Q"}
+    assert beside_first_moments([of + name for name in others[1:]]) == set()
