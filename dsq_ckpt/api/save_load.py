@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
 from dsq_ckpt.api.dcp_errors import explain_exit, plain_error, plain_errors, silence, without_traceback, without_warning
-from dsq_ckpt.api.stateful import told_state, warn_of_objects
+from dsq_ckpt.api.stateful import only_module, told_state, warn_of_objects
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_path
 from dsq_ckpt.core.interrupts import held_signals
@@ -124,11 +124,10 @@ def _begun(
     def begin() -> tuple[DSQStorageWriter, dict[str, Any]]:
         expect_path("path", path)
         state = _state_of(given, _SAVE)
-        modules = [value for value in (given, *state.values()) if isinstance(value, nn.Module)]
-        known = modules[0] if model is None and len(modules) == 1 else model
-        return DSQStorageWriter(path, model=known, **options), state
+        return DSQStorageWriter(path, model=only_module(given, state) if model is None else model, **options), state
 
     return begin
+
 
 
 def _storable(begin: Begin, rank: int) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import LoadFailed
+from dsq_ckpt.quantization.groups import is_of_optimizers
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 
@@ -24,6 +25,18 @@ def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
         if isinstance(value, nn.Module):
             refuse_meta(told[key])
     return told
+
+
+def only_module(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
+    """Return the module that is saved, if nothing beside it may hold weights that are named like its own."""
+    if isinstance(given, nn.Module):
+        return given
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    others = [
+        key for key, value in state.items()
+        if isinstance(value, Mapping | list | tuple | torch.Tensor) and not is_of_optimizers(str(key))
+    ]
+    return modules[0] if len(modules) == 1 and not others else None
 
 
 def warn_of_objects(state: dict[Any, Any], rank: int) -> None:

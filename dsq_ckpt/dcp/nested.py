@@ -311,9 +311,10 @@ def _empty(
             )
         like = own[number].detach()
         if like.shape != shape and kind_of(name) in ("exp_avg", "momentum"):  # second ones may be those of rows
-            raise LoadFailed(
+            warn(
                 f"'{name}' has shape {tuple(shape)} in the checkpoint, and parameter {number} of '{path[0]}' "
-                f"{tuple(like.shape)}: was it saved by the optimizer of another model?"
+                f"{tuple(like.shape)}: unless the optimizer keeps moments of other shapes than its parameters', it was "
+                "saved by that of another model"
             )
         if like.shape == shape and isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -160,9 +161,13 @@ class _Sketching:
                 chunks.append(chunk)
         return self._like_weights(chunks, wanted)
 
-    @staticmethod
-    def _like_weights(chunks: list[Chunk], items: Sequence[SaveItem]) -> list[Chunk]:
-        """Return the chunks without those of weights that hold what weights do not: these are stored exactly."""
+    def _like_weights(self, chunks: list[Chunk], items: Sequence[SaveItem]) -> list[Chunk]:
+        """Return the chunks without those of weights that hold what weights do not: these are stored exactly.
+
+        In a search all are tried: the metric judges them, and the model's buffers are exact anyway.
+        """
+        if self._searches:
+            return chunks
         asked = {item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         weights = [chunk for chunk in chunks if chunk.key in asked]
         unlike = unlike_weights([chunk.tensor for chunk in weights])
@@ -171,18 +176,17 @@ class _Sketching:
 
     def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""
-        scales, loader, items = sketches.scales, self._loader(), self._local.replicas
-        chunks = [
+        scales, loader = sketches.scales, self._loader()
+        return [
             replace(
                 chunk, exponent=scales.exponents.get(chunk.key.fqn, 0.0),
                 parent=None if chunk.group in scales.refit else chunk.parent,
             )
-            for item in items
+            for item in self._local.replicas
             if item.quantized and item.kind == "weights" and item.key.fqn not in sketches.nonfinite
             for chunk in [loader.load(item)]
             if chunk is not None
         ]
-        return self._like_weights(chunks, items)
 
     def _loader(self) -> ChunkLoader:
         return ChunkLoader(self._parent, self._gradients, self._context.layout.residual, self._workers)
@@ -221,12 +225,12 @@ def _report(
         stored = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
         beyond = sketches.nonfinite.difference(*stored)
         for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, config)):
-            if warning and comm.rank == 0:
-                warn(warning)
-    if comm.rank == 0:
-        _warn_of_updates(plan.analysis, sketches.layout)
-        if not sketches.layout.residual:  # whose errors are those of differences
-            _warn_of_nothing(plan.analysis)
+            if warning:
+                warn(warning, rank=comm.rank)
+    # On all ranks, though rank 0 alone prints: where warnings are errors, all of them leave the collectives here.
+    _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
+    if not sketches.layout.residual:  # whose errors are those of differences
+        _warn_of_nothing(plan.analysis, comm.rank)
 
 
 def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
@@ -274,7 +278,7 @@ def _state(local: LocalItems, workers: Workers) -> dict[ChunkKey, Hashable]:
     return checksums({item.key: item.load for item in (*local.items, *local.replicas)}, workers)
 
 
-def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
+def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
     """Warn of groups of first moments whose bound on the update error cannot be kept with the configured bits."""
     for group, fitted in analysis.fitted.items():
         codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
@@ -286,7 +290,7 @@ def _warn_of_updates(analysis: Analysis, layout: Layout) -> None:
                 f"a restore from this checkpoint changes the optimizer's next update in '{group}' by "
                 f"{fitted.update_error:.0%}, more than the {codebook.update_bound:.0%} of "
                 f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {most}, or store "
-                f"{kind} with method exact"
+                f"{kind} with method exact", rank=rank,
             )
 
 
@@ -302,8 +306,12 @@ def _warn_of_doubtful(
             item.key.fqn for item in items
             if item.key.fqn in moments or (item.kind == EXACT and item.key.elements > 1)
         ]
-        weights = (one for one in fitted if one.group.startswith("weights/"))
-        return {one.key.fqn for one in weights if has_lost_rows(one.tensor)}, beside_first_moments(beside)
+        rows = set()
+        with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
+            for one in fitted:
+                if one.group.startswith("weights/") and has_lost_rows(one.tensor):
+                    rows.add(one.key.fqn)
+        return rows, beside_first_moments(beside)
 
     rows, beside = (sorted(set().union(*found)) for found in zip(*gather_from_all_ranks(comm, local), strict=True))
     if rows:
@@ -321,7 +329,7 @@ def _warn_of_doubtful(
         )
 
 
-def _warn_of_nothing(analysis: Analysis) -> None:
+def _warn_of_nothing(analysis: Analysis, rank: int) -> None:
     """Warn of a base layer of which most weights are about as far off as zeros are."""
     sizes = {
         group: int(fitted.counts.sum()) for group, fitted in analysis.fitted.items()
@@ -335,7 +343,7 @@ def _warn_of_nothing(analysis: Analysis) -> None:
             "the base layer of this checkpoint, which is what the history keeps, holds next to nothing of the weights "
             f"in {', '.join(lost)}: a step this coarse was configured, or `evaluate` tells hardly any difference to "
             "weights of zero (as in the first steps of a run, or if its metric has a large constant part). Where that "
-            "is not meant, lower search.epsilon"
+            "is not meant, lower search.epsilon", rank=rank,
         )
 
 

@@ -191,6 +191,11 @@ def second_moment_of(fqn: str) -> str | None:
     return f"{parent}.{_SECOND[leaf]}" if leaf in _SECOND else None
 
 
+def is_of_optimizers(key: str) -> bool:
+    """Return whether what lies below a key is taken for state of optimizers."""
+    return _OPTIMIZER_PART.fullmatch(key.lower()) is not None
+
+
 def beside_first_moments(names: Iterable[str]) -> set[str]:
     """Return the names of the state that optimizers keep beside `exp_avg` and that is none of Adam's.
 
@@ -242,7 +247,7 @@ def _kind(fqn: str) -> tuple[str, str]:
     if leaf in _MOMENTS:
         return _MOMENTS[leaf], parent
     parts = fqn.lower().split(".")
-    if any(_OPTIMIZER_PART.fullmatch(part) or part in _MOMENTS for part in parts):
+    if any(is_of_optimizers(part) or part in _MOMENTS for part in parts):
         return EXACT, fqn  # state of an optimizer we do not know: no bound is known for it
     return "weights", fqn
 

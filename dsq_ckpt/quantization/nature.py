@@ -6,7 +6,8 @@ make of 1 something near it, and of a small variance zero. They are told by what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,33 +15,30 @@ _GLANCE = 64
 """Elements that tell of nearly all weights that they are such."""
 _FEW = 16
 """Distinct values up to which a tensor is a mask or a table of constants."""
+_BLOCK = 1 << 20
 
 
 def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each tensor, whether none of its elements is negative, or few distinct values occur.
+    """Return, for each tensor, whether its elements are finite and none is negative, or few distinct values occur.
 
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
-    each that a few elements leave in doubt once or twice more.
+    those that a few elements leave in doubt again.
     """
-    flat = [_flat(tensor) for tensor in tensors]
     return [
-        bool((min(glance, default=0) >= 0 and (one >= 0).all()) or (_is_few(glance) and _few_values(one)))
-        and bool(one.any())
-        for one, glance in zip(flat, _glances(flat), strict=True)
+        (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
+        for tensor, glance in zip(tensors, _glances(tensors), strict=True)
     ]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in any order, if possible without a copy."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
-
-
-def _glances(flat: Sequence[torch.Tensor]) -> list[list[float]]:
+def _glances(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     """Return a few elements of each tensor."""
-    some = [one[:: max(1, len(one) // _GLANCE)][:_GLANCE] for one in flat]
+    some = []
+    for tensor in tensors:
+        part = tensor.detach()
+        if part.ndim and not part.is_contiguous():  # of which elements in a row are a copy
+            part = part[:: max(1, len(part) // 8)][:8]
+        flat = _flat(part)
+        some.append(flat[:: max(1, len(flat) // _GLANCE)][:_GLANCE])
     for device in {one.device for one in some} - {torch.device("cpu")}:
         mine = [number for number, one in enumerate(some) if one.device == device]
         seen = torch.cat([some[number].double() for number in mine]).cpu()
@@ -49,15 +47,44 @@ def _glances(flat: Sequence[torch.Tensor]) -> list[list[float]]:
     return [one.tolist() for one in some]
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in any order, if possible without a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).reshape(-1)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(_flat(tensor.detach()).split(_BLOCK))
+
+
+def _no_negatives(tensor: torch.Tensor) -> bool:
+    """Return whether all values are finite, none is negative, and one is positive."""
+    positive = False
+    for block in _blocks(tensor):
+        if not bool(((block >= 0) & (block < math.inf)).all()):
+            return False
+        positive = positive or bool(block.any())
+    return positive
+
+
 def _is_few(values: Sequence[float]) -> bool:
     return len(set(values)) <= _FEW
 
 
-def _few_values(values: torch.Tensor) -> bool:
-    """Return whether few distinct values occur; False where there is NaN."""
-    left = values
-    for _ in range(_FEW):
-        if not _is_few(left[:1024].tolist()):
-            return False
-        left = left[left != left[0]] if len(left) else left
-    return not len(left)
+def _few_values(tensor: torch.Tensor) -> bool:
+    """Return whether few distinct values occur, other than zero alone; False where there is NaN."""
+    known: torch.Tensor | None = None
+    for block in _blocks(tensor):
+        left = block if block.element_size() >= 4 else block.float()
+        while len(left):
+            if known is not None:
+                place = torch.searchsorted(known, left).clamp_(max=len(known) - 1)
+                left = left[known[place] != left]
+                if not len(left):
+                    break
+            more = left[:1024].unique()
+            known = more if known is None else torch.cat([known, more]).unique()
+            if len(known) > _FEW or bool(known.isnan().any()):
+                return False
+    return known is not None and bool(known.any())

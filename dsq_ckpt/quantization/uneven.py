@@ -11,7 +11,10 @@ import torch
 
 RATIO = 64
 """How many times smaller than the tensor's root mean square that of a row is which a refined step hardly resolves."""
-_SAMPLE = 64
+_FEWEST = 6
+"""Elements that a row must have: fewer may all be small by chance."""
+_SAMPLE, _ROWS = 64, 1 << 16
+"""Columns, and about how many rows, that are looked at."""
 _LOOKED_AT = 16
 
 
@@ -23,7 +26,8 @@ def has_lost_rows(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or not tensor.numel():
         return False
     matrix = tensor.detach().reshape(len(tensor), -1)
-    limit = float(_sample(matrix).float().square().mean()) / RATIO**2
+    some = matrix[:: max(1, len(matrix) // _ROWS)]
+    limit = float(_sample(some).float().square().mean()) / RATIO**2
     return _has_small(matrix, limit) or _has_small(matrix.t(), limit)
 
 
@@ -33,7 +37,17 @@ def _sample(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:
-    """Return whether a row's mean square is below a limit and not zero."""
-    doubted = (_sample(matrix).float().square().mean(1) < limit).nonzero()[:, 0]
-    found = matrix[doubted[:_LOOKED_AT]].float().square().mean(1)
-    return bool(((found > 0) & (found < limit)).any())
+    """Return whether the mean square of a row's elements that are not zero is below a limit."""
+    if matrix.shape[1] < _FEWEST:
+        return False
+    matrix = matrix[:: max(1, len(matrix) // _ROWS)]
+    mean, count = _mean_square(_sample(matrix))
+    doubted = ((mean < limit) & (count > 0)).nonzero()[:_LOOKED_AT, 0]
+    mean, count = _mean_square(matrix[doubted])
+    return bool(((mean < limit) & (count >= _FEWEST)).any())
+
+
+def _mean_square(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each row, the mean square of the elements that are not zero, and how many these are."""
+    squares, count = matrix.float().square(), matrix.count_nonzero(1)
+    return squares.sum(1) / count.clamp(min=1), count

@@ -34,6 +34,9 @@ UNLIKE = {
     "sparse counts": (normal(300, 300) > 3).double() * 7,
     "variances of columns": normal(90, 80).square().t(),
     "one number": torch.tensor(3.0),
+    "a mask to be added": torch.zeros(90, 90).masked_fill_(normal(90, 90) > 0.5, -float("inf")),
+    "every other column of a mask": (normal(90, 180) > 0.5).bfloat16()[:, ::2],
+    "more than a block": with_one((normal(1100, 1000) > 0.5).float(), 2.0),
 }
 LIKE = {
     "weights": normal(300, 300),
@@ -45,6 +48,8 @@ LIKE = {
     "zeros, as training begins": torch.zeros(70, 70),
     "nothing": torch.empty(0, 3),
     "NaN": torch.full((70, 70), float("nan")),
+    "variances of which one is infinite": with_one(normal(90, 90).square(), float("inf")),
+    "every other column": normal(90, 180)[:, ::2],
 }
 
 

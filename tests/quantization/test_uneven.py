@@ -34,10 +34,20 @@ def test_one_row_or_column_is_found(shape: tuple[int, ...], dtype: torch.dtype) 
 @pytest.mark.parametrize("values", [
     normal(300, 90), normal(300, 90).cumsum(0), normal(300, 90) * (normal(300, 90).flip(0) > 1.9), torch.zeros(70, 70),
     torch.eye(300), normal(5000), torch.tensor(3.0), torch.empty(0, 5), torch.full((70, 70), float("nan")),
-    normal(90, 300).exp().t(), normal(16, 8, 9, 9).to(memory_format=torch.channels_last),
+    normal(90, 300).exp().t(), normal(1, 90_000), normal(3, 90_000), normal(90_000, 3), normal(90_000, 6),
+    normal(16, 8, 9, 9).to(memory_format=torch.channels_last),
 ])
 def test_others_are_not(values: torch.Tensor) -> None:
     assert not has_lost_rows(values)
+
+
+def test_zeros_do_not_hide_a_small_row() -> None:
+    """As the rows of a vocabulary that was made larger."""
+    table = normal(500, 90)
+    table[:100] = 0
+    assert not has_lost_rows(table)
+    table[300] *= 0.5 / RATIO
+    assert has_lost_rows(table)
 
 
 def test_it_is_said_at_a_keyframe(tmp_path: Path) -> None:
