@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -52,6 +53,9 @@ class NestedSavePlanner(DefaultSavePlanner):
             self.mappings.digests = digests(self.state_dict)
         return super().create_local_plan()
 
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return super().transform_object(write_item, _plain(object))
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         parts = [plan.planner_data for plan in all_plans]
@@ -61,6 +65,18 @@ class NestedSavePlanner(DefaultSavePlanner):
                 "give what belongs to a rank a name of its own, such as f'rng-{rank}'"
             )
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with plain numbers in place of NumPy's, such as a learning rate.
+
+    Theirs would be more than plain data, which no load into an empty dict unpickles.
+    """
+    if isinstance(value, np.bool_ | np.integer | np.floating) and not isinstance(value, np.longdouble):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {key: _plain(one) for key, one in value.items()} if type(value) is dict else value
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -266,3 +267,13 @@ def test_moments_have_the_strides_of_their_parameters(tmp_path):
     train(model, optimizer)
     train(restored, its_optimizer)
     assert torch.equal(restored.weight, model.weight)
+
+
+def test_numbers_of_numpy_are_stored_as_plain_ones(tmp_path):
+    """So that they are loaded into an empty dict."""
+    state = {"best": np.float64(0.1), "single": np.float32(0.1), "count": np.int64(1 << 60), "done": np.bool_(True)}
+    dsq_ckpt.save({"numbers": state, "lr": [np.float64(1e-3)]}, tmp_path / "run" / "1")
+    found = {}
+    dsq_ckpt.load(found, tmp_path / "run" / "1")
+    assert found == {"numbers": state, "lr": [1e-3]}
+    assert [type(value) for value in found["numbers"].values()] == [float, float, int, bool]
