@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections import OrderedDict
@@ -54,7 +55,9 @@ class NestedSavePlanner(DefaultSavePlanner):
         return super().create_local_plan()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return super().transform_object(write_item, _plain(object))
+        with contextlib.suppress(RecursionError):  # a list that contains itself, which pickle can store
+            object = _plain(object)
+        return super().transform_object(write_item, object)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
