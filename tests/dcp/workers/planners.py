@@ -26,7 +26,7 @@ def state(step: int = 0) -> dict[str, Any]:
     """The same on all ranks."""
     return {
         "x": torch.ones(64, 64) + step, "y": torch.ones(33, 32), "z": torch.ones(128), "k": 5,
-        "w.weight": torch.randn(80, 64, generator=torch.Generator().manual_seed(step)),
+        "w.weight": torch.randn(80, 64, generator=torch.Generator().manual_seed(0)) + 1e-3 * step,
     }
 
 
