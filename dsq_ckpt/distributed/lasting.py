@@ -24,7 +24,9 @@ _SECONDS = 2.0
 
 _known: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _ended: list[Any] = []
-"""Backends of groups that Python has dropped."""
+"""Backends of groups that Python has dropped, the oldest first."""
+_letting_go = threading.Lock()
+"""Held while a backend goes: a thread that waits for gloo's while the interpreter exits would abort the process."""
 
 
 def keep(group: dist.ProcessGroup) -> None:
@@ -44,15 +46,22 @@ def _end(backend: Any, process: int) -> None:
         _leave(backend)
         return
     _ended.append(backend)
-    timer = threading.Timer(_SECONDS, _let_go, [backend])
+    timer = threading.Timer(_SECONDS, _let_go)
     timer.daemon = True
     with suppress(RuntimeError):  # no more threads: it goes with the next one, or when the process ends
         timer.start()
 
 
-def _let_go(backend: Any) -> None:
-    with suppress(ValueError):  # at the end of the process
-        _ended.remove(backend)
+def _let_go() -> None:
+    """Drop the oldest backend."""
+    with _letting_go, suppress(IndexError):  # at the end of the process
+        _ended.pop(0)
+
+
+def _let_all_go() -> None:
+    """Drop all backends at the end of the process, and wait for one that another thread drops."""
+    with _letting_go:
+        _ended.clear()
 
 
 def _leave(backend: Any) -> None:
@@ -61,10 +70,12 @@ def _leave(backend: Any) -> None:
 
 
 def _forked() -> None:
+    global _letting_go
+    _letting_go = threading.Lock()
     for backend in _ended:
         _leave(backend)
     _ended.clear()
 
 
-atexit.register(_ended.clear)  # gloo's threads that need an interpreter would abort the process later
+atexit.register(_let_all_go)  # gloo's threads that need an interpreter would abort the process later
 os.register_at_fork(after_in_child=_forked)
