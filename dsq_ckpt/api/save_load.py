@@ -129,7 +129,6 @@ def _begun(
     return begin
 
 
-
 def _storable(begin: Begin, rank: int) -> tuple[DSQStorageWriter, dict[str, Any], pathlib.Path]:
     writer, state = begin()
     assert writer.path is not None
