@@ -381,7 +381,7 @@ def near(model, error):
 
 
 def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path):
-    """Where no base layer keeps the bound, and no refinement either."""
+    """The weights are exact where no base layer keeps the bound, and no refinement either."""
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=near(model, 1e-7))
     with pytest.warns(UserWarning, match="nor does a restore with 8 refinement bits; the weights .* stored exactly"):

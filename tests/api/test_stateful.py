@@ -95,7 +95,7 @@ def test_a_module_among_the_values_is_the_model(tmp_path):
 
 
 def test_the_state_of_other_parameters_is_refused(tmp_path):
-    """Of more than there are, before anything is loaded; of other shapes, which some optimizers keep, it is said."""
+    """A load of more than there are fails before it begins; other shapes, which some optimizers keep, are told of."""
 
     def made(*layers):
         model = nn.Sequential(*(nn.Linear(*layer) for layer in layers))

@@ -69,7 +69,7 @@ def test_an_element_makes_the_difference(name: str) -> None:
 
 
 def test_masks_and_variances_come_back_as_they_were(tmp_path: Path) -> None:
-    """Of `torch.nn.utils.prune`, and of an Adam of one's own in plain dicts; weights beside them are quantized."""
+    """`torch.nn.utils.prune`, and an Adam of one's own in plain dicts; weights beside them are quantized."""
     torch.manual_seed(0)
     layer = prune.l1_unstructured(torch.nn.Linear(80, 90), "weight", amount=0.4)
     gradient = normal(90, 80)
