@@ -19,9 +19,9 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
     """
     with output.meter("removing", hidden=as_json):
         _refuse_twice(checkpoints)
-        for checkpoint in checkpoints:
-            removal.remove(checkpoint, dry_run=True)
-        done = [removal.remove(checkpoint, dry_run) for checkpoint in checkpoints]
+        done = [removal.remove(checkpoint, dry_run=True) for checkpoint in checkpoints]
+        if not dry_run:
+            done = [removal.remove(checkpoint) for checkpoint in checkpoints]
     if as_json:
         output.print_json([{
             "path": str(one.path), "dry_run": dry_run, "bytes": one.bytes, "files": [str(file) for file in one.files],

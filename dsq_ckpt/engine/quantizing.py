@@ -316,8 +316,8 @@ def _warn_of_doubtful(
     rows, beside = (sorted(set().union(*found)) for found in zip(*gather_from_all_ranks(comm, local), strict=True))
     if rows:
         warn(
-            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and a restore "
-            "gives them back at less than half of their precision. If they count for anything (columns in other "
+            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and after a "
+            "restore they may be off by half of their size or more. If they count for anything (columns in other "
             'units), store the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts',
             rank=comm.rank,
         )
@@ -343,7 +343,7 @@ def _warn_of_nothing(analysis: Analysis, rank: int) -> None:
             "the base layer of this checkpoint, which is what the history keeps, holds next to nothing of the weights "
             f"in {', '.join(lost)}: a step this coarse was configured, or `evaluate` tells hardly any difference to "
             "weights of zero (as in the first steps of a run, or if its metric has a large constant part). Where that "
-            "is not meant, lower search.epsilon", rank=rank,
+            "is not meant, lower search.epsilon, or the step", rank=rank,
         )
 
 

@@ -13,8 +13,10 @@ RATIO = 64
 """How many times smaller than the tensor's root mean square that of a row is which a refined step hardly resolves."""
 _FEWEST = 6
 """Elements that a row must have: fewer may all be small by chance."""
-_SAMPLE, _ROWS = 64, 1 << 16
-"""Columns, and about how many rows, that are looked at."""
+_SAMPLE = 64
+"""Elements of each row that tell which to look at."""
+_MOST = 1 << 16
+"""About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
 _LOOKED_AT = 16
 
 
@@ -26,8 +28,7 @@ def has_lost_rows(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or not tensor.numel():
         return False
     matrix = tensor.detach().reshape(len(tensor), -1)
-    some = matrix[:: max(1, len(matrix) // _ROWS)]
-    limit = float(_sample(some).float().square().mean()) / RATIO**2
+    limit = float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
     return _has_small(matrix, limit) or _has_small(matrix.t(), limit)
 
 
@@ -36,14 +37,19 @@ def _sample(matrix: torch.Tensor) -> torch.Tensor:
     return matrix[:, :: max(1, matrix.shape[1] // _SAMPLE)][:, :_SAMPLE]
 
 
+def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return all rows, or some of very many."""
+    return matrix[:: max(1, len(matrix) // _MOST)]
+
+
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:
     """Return whether the mean square of a row's elements that are not zero is below a limit."""
     if matrix.shape[1] < _FEWEST:
         return False
-    matrix = matrix[:: max(1, len(matrix) // _ROWS)]
+    matrix = _some_rows(matrix)
     mean, count = _mean_square(_sample(matrix))
     doubted = ((mean < limit) & (count > 0)).nonzero()[:_LOOKED_AT, 0]
-    mean, count = _mean_square(matrix[doubted])
+    mean, count = _mean_square(_some_rows(matrix.t()).t()[doubted])
     return bool(((mean < limit) & (count >= _FEWEST)).any())
 
 

@@ -14,7 +14,6 @@ from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.plan import as_configured
 from dsq_ckpt.search.trial import TrialModel
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.states import relative_error
 from tests.helpers.training import Net, batch, loss_of, train, trained
 
 SYSTEMS = ["dsq", "uniform", "adaptive", "kmeans", "exact"]
@@ -369,44 +368,4 @@ def test_the_wrong_direction_is_suspected(tmp_path):
         dsq_ckpt.Compressor(model, optimizer, {"search": {"bound": "relative"}}, accuracy).save(tmp_path / "a")
 
 
-def near(model, error):
-    """Return a function for `evaluate` that is content with the weights as they are, or as near as a restore's."""
-    exact = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def evaluate():
-        found = model.state_dict()
-        return 1.0 if all(relative_error(value, found[name]) < error for name, value in exact.items()) else 2.0
-
-    return evaluate
-
-
-def test_a_restore_that_is_worse_than_what_is_kept_may_be_is_not_stored(tmp_path):
-    """The weights are exact where no base layer keeps the bound, and no refinement either."""
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=near(model, 1e-7))
-    with pytest.warns(UserWarning, match="nor does a restore with 8 refinement bits; the weights .* stored exactly"):
-        compressor.save(tmp_path / "a")
-    assert base_loss(tmp_path / "a") == loss_of(model)
-    assert compressor.quality["chosen"] is None and not compressor.quality["satisfied"]
-
-
-def test_the_most_conservative_configuration_is_close(tmp_path):
-    """The rate-distortion choice of a delta keeps old codes; where no bound is kept, it is left out."""
-    model, optimizer = trained()
-    compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=near(model, 1e-3))
-    with pytest.warns(UserWarning, match="most conservative"):
-        compressor.save(tmp_path / "a")
-    assert Manifest.read(tmp_path / "a").config["quantize"]["weights"]["codebook"]["rate_distortion"] == 0.0
-    assert base_loss(tmp_path / "a") == pytest.approx(loss_of(model), rel=0.01)
-
-
-def test_a_history_without_weights_is_said(tmp_path):
-    """As where the metric has a large constant part, so that weights of zero are within its bound."""
-    model, optimizer = trained(60)
-    for constant in (50.0, 0.0):
-        compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=lambda: loss_of(model) + constant)  # noqa: B023
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            compressor.save(tmp_path / f"{constant}" / "1")
-        said = [one for one in caught if "holds next to nothing of the weights" in str(one.message)]
-        assert bool(said) is (constant > 0)
