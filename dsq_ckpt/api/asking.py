@@ -129,12 +129,12 @@ def ask_for_saved(
                 new = groups.own - groups.saved - with_state - {name for name in own if not own[name].requires_grad}
         if "optimizer" in state:
             _ask(state["optimizer"]["state"], own, directory, nesting)
-        found = found._replace(top={str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))})
+        top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
-        return _Asked(of_model - state["model"].keys(), left, new)
+        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys())
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
-    unknown, left, new = (_on_all(sets) for sets in zip(*asked, strict=True))
+    unknown, left, new, beside = (_on_all(sets) for sets in zip(*asked, strict=True))
     directory = found.directory
     if whole and unknown:
         raise LoadFailed(
@@ -151,6 +151,13 @@ def ask_for_saved(
             f"no optimizer state of {named(new)} was loaded, since the optimizer of '{directory}' did not have these "
             "parameters: they begin without", rank=comm.rank
         )
+    if beside:
+        placeholders = ", ".join(f"'{name}': ..." for name in beside[:3])
+        warn(
+            f"{named(beside)} of '{directory}' is not loaded, since extra does not name it: pass placeholders of what "
+            f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content",
+            rank=comm.rank,
+        )
     return found
 
 
@@ -159,12 +166,10 @@ class Found(NamedTuple):
 
     Attributes:
         directory: the checkpoint.
-        top: names at the top level of its state dict.
         groups: parameter groups, if it has some by name.
     """
 
     directory: Path
-    top: Collection[str] = frozenset()
     groups: GroupsByName | None = None
 
 
@@ -175,24 +180,13 @@ class _Asked(NamedTuple):
         unknown: names that were saved of the model, and that it lacks.
         left: parameters whose state was saved, and that this optimizer lacks.
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
+        beside: names at the top level of what was saved that the state dict lacks.
     """
 
     unknown: Collection[str] = frozenset()
     left: Collection[str] = frozenset()
     new: Collection[str] = frozenset()
-
-
-def tell_left_out(
-    directory: Path, top: Collection[str], state: Mapping[str, Any], extra: Mapping[str, Any] | None
-) -> None:
-    """Name what is at the top level of a checkpoint and was not loaded, unless the caller has chosen among it."""
-    left = sorted(set(top) - state.keys())
-    if left and not extra:
-        placeholders = ", ".join(f"'{name}': ..." for name in left[:3])
-        warn(
-            f"{named(left)} of '{directory}' was not loaded, since extra does not name it: pass placeholders of what "
-            f"you want, extra={{{placeholders}}}, for example 0 for a number and {{}} for a dict of any content"
-        )
+    beside: Collection[str] = frozenset()
 
 
 def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:

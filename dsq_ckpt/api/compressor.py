@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back, tell_left_out
+from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.parameter_groups import fill_groups
 from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
@@ -241,8 +241,8 @@ class Compressor:
         Args:
             path: a complete checkpoint.
             extra: what else was saved, as placeholders of the same keys; filled in place where they are tensors. An
-                empty dict is filled with all that was saved in its place, if that is plain data. Without it, a warning
-                names what was saved beside model and optimizer.
+                empty dict is filled with all that was saved in its place, if that is plain data. A warning names what
+                was saved and has no placeholder.
             refinement: True: the refinement layer is needed; False: the base layer alone; "auto": where it was kept,
                 with a warning where it was not.
             allow_cast: load into a model of another dtype than was saved, such as float32 after bfloat16.
@@ -271,8 +271,6 @@ class Compressor:
                 set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
                 if found.groups is not None:
                     fill_groups(self.optimizer, optimizer["param_groups"])
-        if comm.rank == 0:
-            tell_left_out(found.directory, found.top, state, extra)
         if self._manager is not None:
             manifest = Manifest.read(found.directory)
             self._manager.resume(manifest, refined=refinement is not False)

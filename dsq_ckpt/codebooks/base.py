@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from dsq_ckpt.codebooks.histogram import Histogram
 from dsq_ckpt.core.arrays import F64, U8, Mask
+from dsq_ckpt.core.strict_model import StrictModel
 
 MOST_LEVELS = 254
 """Codes are bytes: zero, the levels, and what is protected."""
@@ -109,14 +109,12 @@ ONLY_FOR: dict[Coordinates, str] = {"update": "exp_avg", "octaves": "exp_avg_sq"
 """The kind of tensors that coordinates other than the values themselves exist for."""
 
 
-class CodebookConfig(BaseModel, ABC):
+class CodebookConfig(StrictModel, ABC):
     """Settings of one kind of codebook; `register_codebook` makes a subclass known to configurations.
 
     A subclass declares `fit`, a `Literal` of its name, and one field for each setting; values are those that JSON has.
     It implements `propose`. The properties say what the engine has to provide; their defaults ask for nothing.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     coordinates: ClassVar[Coordinates] = "values"
     """Coordinates that are quantized: the values, first moments in units of Adam's update, second moments over

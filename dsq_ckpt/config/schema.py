@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from pydantic import Field, StrictBool, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsq_ckpt.codebooks.base import ONLY_FOR
@@ -22,6 +22,7 @@ from dsq_ckpt.config.renamed import RENAMED, current_keys
 from dsq_ckpt.config.systems import SYSTEMS
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.hints import NOT_REGISTERED, explained, group_hint
+from dsq_ckpt.core.strict_model import StrictModel
 from dsq_ckpt.core.trees import merged, named_tree, preset_tree
 from dsq_ckpt.errors import ConfigError
 
@@ -37,11 +38,7 @@ _DIFFERENCES = 32
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class TensorConfig(_Strict):
+class TensorConfig(StrictModel):
     """How the tensors of one kind (weights, first moments, ...) are stored."""
 
     method: Literal["quantize", "bf16", "exact"] = "quantize"
@@ -51,7 +48,7 @@ class TensorConfig(_Strict):
     )
 
 
-class Rule(_Strict):
+class Rule(StrictModel):
     """Tensors whose fully qualified name matches a shell pattern are stored exactly, or go to a group of weights."""
 
     pattern: str = Field(min_length=1)
@@ -95,7 +92,7 @@ def _defaults_for(kind: str, default: TensorConfig, given: dict[str, Any]) -> di
     return default.model_dump()
 
 
-class QuantizeConfig(_Strict):
+class QuantizeConfig(StrictModel):
     """What is lossy, and how."""
 
     weights: TensorConfig = TensorConfig()
@@ -162,7 +159,7 @@ class QuantizeConfig(_Strict):
         return self
 
 
-class DeltaConfig(_Strict):
+class DeltaConfig(StrictModel):
     """Coding against the parent checkpoint."""
 
     enabled: StrictBool = True
@@ -193,7 +190,7 @@ class DeltaConfig(_Strict):
         return 1 if isinstance(self.max_chain, int) or self.against == "values" else _SIBLINGS
 
 
-class SearchConfig(_Strict):
+class SearchConfig(StrictModel):
     """How a `Compressor` looks for the smallest configuration that keeps the model's quality."""
 
     bound: Literal["progress", "relative"] = Field(
@@ -249,13 +246,13 @@ class SearchConfig(_Strict):
         return self
 
 
-class RefinementConfig(_Strict):
+class RefinementConfig(StrictModel):
     """How long the refinement layer is kept."""
 
     keep_last: int = Field(3, ge=1, description="newest checkpoints of a run that keep their refinement")
 
 
-class StorageConfig(_Strict):
+class StorageConfig(StrictModel):
     """Files and threads."""
 
     threads: int = Field(0, ge=0, le=256, description="worker threads per rank; 0: cores / local ranks, at most 8")
@@ -286,7 +283,7 @@ class StorageConfig(_Strict):
         return max(1, min(8, (os.cpu_count() or 1) // local_ranks))
 
 
-class DSQConfig(_Strict):
+class DSQConfig(StrictModel):
     """Everything that can be set. `DSQConfig()` is the measured default; presets lie in `configs/`.
 
     Example:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -26,6 +25,7 @@ from dsq_ckpt.core.arguments import shown
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.plain_data import with_plain_numbers
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.differing import differing, digests
 from dsq_ckpt.errors import LoadFailed
@@ -56,7 +56,7 @@ class NestedSavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         with contextlib.suppress(RecursionError):  # a list that contains itself, which pickle can store
-            object = _plain(object)
+            object = with_plain_numbers(object)
         return super().transform_object(write_item, object)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -68,18 +68,6 @@ class NestedSavePlanner(DefaultSavePlanner):
                 "give what belongs to a rank a name of its own, such as f'rng-{rank}'"
             )
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with plain numbers in place of NumPy's, such as a learning rate.
-
-    Theirs would be more than plain data, which no load into an empty dict unpickles.
-    """
-    if isinstance(value, np.bool_ | np.integer | np.floating) and not isinstance(value, np.longdouble):
-        return value.item()
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return {key: _plain(one) for key, one in value.items()} if type(value) is dict else value
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):

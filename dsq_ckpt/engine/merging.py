@@ -19,12 +19,12 @@ from pathlib import Path
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.engine.merged_rank import MergedRank, codes_of, sum_of
-from dsq_ckpt.errors import SaveFailed
+from dsq_ckpt.errors import CheckpointExists, SaveFailed
 from dsq_ckpt.storage.atomic_io import make_directory, sync_directory
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import FORMAT_VERSION, write_index
 from dsq_ckpt.storage.links import link_files
-from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile
+from dsq_ckpt.storage.manifest import GroupReport, Manifest, ManifestFile, is_complete
 from dsq_ckpt.storage.packs import PackRef
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.target_directory import TargetDirectory, refuse_checkpoint
@@ -75,6 +75,8 @@ def merge(source: StrPath, target: StrPath, *, keyframe: bool = False) -> Merged
         (3, 1)
     """
     goal = local_path(target)
+    if is_complete(goal):
+        raise CheckpointExists(f"'{goal}' holds a complete checkpoint, and a merge replaces none; name a new directory")
     refuse_checkpoint(goal, overwrite=False)
     started, storage = time.time(), StorageConfig()
     with Checkpoint(local_path(source)) as checkpoint, Workers(

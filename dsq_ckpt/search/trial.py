@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +30,12 @@ from dsq_ckpt.search.inputs import recorded
 from dsq_ckpt.search.recount import recounted
 
 _Kept = TypeVar("_Kept")
+
+
+def _line(error: Exception) -> str:
+    """Return where an error was raised; a warning, which has no traceback, tells no more."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"
 
 
 class Probe(Enum):
@@ -163,7 +171,7 @@ class TrialModel:
             raise
         except Exception as error:
             self._held.clear()  # it may have changed them
-            raise EvaluateRaised(f"`{name}` raised {described(error)}") from error
+            raise EvaluateRaised(f"`{name}` raised {described(error)} ({_line(error)})") from error
         finally:
             self._undo()
         self._shard()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
-from dsq_ckpt.storage.paths import existing_path
+from dsq_ckpt.storage.paths import absolute, existing_path
 from dsq_ckpt.storage.runs import canonical
 
 
@@ -51,7 +51,7 @@ def remove(path: Path, dry_run: bool = False) -> Removed:
     path = canonical(existing_path(path))
     if path.is_symlink():
         raise ConfigError(f"'{path}' is a link to a checkpoint; name the checkpoint itself")
-    manifest, storage = Manifest.read(path), storage_of(path)
+    manifest, storage = _manifest(path), storage_of(path)
     _refuse_latest(path)
     if is_remote(path):
         references.needed(path.parent)  # before anything is removed: all manifests can be read
@@ -71,6 +71,19 @@ def remove(path: Path, dry_run: bool = False) -> Removed:
             with suppress(OSError):  # not empty: something else lives there
                 path.rmdir()
     return Removed(path, sorted(gone), sum(gone.values()), sorted(kept))
+
+
+def _manifest(path: Path) -> Manifest:
+    """Return the manifest, or say what removes a checkpoint that has lost it."""
+    try:
+        return Manifest.read(path)
+    except CorruptCheckpoint as error:
+        if is_remote(path):
+            raise
+        raise CorruptCheckpoint(
+            f"{error}; if it is to go, delete the directory, '{absolute(path)}': other checkpoints have links of their "
+            "own to the files that they need"
+        ) from error
 
 
 def _refuse_latest(path: Path) -> None:

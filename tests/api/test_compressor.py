@@ -170,7 +170,8 @@ def test_trials_leave_no_trace_when_evaluate_raises(tmp_path):
     compressor = dsq_ckpt.Compressor(model, optimizer, evaluate=evaluate)
     model.train()
     before, random = bits_of(model), torch.get_rng_state()
-    with pytest.warns(UserWarning, match="`evaluate` raised RuntimeError: no more data.*most conservative"):
+    says = r"`evaluate` raised RuntimeError: no more data \(test_compressor.py, line \d+\).*most conservative"
+    with pytest.warns(UserWarning, match=says):
         compressor.save(tmp_path / "a")
     assert same_bits(model, before) and torch.equal(torch.get_rng_state(), random) and model.training
     manifest = Manifest.read(tmp_path / "a")

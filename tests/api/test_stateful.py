@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import pathlib
+import signal
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,6 +84,34 @@ def test_an_optimizer_below_the_top_level_is_said_to_be_an_object(tmp_path):
             dsq_ckpt.save(state, tmp_path / str(number))
         with pytest.warns(UserWarning, match=f"{name}.* leaves this one as it is"):
             dsq_ckpt.load(state, tmp_path / str(number))
+
+
+Stats = collections.namedtuple("Stats", "loss step")
+
+
+@pytest.mark.parametrize("value", [
+    pathlib.PurePosixPath("data"), datetime.datetime(2026, 1, 1), signal.SIGTERM, Stats(0.5, 1),
+    np.random.default_rng(0), np.arange(3), ("MT19937", np.arange(624)), {"sets": [datetime.timedelta(1)]},
+], ids=lambda value: type(value).__name__)
+def test_what_no_load_into_an_empty_dict_brings_back_is_told_of_when_it_is_saved(tmp_path, value):
+    with pytest.warns(UserWarning, match="'app.own.* is of class .* not into an empty dict"):
+        dsq_ckpt.save({"w": torch.ones(3), "app": {"own": value}}, tmp_path / "a")
+    with pytest.raises(LoadFailed, match="more than plain data"):
+        dsq_ckpt.load({}, tmp_path / "a")
+
+
+def test_nothing_is_said_of_plain_data(tmp_path):
+    state = {
+        "w": torch.ones(3), "rate": np.float32(0.1), "order": collections.OrderedDict(a=1), "dtype": torch.bfloat16,
+        "seen": {1, 2}, "shape": torch.Size([2]), "many": [1, ("x", None, b"y", 1j)],
+        "counts": collections.Counter("ab"),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dsq_ckpt.save(state, tmp_path / "a")
+        found = {}
+        dsq_ckpt.load(found, tmp_path / "a")
+    assert found.keys() == state.keys()
 
 
 def test_a_module_among_the_values_is_the_model(tmp_path):

@@ -188,3 +188,10 @@ def test_watch_on_a_terminal(run, tmp_path, watching):
 def test_rm_removes_nothing_if_one_cannot_be_removed(run, last, said):
     assert said in error("rm", run / NAMES[0], run / last)
     assert (run / NAMES[0] / "manifest.json").exists()
+
+
+def test_rm_of_a_damaged_checkpoint_says_what_removes_it(run):
+    (run / NAMES[1] / "manifest.json").write_text("garbage")
+    assert f"if it is to go, delete the directory, '{run / NAMES[1]}'" in error("rm", run / NAMES[1])
+    shutil.rmtree(run / NAMES[1])
+    assert dsq_ckpt.read(run / NAMES[2]).keys()

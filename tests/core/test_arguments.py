@@ -224,10 +224,12 @@ def test_an_empty_state_dict_is_saved_with_a_warning(tmp_path):
 def test_what_a_compressor_does_not_load_is_named(tmp_path, recwarn):
     compressor = dsq_ckpt.Compressor(NET, ADAM)
     compressor.save(tmp_path / "a", extra={"step": 7, "rng": {"cpu": 1}})
-    compressor.load(tmp_path / "a", extra={"step": 0})  # it chose
-    assert not [one for one in recwarn if "was not loaded" in str(one.message)]
+    compressor.load(tmp_path / "a", extra={"step": 0, "rng": {}})
+    assert not [one for one in recwarn if "not loaded" in str(one.message)]
+    with pytest.warns(UserWarning, match="^'rng' of .*a' is not loaded, since extra does not name it"):
+        compressor.load(tmp_path / "a", extra={"step": 0})
     for alone in (compressor, dsq_ckpt.Compressor(NET)):
-        with pytest.warns(UserWarning, match="'rng'.*, 'step' of .*a' was not loaded, since") as told:
+        with pytest.warns(UserWarning, match="'rng'.*, 'step' of .*a' is not loaded, since") as told:
             alone.load(tmp_path / "a")
         assert told[0].filename == __file__
         assert ("'optimizer'" in str(told[0].message)) == (alone is not compressor)

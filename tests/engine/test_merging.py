@@ -121,7 +121,7 @@ def test_what_cannot_be_merged(run, tmp_path):
         with pytest.raises(dsq_ckpt.SaveFailed, match="nothing to merge"):
             dsq_ckpt.merge(source.parent / str(number), tmp_path / "x")
     assert not (tmp_path / "x").exists()
-    with pytest.raises(dsq_ckpt.CheckpointExists):
+    with pytest.raises(dsq_ckpt.CheckpointExists, match="a merge replaces none; name a new directory"):
         dsq_ckpt.merge(source, source.parent / "1")
     with pytest.raises(dsq_ckpt.CheckpointNotFound):
         dsq_ckpt.merge(tmp_path / "nowhere", tmp_path / "x")

@@ -142,7 +142,9 @@ def check_that_fails_on_one_rank(path: Path, rank: int, size: int) -> None:
     compressor = dsq_ckpt.Compressor(model, evaluate=lambda: loss_of(inner), check=confirm)
     compressor.save(path)
     quality = Manifest.read(path).quality
-    assert not quality["satisfied"] and quality["reason"] == "`check` raised RuntimeError: no more data", quality
+    line = confirm.__code__.co_firstlineno + 3
+    says = f"`check` raised RuntimeError: no more data (compressor.py, line {line})"
+    assert not quality["satisfied"] and quality["reason"] == says, quality
     done("check fails on one rank")
 
 

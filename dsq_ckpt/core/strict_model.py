@@ -1,0 +1,34 @@
+"""The base of all parts of a configuration: each key is known, and nothing is taken for what it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+
+class StrictModel(BaseModel):
+    """A model whose instances do not change, which refuses unknown keys, and true and false in place of numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, tree: Any) -> Any:
+        """Refuse what pydantic would take for 1 or 0."""
+        for name, value in tree.items() if isinstance(tree, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields:
+                kinds = list(_kinds(cls.model_fields[name].annotation))
+                if bool not in kinds and (int in kinds or float in kinds):
+                    text = f"{name} is {str(value).lower()}, expected a number"
+                    raise PydanticCustomError("number_expected", "{text}", {"text": text})
+        return tree
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield what an annotation consists of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)

@@ -1,0 +1,176 @@
+"""Warnings of a save: tensors that are stored otherwise than configured, or of which more is lost than of others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+import torch
+
+from dsq_ckpt.config.schema import DSQConfig
+from dsq_ckpt.core.notices import warn
+from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks
+from dsq_ckpt.engine.local import LocalItems, SaveItem
+from dsq_ckpt.engine.options import SaveOptions
+from dsq_ckpt.errors import NonFiniteTensor
+from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
+from dsq_ckpt.quantization.groups import EXACT, beside_first_moments, in_tree, kind_of
+from dsq_ckpt.quantization.layout import Layout
+from dsq_ckpt.quantization.plan import QuantizationPlan
+from dsq_ckpt.quantization.uneven import RATIO, has_lost_rows
+
+_NOTHING = 0.95
+"""Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
+
+
+def report(
+    local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions, keyframe: bool,
+    comm: Communicator,
+) -> None:
+    """Warn of what the user may not expect; collective.
+
+    Args:
+        local: chunks of this rank.
+        sketches: the global sketch.
+        plan: how all ranks store theirs.
+        options: options of the save.
+        keyframe: whether the checkpoint has no parent; what a later one would say again is said of keyframes.
+        comm: communicator of the ranks that save.
+
+    Raises:
+        NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
+    """
+    if sketches.nonfinite:
+        stored = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
+        beyond = sketches.nonfinite.difference(*stored)
+        for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, options.config)):
+            if warning:
+                warn(warning, rank=comm.rank)
+    # On all ranks, though rank 0 alone prints: where warnings are errors, all of them leave the collectives here.
+    _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
+    if not sketches.layout.residual:  # whose errors are those of differences
+        _warn_of_nothing(plan.analysis, comm.rank)
+    if keyframe and sketches.layout.tensors:
+        _warn_of_doubtful(local.items, sketches, plan, options, comm)
+
+
+def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
+    """Return the suspected tensors that hold NaN, Inf or negative second moments themselves, by name."""
+    def has(item: SaveItem) -> bool:
+        values = item.load()
+        return not bool(values.isfinite().all()) or (item.kind == "exp_avg_sq" and bool((values < 0).any()))
+
+    return {item.key.fqn for item in items if item.quantized and item.key.fqn in suspected and has(item)}
+
+
+def _check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
+    """Make a warning naming tensors with NaN or Inf.
+
+    Raises:
+        NonFiniteTensor: the configuration asks for an error.
+    """
+    if not found:
+        return None
+    names = sorted(found)
+    message = f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
+    if any(kind_of(name) == "exp_avg_sq" for name in names):
+        message += " (of exp_avg_sq, negative values count as such)"
+    if config.quantize.nonfinite == "error":
+        raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
+    return message + "; stored exactly in this checkpoint"
+
+
+def _out_of_range(found: Collection[str]) -> str | None:
+    """Make a warning naming tensors that are finite, and beyond what can be quantized."""
+    if not found:
+        return None
+    return (
+        f"{len(found)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
+        "quantized (first moments in units of Adam's update, where second moments are nearly zero, negative or not "
+        f"finite): {_first(sorted(found))}; stored exactly in this checkpoint"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
+    """Warn of groups of first moments whose bound on the update error cannot be kept with the configured bits."""
+    for group, fitted in analysis.fitted.items():
+        codebook, most = layout.groups[group].codebook, layout.groups[group].refinement_bits
+        if fitted.update_error is None or not most or not codebook.update_bound:
+            continue
+        if fitted.update_error > codebook.update_bound:
+            kind = group.partition("/")[0]
+            warn(
+                f"a restore from this checkpoint changes the optimizer's next update in '{group}' by "
+                f"{fitted.update_error:.0%}, more than the {codebook.update_bound:.0%} of "
+                f"quantize.{kind}.codebook.error: raise quantize.{kind}.refinement_bits, which is {most}, or store "
+                f"{kind} with method exact", rank=rank,
+            )
+
+
+def _warn_of_doubtful(
+    items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions, comm: Communicator
+) -> None:
+    """Warn of tensors that are quantized and may lose more than others, or than the user thinks; collective."""
+
+    def local() -> tuple[Collection[str], ...]:
+        fitted = [one for one in sketches.chunks if one.group in plan.analysis.fitted]
+        moments = {one.key.fqn for one in fitted if one.group.startswith("exp_avg/")}
+        beside = [
+            item.key.fqn for item in items
+            if item.key.fqn in moments or (item.kind == EXACT and item.key.elements > 1)
+        ]
+        rows = set()
+        with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
+            for one in fitted:
+                if one.group.startswith("weights/") and has_lost_rows(one.tensor):
+                    rows.add(one.key.fqn)
+        model = options.frozen.rests
+        known = [item.key.fqn for item in items if model and in_tree(item.key.fqn, model) is not None][:1]
+        asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
+        return rows, beside_first_moments(beside), known, asked if model else ()
+
+    ranks = gather_from_all_ranks(comm, local)
+    rows, beside, known, strange = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
+    if rows:
+        warn(
+            f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and after a "
+            "restore they may be off by half of their size or more. If they count for anything (columns in other "
+            'units), store the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts',
+            rank=comm.rank,
+        )
+    if beside:
+        warn(
+            f"the optimizer keeps {named(beside)} beside exp_avg, which is quantized for an update like Adam's: if it "
+            "divides exp_avg by that, a restart may lose a few steps. Set quantize.exp_avg.method to bf16 then",
+            rank=comm.rank,
+        )
+    if strange and not known:
+        names = sorted(options.frozen.rests)
+        warn(
+            f"`model` has nothing of what is saved: {_first(names)} there, {_first(strange)} in the state dict. So it "
+            "does not tell which weights are frozen and which are buffers, and these are lossy: pass the module whose "
+            "state is saved, or none", rank=comm.rank,
+        )
+
+
+def _warn_of_nothing(analysis: Analysis, rank: int) -> None:
+    """Warn of a base layer of which most weights are about as far off as zeros are."""
+    sizes = {
+        group: int(fitted.counts.sum()) for group, fitted in analysis.fitted.items()
+        if group.startswith("weights/") and fitted.mean_square
+    }
+    lost = [
+        group for group in sizes if analysis.fitted[group].error > _NOTHING * analysis.fitted[group].mean_square
+    ]
+    if 2 * sum(sizes[group] for group in lost) > sum(sizes.values()):
+        warn(
+            "the base layer of this checkpoint, which is what the history keeps, holds next to nothing of the weights "
+            f"in {', '.join(lost)}: a step this coarse was configured, or `evaluate` tells hardly any difference to "
+            "weights of zero (as in the first steps of a run, or if its metric has a large constant part). Where that "
+            "is not meant, lower search.epsilon, or the step", rank=rank,
+        )
