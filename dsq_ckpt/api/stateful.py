@@ -75,8 +75,12 @@ def _objects(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
             continue
         if isinstance(value, Mapping | list | tuple):
             yield from _objects(value, (*way, str(key)))
-        if not isinstance(value, Mapping | list | tuple) or hasattr(value, "_fields"):  # a namedtuple is of a class
+        if not isinstance(value, Mapping | list | tuple) or _is_named_tuple(value):  # whose class is pickled
             yield ".".join((*way, str(key))), value
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
 def _is_plain(value: Any) -> bool:

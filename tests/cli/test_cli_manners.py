@@ -194,4 +194,4 @@ def test_rm_of_a_damaged_checkpoint_says_what_removes_it(run):
     (run / NAMES[1] / "manifest.json").write_text("garbage")
     assert f"if it is to go, delete the directory, '{run / NAMES[1]}'" in error("rm", run / NAMES[1])
     shutil.rmtree(run / NAMES[1])
-    assert dsq_ckpt.read(run / NAMES[2]).keys()
+    printed("verify", run / NAMES[2])
