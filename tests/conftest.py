@@ -107,6 +107,15 @@ def _no_stale_locks():
         lock.unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported_later():
+    """Keep the collector off what a module has imported while it ran, as off what is imported before the tests."""
+    known = len(sys.modules)
+    yield
+    if len(sys.modules) > known + 50:
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_memory_of_other_tests():
     """The chains a process remembers are module-level; every test starts without any."""
