@@ -116,7 +116,7 @@ def ask_for_saved(
         found = Found(directory)
         if nesting is None:
             return _Asked()
-        left, new, own = set[str](), set[str](), parameters
+        left, new, frozen, own = set[str](), set[str](), set[str](), parameters
         if saved:
             optimizer = state["optimizer"]
             names = [group["params"] for group in optimizer["param_groups"]]
@@ -125,16 +125,17 @@ def ask_for_saved(
             found = found._replace(groups=groups)
             with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
             left = (groups.saved - groups.own) & with_state
+            frozen = {name for name in groups.own & with_state if name in own and not own[name].requires_grad}
             if with_state:
                 new = groups.own - groups.saved - with_state - {name for name in own if not own[name].requires_grad}
         if "optimizer" in state:
             _ask(state["optimizer"]["state"], own, directory, nesting)
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
-        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys())
+        return _Asked(of_model - state["model"].keys(), left, new, frozen, top - state.keys())
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
-    unknown, left, new, beside = (_on_all(sets) for sets in zip(*asked, strict=True))
+    unknown, left, new, frozen, beside = (_on_all(sets) for sets in zip(*asked, strict=True))
     directory = found.directory
     if whole and unknown:
         raise LoadFailed(
@@ -150,6 +151,12 @@ def ask_for_saved(
         warn(
             f"no optimizer state of {named(new)} was loaded, since the optimizer of '{directory}' did not have these "
             "parameters: they begin without", rank=comm.rank
+        )
+    if frozen:
+        warn(
+            f"the optimizer state of {named(frozen)} in '{directory}' is not loaded, since these parameters need no "
+            "gradient now: let them need one (requires_grad_) until they are loaded, if they are to be trained again",
+            rank=comm.rank,
         )
     if beside:
         placeholders = ", ".join(f"'{name}': ..." for name in beside[:3])
@@ -180,12 +187,14 @@ class _Asked(NamedTuple):
         unknown: names that were saved of the model, and that it lacks.
         left: parameters whose state was saved, and that this optimizer lacks.
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
+        frozen: parameters whose state was saved, and that need no gradient now.
         beside: names at the top level of what was saved that the state dict lacks.
     """
 
     unknown: Collection[str] = frozenset()
     left: Collection[str] = frozenset()
     new: Collection[str] = frozenset()
+    frozen: Collection[str] = frozenset()
     beside: Collection[str] = frozenset()
 
 

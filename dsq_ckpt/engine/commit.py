@@ -353,10 +353,11 @@ def _replaced(directory: Path, files: Sequence[ManifestFile]) -> list[Path]:
 def _report(fitted: Fitted, residual: bool, worst: Worst | None) -> GroupReport:
     elements = int(fitted.counts.sum())
     energy = fitted.mean_square or 1.0
+    base, refined = (worst.plain, worst.plain_refined) if worst else (1.0, 1.0)
     return GroupReport(
         elements=elements, levels=len(fitted.codebook.levels) - 1, delta=fitted.uses_parent or residual,
-        bits_per_element=fitted.bits / max(elements, 1), relative_error=(fitted.error / energy) ** 0.5,
-        refined_error=(fitted.refined_error / energy) ** 0.5 if fitted.refinement_bits else None,
+        bits_per_element=fitted.bits / max(elements, 1), relative_error=base * (fitted.error / energy) ** 0.5,
+        refined_error=refined * (fitted.refined_error / energy) ** 0.5 if fitted.refinement_bits else None,
         update_error=fitted.update_error, step=fitted.codebook.step,
         worst_tensor=worst.tensor if worst else None, worst_error=worst.error if worst else None,
     )

@@ -12,7 +12,7 @@ import torch
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
-from dsq_ckpt.distributed.comm import Communicator, run_on_all_ranks
+from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.ancestry import with_sound_parent
 from dsq_ckpt.engine.chain import Parent
@@ -30,6 +30,7 @@ from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
+from dsq_ckpt.quantization.undefined import hold_nan
 from dsq_ckpt.storage.paths import expanded
 
 
@@ -91,6 +92,7 @@ def quantize(
         with sketching:
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
+                lambda: len(sketching.undefined),
             )
             if searches:  # a failure must reach the ranks that go on to evaluate
                 replicas = run_on_all_ranks(comm, lambda: sketching.replicas(sketches))
@@ -105,6 +107,9 @@ def quantize(
     plan = replace(plan, analysis=replace(plan.analysis, worst=worst))
     if searches:
         run_on_all_ranks(comm, lambda: _check_unchanged(before, _state(local, workers)))
+    if sketches.undefined:
+        undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
+        plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
     report(local, sketches, plan, options, context.parent is None, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
@@ -117,7 +122,11 @@ def quantize(
 
 
 class _Sketching:
-    """The local part of the sketch, with the parent checkpoint open; use as a context manager."""
+    """The local part of the sketch, with the parent checkpoint open; use as a context manager.
+
+    Attributes:
+        undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
+    """
 
     def __init__(
         self, options: SaveOptions, context: SaveContext, local: LocalItems,
@@ -127,6 +136,7 @@ class _Sketching:
         self._gradients, self._searches = gradients, searches
         self._parent: Parent | None = None
         self.loader = self._loader()
+        self.undefined: set[str] = set()
 
     def __enter__(self) -> _Sketching:
         return self
@@ -139,6 +149,9 @@ class _Sketching:
         """Return the lossy chunks of this rank, and those that are only measured; called inside the collective."""
         context, items = self._context, self._local.items
         lossy = [item for item in items if item.quantized]
+        others = [item for item in items if not item.quantized]
+        nan = hold_nan([item.load() for item in others])
+        self.undefined = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
         if lossy:
             warmup.wait("save")
         if context.parent is not None and context.model is not None:

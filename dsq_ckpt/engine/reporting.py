@@ -41,12 +41,14 @@ def report(
     Raises:
         NonFiniteTensor: there is NaN or Inf, and the configuration asks for an error.
     """
-    if sketches.nonfinite:
-        stored = gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite))
-        beyond = sketches.nonfinite.difference(*stored)
-        for warning in (_out_of_range(beyond), _check_nonfinite(sketches.nonfinite - beyond, options.config)):
-            if warning:
-                warn(warning, rank=comm.rank)
+    undefined = plan.analysis.nonfinite - sketches.nonfinite
+    beyond = sketches.nonfinite
+    if beyond:
+        beyond -= set().union(*gather_from_all_ranks(comm, lambda: _not_finite(local.items, sketches.nonfinite)))
+    found = sketches.nonfinite - beyond
+    for warning in (_out_of_range(beyond), _check_nonfinite(found, undefined, options.config)):
+        if warning:
+            warn(warning, rank=comm.rank)
     # On all ranks, though rank 0 alone prints: where warnings are errors, all of them leave the collectives here.
     _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
@@ -64,21 +66,25 @@ def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
     return {item.key.fqn for item in items if item.quantized and item.key.fqn in suspected and has(item)}
 
 
-def _check_nonfinite(found: Collection[str], config: DSQConfig) -> str | None:
-    """Make a warning naming tensors with NaN or Inf.
+def _check_nonfinite(found: Collection[str], undefined: Collection[str], config: DSQConfig) -> str | None:
+    """Make a warning naming tensors with NaN or Inf, and others that are not quantized and hold NaN.
 
     Raises:
         NonFiniteTensor: the configuration asks for an error.
     """
-    if not found:
+    parts = []
+    if names := sorted(found):
+        parts.append(f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}")
+        if any(kind_of(name) == "exp_avg_sq" for name in names):
+            parts[0] += " (of exp_avg_sq, negative values count as such)"
+    if others := sorted(undefined):
+        parts.append(f"{len(others)} tensor(s) that are not quantized hold NaN: {_first(others)}")
+    if not parts:
         return None
-    names = sorted(found)
-    message = f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
-    if any(kind_of(name) == "exp_avg_sq" for name in names):
-        message += " (of exp_avg_sq, negative values count as such)"
+    message = "; ".join(parts)
     if config.quantize.nonfinite == "error":
         raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
-    return message + "; stored exactly in this checkpoint"
+    return message + ("; stored exactly in this checkpoint" if names else "; stored as they are")
 
 
 def _out_of_range(found: Collection[str]) -> str | None:

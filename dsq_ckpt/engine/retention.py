@@ -29,9 +29,10 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     """Delete the refinement of all but the newest checkpoints of a run; pinned checkpoints keep theirs.
 
     Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
-    the same directory; and none, if it is lossy and has no refinement, or holds NaN, since the one before it is then
-    the one to go back to. The older manifest says "dropped" before its file goes, so that a crash in between leaves an
-    orphan, never a promise that is not kept.
+    the same directory; and none, if it is lossy and has no refinement, since the one before it is then the one to go
+    back to. If it holds NaN, all keep theirs from the first one on that does not hold it in the same tensors. The older
+    manifest says "dropped" before its file goes, so that a crash in between leaves an orphan, never a promise that is
+    not kept.
 
     Args:
         newest: the checkpoint just committed.
@@ -42,12 +43,14 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
         The directories whose refinement was dropped.
     """
     manifest = Manifest.read(newest)
-    if (manifest.refinement != "kept" and manifest.lossy) or manifest.nonfinite:
+    if manifest.refinement != "kept" and manifest.lossy:
         return []
     dropped: list[Path] = []
     for age, (directory, older) in enumerate(predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
+        if not set(manifest.nonfinite) <= set(older.nonfinite):
+            break  # the one to go back to, or one before it
         if age < keep_last or older.refinement == "none" or older.pinned:
             continue
         if older.refinement == "dropped" or not _drop(directory, older, fsync):

@@ -29,7 +29,7 @@ class Analysis:
     Attributes:
         fitted: codebook, table and counts of every group.
         exponents: log2 of the factor taken out of a tensor, a multiple of 1/4; 0 for tensors that are absent.
-        nonfinite: tensors with NaN or Inf, to be stored exactly.
+        nonfinite: tensors with NaN or Inf, which are not quantized.
         worst: tensor with the largest error, by group.
     """
 
@@ -81,6 +81,7 @@ class GlobalSketch:
         octaves: elements by biased exponent, int64[256], of the tensors coded by their own values.
         sizes: elements of every chunk of every rank, of groups whose parts take turns.
         turn: number of deltas since the keyframe before this save.
+        undefined: whether tensors that are not quantized hold NaN on some rank.
     """
 
     chunks: list[Chunk]
@@ -94,6 +95,7 @@ class GlobalSketch:
     octaves: dict[str, Counts] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     turn: int = 0
+    undefined: bool = False
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.

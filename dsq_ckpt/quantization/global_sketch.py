@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 def build_global_sketch(
     load_chunks: Callable[[], Sequence[Chunk]], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
-    comm: Communicator, workers: Workers,
+    comm: Communicator, workers: Workers, undefined: Callable[[], int] = lambda: 0,
 ) -> GlobalSketch:
     """Sketch the local chunks and merge over all ranks; collective.
 
@@ -52,6 +52,7 @@ def build_global_sketch(
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
         comm: communicator of the ranks that save.
         workers: threads.
+        undefined: number of tensors of this rank that are not sketched and hold NaN; called after `load_chunks`.
 
     Raises:
         SaveFailed: on all ranks, when any rank failed.
@@ -66,6 +67,7 @@ def build_global_sketch(
     index = {name: place for place, name in enumerate(layout.rows())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
+    unseen = np.zeros(1, np.int64)  # tensors that are not sketched and hold NaN
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
     windows = {group: book.window for group, book in books.items()}
     counted: frozenset[ChunkKey] = frozenset()  # chunks whose magnitudes are told by the pass for the joint sketches
@@ -73,6 +75,7 @@ def build_global_sketch(
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
         nonlocal counted
         loaded = list(load_chunks())
+        unseen[0] = undefined()
         chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
         gauges += [
@@ -113,7 +116,7 @@ def build_global_sketch(
         return chunks, sketches
 
     done, failure = _attempt(first_pass)
-    _merge([octaves, faint, *joint.values(), *by_importance.values()], comm, failure)
+    _merge([octaves, faint, unseen, *joint.values(), *by_importance.values()], comm, failure)
     octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
     chunks, sketches = done or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
@@ -155,7 +158,7 @@ def build_global_sketch(
     return GlobalSketch(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth,
+        _sizes(kept, layout, comm), parent.depth, bool(unseen[0]),
     )
 
 

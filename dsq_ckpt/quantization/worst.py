@@ -18,10 +18,20 @@ _AT_ONCE = 1024  # tensors
 
 
 class Worst(NamedTuple):
-    """A tensor and its relative error, root mean square."""
+    """A tensor and its relative error, root mean square, and how the group's errors are in plain values.
+
+    Attributes:
+        tensor: its name.
+        error: its relative error, with the refinement layer where there is one.
+        plain: factor from the group's relative error, as it is known of values whose scales were taken out, to that of
+            plain values.
+        plain_refined: the same with the refinement layer.
+    """
 
     tensor: str
     error: float
+    plain: float = 1.0
+    plain_refined: float = 1.0
 
 
 def worst_tensor(
@@ -40,7 +50,9 @@ def worst_tensor(
     Returns:
         None where all tensors are zero.
     """
-    lost, found, names = _lost_by_octave(fitted, joint), None, list(octaves)
+    bits = fitted.refinement_bits
+    lost = [_lost_by_octave(fitted, joint, own) for own in ([0, bits] if bits else [0])]
+    found, names, sums = None, list(octaves), np.zeros((1 + len(lost), 2))  # scaled and plain: energy, errors
     for start in range(0, len(names), _AT_ONCE):
         some = names[start : start + _AT_ONCE]
         held = np.stack([octaves[fqn][1:255] for fqn in some])
@@ -48,23 +60,38 @@ def worst_tensor(
         energies = held * 4.0 ** (CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
         whole = energies.sum(1)
-        errors = np.sqrt(np.minimum(held * lost[places], energies).sum(1) / np.where(whole > 0, whole, 1.0))
+        squares = [np.minimum(held * own[places], energies).sum(1) for own in lost]
+        errors = np.sqrt(squares[-1] / np.where(whole > 0, whole, 1.0))
+        for place, own in enumerate((whole, *squares)):
+            sums[place] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
         most = int(errors.argmax())
         if whole.any() and (found is None or errors[most] > found.error):
             found = Worst(some[most], float(errors[most]))
-    return found
+    if found is None:
+        return None
+    whole, *squares = sums
+    factors = [
+        float(np.sqrt(own[1] / whole[1] / (own[0] / whole[0]))) if own.all() and whole.all() else 1.0 for own in squares
+    ]
+    return found._replace(plain=factors[0], plain_refined=factors[-1])
 
 
-def _lost_by_octave(fitted: Fitted, joint: Counts) -> F64:
-    """Return the mean squared error of values by octave, float64[256]; where none are, that of the nearest below."""
+def _lost_by_octave(fitted: Fitted, joint: Counts, bits: int) -> F64:
+    """Return the mean squared error of values by octave, float64[256]; where none are, that of the nearest below.
+
+    Args:
+        fitted: of the group.
+        joint: the sketch that it was fitted to.
+        bits: of the refinement layer; 0: without.
+    """
     book, values = fitted.codebook, fitted.window.values()
     if len(fitted.table) < len(joint):  # the previous codes did not pay
         joint = joint.sum(0, keepdims=True)
     rows, bins = np.nonzero(joint * np.isfinite(values))
     codes, held, values = fitted.table[rows, bins], joint[rows, bins], values[bins]
     square = (values - np.append(book.levels, 0.0)[codes]) ** 2
-    if fitted.refinement_bits:
-        part = np.append(book.cell_high - book.cell_low, 0.0) / 2.0**fitted.refinement_bits
+    if bits:
+        part = np.append(book.cell_high - book.cell_low, 0.0) / 2.0**bits
         width = part[codes] * (np.log(2) * np.abs(values) if book.domain == "log" else 1.0)
         square = np.where((book.domain == "log") & (codes == 0), square, width**2 / 12)
     square[codes == book.protected] = 0.0

@@ -147,6 +147,10 @@ def failing(root: Path, rank: int, size: int) -> None:
     bad["plain.weight"][3, 3] = float("nan")
     config = {"quantize": {"nonfinite": "error"}}
     fails_everywhere(lambda: dsq_ckpt.async_save(bad, root / "2", config=config).result(timeout=240), "plain.weight")
+    seen_by_one = state_at(1, size)
+    if rank == 1:
+        seen_by_one["running"] = torch.tensor([1.0, float("nan")])
+    fails_everywhere(lambda: dsq_ckpt.async_save(seen_by_one, root / "2", config=config).result(timeout=240), "running")
     assert not list(root.glob("[12]/manifest.json"))
     dsq_ckpt.async_save(state_at(1, size), root / "3").result(timeout=240)
     assert Manifest.read(root / "3").parent_name == "0"

@@ -1,0 +1,67 @@
+"""NaN in tensors that are not quantized: it is told of, and nothing that one could go back to is given up."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.quantization.undefined import hold_nan
+from dsq_ckpt.storage.manifest import Manifest
+
+NAN = float("nan")
+OTHERS = [
+    {"norm.running_var": torch.ones(96)}, {"linear.bias": torch.zeros(96)},
+    {"optimizer": {"state": {"linear.bias": {"exp_avg": torch.zeros(96)}}}},  # stored in bf16
+    {"table": torch.randn(80, 80)},  # by a rule
+]
+RULES = {"rules": [{"pattern": "table", "exact": True}]}
+
+
+def with_nan(tree):
+    return {
+        key: with_nan(value) if isinstance(value, dict) else value.clone().index_fill_(0, torch.tensor([3]), NAN)
+        for key, value in tree.items()
+    }
+
+
+@pytest.mark.parametrize("others", OTHERS, ids=lambda others: next(iter(others)))
+def test_it_is_told_of_and_older_refinement_stays(tmp_path, others):
+    history = dsq_ckpt.SaveHistory()
+    weights = torch.randn(96, 96, generator=torch.Generator().manual_seed(0))
+    config = {"refinement": {"keep_last": 2}, "quantize": RULES}
+    for step in range(6):
+        state = {"linear.weight": weights + 0.01 * step, **(others if step < 3 else with_nan(others))}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            dsq_ckpt.save(state, tmp_path / str(step), history=history, config=config)
+        found = [str(one.message) for one in told if "not quantized hold NaN" in str(one.message)]
+        assert len(found) == (step >= 3)
+        manifest = Manifest.read(tmp_path / str(step))
+        assert len(manifest.nonfinite) == (step >= 3) and all(name in found[0] for name in manifest.nonfinite)
+    kept = [Manifest.read(tmp_path / str(step)).refinement == "kept" for step in range(6)]
+    assert kept[1:3] == [True, True], "the ones to go back to"
+    assert kept[3:] == [False, True, True], "of those that hold it too, the newest"
+    with pytest.raises(dsq_ckpt.NonFiniteTensor, match="not quantized hold NaN"):
+        dsq_ckpt.save(state, tmp_path / "6", history=history, config={"quantize": {"nonfinite": "error", **RULES}})
+
+
+def test_where_nothing_is_quantized(tmp_path):
+    with pytest.warns(UserWarning, match="not quantized hold NaN: w; stored as they are"):
+        dsq_ckpt.save({"w": torch.full((80, 80), NAN)}, tmp_path / "a", config="exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_infinite_values_and_single_numbers_are_none(dtype):
+    largest = torch.finfo(dtype).max
+    cases = [
+        (torch.tensor([1.0, NAN], dtype=dtype), True), (torch.full((3, 5), NAN, dtype=dtype), True),
+        (torch.tensor([math.inf, NAN], dtype=dtype), True), (torch.tensor([math.inf, -math.inf], dtype=dtype), False),
+        (torch.tensor([largest] * 9 + [-largest] * 9, dtype=dtype), False), (torch.tensor(NAN, dtype=dtype), False),
+        (torch.tensor([-math.inf] * 4, dtype=dtype), False), (torch.empty(0, dtype=dtype), False),
+        (torch.tensor([1, 2]), False), (torch.tensor([[0.0, NAN], [1.0, 2.0]], dtype=dtype).T[:, 1:], False),
+    ]
+    assert hold_nan([tensor for tensor, _ in cases]) == [expected for _, expected in cases]
