@@ -40,7 +40,7 @@ def unpacked(tracked, tmp_path_factory):
     )
     archive = target / built.stdout.splitlines()[-1]
     with tarfile.open(archive) as files:
-        files.extractall(target, filter="data")
+        files.extractall(target, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     return target / archive.name.removesuffix(".tar.gz")
 
 

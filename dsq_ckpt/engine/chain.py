@@ -292,7 +292,7 @@ def what_the_base_costs(directory: Path, manifest: Manifest) -> str:
         errors[kind] = max(errors.get(kind, 0.0), report.relative_error)
     # What is known of differences says nothing about the values that they add up to.
     against = manifest.setting("delta", "against")
-    rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error}
+    rounded = {kind: float(f"{100 * error:.2g}") for kind, error in errors.items() if error >= 5e-5}
     lost = ", ".join(f"{kind} by up to {percent:g} %" for kind, percent in rounded.items())
     kept = [
         path.name for path, other in checkpoints(directory.absolute().parent, lambda *_: None)
