@@ -132,10 +132,11 @@ def ask_for_saved(
             _ask(state["optimizer"]["state"], own, directory, nesting)
         top = {str(path[0]) for path in (*nesting.values(), *(nesting.empty or ()))}
         of_model = {str(path[1]) for path in nesting.values() if path[0] == "model" and len(path) > 1}
-        return _Asked(of_model - state["model"].keys(), left, new, frozen, top - state.keys())
+        return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), frozen)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
-    unknown, left, new, frozen, beside = (_on_all(sets) for sets in zip(*asked, strict=True))
+    unknown, left, new, beside, _ = (_on_all(sets) for sets in zip(*asked, strict=True))
+    frozen = sorted(set().union(*(own.frozen for own in asked)))
     directory = found.directory
     if whole and unknown:
         raise LoadFailed(
@@ -187,15 +188,15 @@ class _Asked(NamedTuple):
         unknown: names that were saved of the model, and that it lacks.
         left: parameters whose state was saved, and that this optimizer lacks.
         new: parameters that the optimizer trains, and of which no state was saved, though of others.
-        frozen: parameters whose state was saved, and that need no gradient now.
         beside: names at the top level of what was saved that the state dict lacks.
+        frozen: parameters whose state was saved, and that need no gradient now.
     """
 
     unknown: Collection[str] = frozenset()
     left: Collection[str] = frozenset()
     new: Collection[str] = frozenset()
-    frozen: Collection[str] = frozenset()
     beside: Collection[str] = frozenset()
+    frozen: Collection[str] = frozenset()
 
 
 def tell_of_more(state: Mapping[str, Any], path: str | os.PathLike[str], comm: Communicator) -> None:

@@ -343,7 +343,7 @@ def load(
         Manifest.read(directory)
         told = told_state(state_dict, loads=True)
         refuse_cycles(told)
-        warn_of_objects(told, comm.rank, loads=True)
+        warn_of_objects(told, comm.rank)
         empty = [own for own, _ in empty_dicts(told)]
         if not empty:
             return told, [], []

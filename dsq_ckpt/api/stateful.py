@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.plain_data import obstacle, with_plain_numbers
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import is_of_optimizers
 
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
+_LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 
 
 def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
@@ -41,52 +39,31 @@ def only_module(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
     return modules[0] if len(modules) == 1 and not others else None
 
 
-def warn_of_objects(state: dict[Any, Any], rank: int, loads: bool = False) -> None:
+def warn_of_objects(state: dict[Any, Any], rank: int) -> None:
     """Warn of modules, optimizers and the like that are stored as objects, which a load would not change.
-
-    Before a save, warn of other objects too that no load into an empty dict brings back.
 
     Args:
         state: with their state dicts in place of those at the top level; it does not contain itself.
         rank: of this process, of which 0 warns.
-        loads: a load follows, not a save.
     """
-    for name, value in _objects(state):
-        if isinstance(value, Stateful) and not isinstance(value, type):
-            warn(
-                f"'{name}' is a {type(value).__name__} below the top level of the state dict, where DCP takes it for "
-                "an object: a save pickles it, and a load puts another one there, and leaves this one as it is. Put "
-                "its state_dict() there, or it at the top level", rank=rank
-            )
-        elif not loads and not _is_plain(value):
-            warn(
-                f"'{name}' is of class {type(value).__module__}.{type(value).__qualname__}, which is more than plain "
-                "data: it comes back where a load has a placeholder for it, but not into an empty dict, since "
-                "unpickling it can run code. Store a number, a string, a list, a dict or a tensor in its place",
-                rank=rank,
-            )
+    for name, value in _stateful(state):
+        warn(
+            f"'{name}' is a {type(value).__name__} below the top level of the state dict, where DCP takes it for an "
+            "object: a save pickles it, and a load puts another one there, and leaves this one as it is. Put its "
+            "state_dict() there, or it at the top level", rank=rank
+        )
 
 
-def _objects(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of what is no tensor, number or string, in nested dicts, lists and tuples."""
+def _stateful(node: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of what has a state dict of its own, in nested dicts, lists and tuples."""
     entries = node.items() if isinstance(node, Mapping) else enumerate(node)
     for key, value in entries:
-        if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+        if isinstance(value, _LEAVES):
             continue
         if isinstance(value, Mapping | list | tuple):
-            yield from _objects(value, (*way, str(key)))
-        if not isinstance(value, Mapping | list | tuple) or _is_named_tuple(value):  # whose class is pickled
+            yield from _stateful(value, (*way, str(key)))
+        elif isinstance(value, Stateful):
             yield ".".join((*way, str(key))), value
-
-
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(type(value), "_fields")
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):  # may be large
-        value = value[:0] if value.ndim else value
-    return obstacle(with_plain_numbers(value)) is None
 
 
 def refuse_meta(state: Mapping[str, Any]) -> None:

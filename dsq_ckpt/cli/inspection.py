@@ -55,7 +55,7 @@ def show(path: Path, tensors: bool) -> None:
     screen.print(_files(path, manifest))
     if manifest.nonfinite:
         screen.print()
-        screen.print("NaN, Inf or values that cannot be quantized, stored exactly: " + ", ".join(manifest.nonfinite))
+        screen.print("not quantized, for NaN, Inf or values that cannot be: " + ", ".join(manifest.nonfinite))
     if tensors:
         screen.print()
         screen.print(_tensors(path))

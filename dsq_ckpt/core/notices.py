@@ -7,7 +7,9 @@ and DeepSpeed's engine, and in threads and processes of DCP that no line of the 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import traceback
 import warnings
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -65,6 +67,16 @@ def warn(text: str, *, rank: int = 0) -> None:
     else:
         registry = None if frame is None else frame.f_globals.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, UserWarning, line.filename, line.lineno, line.module, registry)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the caller's innermost line that an error was raised below, in brackets; empty where there is none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    for frame, line in zip(reversed(frames), reversed(lines), strict=True):
+        if not _is_passed(frame):
+            return f" ({os.path.basename(frame.f_code.co_filename)}, line {line})"
+    return ""
 
 
 def _are_errors() -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -20,18 +21,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dsq_ckpt.core.arguments import shown
 from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
-from dsq_ckpt.core.notices import warn
-from dsq_ckpt.core.plain_data import with_plain_numbers
+from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.differing import differing, digests
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import dtype_of
+
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+_MOST_TOLD = 3  # objects that a save warns of
 
 
 class NestedSavePlanner(DefaultSavePlanner):
@@ -41,6 +45,7 @@ class NestedSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._told = 0
         self.mappings = Nesting.of(state_dict, self.mappings)
         for path, key in self.mappings.become_strings(state_dict) if is_coordinator else ():
             warn(
@@ -56,8 +61,22 @@ class NestedSavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         with contextlib.suppress(RecursionError):  # a list that contains itself, which pickle can store
-            object = with_plain_numbers(object)
-        return super().transform_object(write_item, object)
+            object = _plain(object)
+        stored = super().transform_object(write_item, object)
+        if isinstance(stored, io.BytesIO) and type(object) not in _LEAVES and self._told < _MOST_TOLD:
+            self._tell_of_classes(write_item.index.fqn, stored)
+        return stored
+
+    def _tell_of_classes(self, fqn: str, stored: io.BytesIO) -> None:
+        """Warn of an object that no load into an empty dict brings back; its bytes tell its classes."""
+        classes = get_unsafe_globals_in_checkpoint(io.BytesIO(stored.getbuffer()))
+        if classes:
+            self._told += 1
+            warn_safely(
+                f"'{fqn}' is stored by {named(sorted(classes))}, which is more than plain data: it comes back where a "
+                "load has a placeholder for it, but not into an empty dict, since unpickling it can run code. Store "
+                "numbers, strings, lists, dicts or tensors in its place"
+            )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -68,6 +87,18 @@ class NestedSavePlanner(DefaultSavePlanner):
                 "give what belongs to a rank a name of its own, such as f'rng-{rank}'"
             )
         return plans, replace(metadata, planner_data=Nesting.merged(metadata.planner_data, parts))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with plain numbers in place of NumPy's, such as a learning rate.
+
+    Theirs would be more than plain data, which no load into an empty dict unpickles.
+    """
+    if isinstance(value, np.bool_ | np.integer | np.floating) and not isinstance(value, np.longdouble):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {key: _plain(one) for key, one in value.items()} if type(value) is dict else value
 
 
 class NestedLoadPlanner(DefaultLoadPlanner):

@@ -25,7 +25,7 @@ from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
-from dsq_ckpt.quantization.global_sketch import build_global_sketch
+from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
 from dsq_ckpt.quantization.groups import unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
@@ -92,7 +92,6 @@ def quantize(
         with sketching:
             sketches = build_global_sketch(
                 sketching.load, context.layout, context.model, options.config.quantize.outlier_octaves, comm, workers,
-                lambda: len(sketching.undefined),
             )
             if searches:  # a failure must reach the ranks that go on to evaluate
                 replicas = run_on_all_ranks(comm, lambda: sketching.replicas(sketches))
@@ -145,8 +144,8 @@ class _Sketching:
         if self._parent is not None:
             self._parent.close()
 
-    def load(self) -> list[Chunk]:
-        """Return the lossy chunks of this rank, and those that are only measured; called inside the collective."""
+    def load(self) -> Loaded:
+        """Return the chunks of this rank; called inside the collective."""
         context, items = self._context, self._local.items
         lossy = [item for item in items if item.quantized]
         others = [item for item in items if not item.quantized]
@@ -164,7 +163,7 @@ class _Sketching:
                 chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
-        return self._like_weights(chunks, wanted)
+        return Loaded(self._like_weights(chunks, wanted), len(self.undefined))
 
     def _like_weights(self, chunks: list[Chunk], items: Sequence[SaveItem]) -> list[Chunk]:
         """Return the chunks without those of weights that hold what weights do not: these are stored exactly.

@@ -15,7 +15,7 @@ from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
 from dsq_ckpt.errors import NonFiniteTensor
 from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
-from dsq_ckpt.quantization.groups import EXACT, beside_first_moments, in_tree, kind_of
+from dsq_ckpt.quantization.groups import EXACT, beside_first_moments, in_tree, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
 from dsq_ckpt.quantization.uneven import RATIO, has_lost_rows
@@ -72,19 +72,22 @@ def _check_nonfinite(found: Collection[str], undefined: Collection[str], config:
     Raises:
         NonFiniteTensor: the configuration asks for an error.
     """
-    parts = []
-    if names := sorted(found):
-        parts.append(f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}")
-        if any(kind_of(name) == "exp_avg_sq" for name in names):
-            parts[0] += " (of exp_avg_sq, negative values count as such)"
-    if others := sorted(undefined):
+    parts, names, others = [], sorted(found), sorted(undefined)
+    if names:
+        negative = any(kind_of(name) == "exp_avg_sq" for name in names)
+        parts.append(
+            f"{len(names)} tensor(s) hold NaN or Inf: {_first(names)}"
+            + (" (of exp_avg_sq, negative values count as such)" if negative else "")
+        )
+    if others:
         parts.append(f"{len(others)} tensor(s) that are not quantized hold NaN: {_first(others)}")
     if not parts:
         return None
-    message = "; ".join(parts)
     if config.quantize.nonfinite == "error":
-        raise NonFiniteTensor(message + "; the checkpoint was not written (quantize.nonfinite is 'error')")
-    return message + ("; stored exactly in this checkpoint" if names else "; stored as they are")
+        raise NonFiniteTensor("; ".join(parts) + "; the checkpoint was not written (quantize.nonfinite is 'error')")
+    if names:
+        parts[0] += "; stored exactly in this checkpoint"
+    return ". ".join(parts)
 
 
 def _out_of_range(found: Collection[str]) -> str | None:
@@ -136,7 +139,10 @@ def _warn_of_doubtful(
                 if one.group.startswith("weights/") and has_lost_rows(one.tensor):
                     rows.add(one.key.fqn)
         model = options.frozen.rests
-        known = [item.key.fqn for item in items if model and in_tree(item.key.fqn, model) is not None][:1]
+        known = [
+            item.key.fqn for item in items
+            if model and (in_tree(item.key.fqn, model) is not None or _is_shortened(item.key.fqn, model))
+        ][:1]
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         return rows, beside_first_moments(beside), known, asked if model else ()
 
@@ -162,6 +168,17 @@ def _warn_of_doubtful(
             "does not tell which weights are frozen and which are buffers, and these are lossy: pass the module whose "
             "state is saved, or none", rank=comm.rank,
         )
+
+
+def _is_shortened(fqn: str, names: Collection[str]) -> bool:
+    """Return whether a name is one of these without some components, as PEFT leaves out the name of an adapter."""
+    own = unwrapped(fqn).split(".")
+
+    def has(name: str) -> bool:
+        components = iter(name.split("."))
+        return all(part in components for part in own)
+
+    return any(map(has, names))
 
 
 def _warn_of_nothing(analysis: Analysis, rank: int) -> None:

@@ -30,7 +30,7 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
 
     Called after `newest` was committed. Only the checkpoints it comes after are touched, not those of another job in
     the same directory; and none, if it is lossy and has no refinement, since the one before it is then the one to go
-    back to. If it holds NaN, all keep theirs from the first one on that does not hold it in the same tensors. The older
+    back to. If it holds NaN, all keep theirs from the newest one on that holds it in fewer of these tensors. The older
     manifest says "dropped" before its file goes, so that a crash in between leaves an orphan, never a promise that is
     not kept.
 
@@ -49,8 +49,8 @@ def drop_refinements(newest: Path, keep_last: int, fsync: bool) -> list[Path]:
     for age, (directory, older) in enumerate(predecessors(newest), 1):
         if directory.is_symlink():
             break  # it leads to another run
-        if not set(manifest.nonfinite) <= set(older.nonfinite):
-            break  # the one to go back to, or one before it
+        if set(older.nonfinite) < set(manifest.nonfinite):
+            break  # the one to go back to
         if age < keep_last or older.refinement == "none" or older.pinned:
             continue
         if older.refinement == "dropped" or not _drop(directory, older, fsync):

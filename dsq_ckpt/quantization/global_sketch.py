@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,21 +38,32 @@ from dsq_ckpt.quantization.scales import OCTAVES, choose_scales, octaves_of
 _T = TypeVar("_T")
 
 
+class Loaded(NamedTuple):
+    """The part of one rank in a sketch.
+
+    Attributes:
+        chunks: lossy chunks, and those that are only measured.
+        undefined: number of other tensors that hold NaN.
+    """
+
+    chunks: Sequence[Chunk]
+    undefined: int = 0
+
+
 def build_global_sketch(
-    load_chunks: Callable[[], Sequence[Chunk]], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
-    comm: Communicator, workers: Workers, undefined: Callable[[], int] = lambda: 0,
+    load_chunks: Callable[[], Loaded], layout: Layout, parent: ParentModel | None, outlier_octaves: int,
+    comm: Communicator, workers: Workers,
 ) -> GlobalSketch:
     """Sketch the local chunks and merge over all ranks; collective.
 
     Args:
-        load_chunks: function that returns the local chunks; it is called inside the collective, so that its failure
+        load_chunks: function that returns what this rank has; it is called inside the collective, so that its failure
             reaches the other ranks.
         layout: tensors and groups that all ranks agreed on.
         parent: settings of the parent checkpoint, or None for a keyframe.
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
         comm: communicator of the ranks that save.
         workers: threads.
-        undefined: number of tensors of this rank that are not sketched and hold NaN; called after `load_chunks`.
 
     Raises:
         SaveFailed: on all ranks, when any rank failed.
@@ -74,8 +85,7 @@ def build_global_sketch(
 
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
         nonlocal counted
-        loaded = list(load_chunks())
-        unseen[0] = undefined()
+        loaded, unseen[0] = load_chunks()
         chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
         gauges += [

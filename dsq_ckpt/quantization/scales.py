@@ -26,7 +26,8 @@ _REACH = 2.0  # a step is within this many octaves of the median one
 _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
 _FEW = 1000  # one value of so many may be far larger than all others
-_LOST = 2.0**-8  # of a tensor's energy, below a window that resolves it: a base layer loses as much by rounding
+_LOST = 2.0**-8  # of a tensor's energy, which a base layer with fine steps loses by rounding
+_FINER = 2.0  # by which steps have to be smaller for a refit
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
 
 
@@ -62,7 +63,7 @@ def choose_scales(
 
     A group is refit without its parent if it has none; if a tensor of the group, as it was normalised, has come to
     differ from the group by as much as an outlier does; or if most of its energy lies below the resolution of its
-    window, or, where all tensors are scaled to one size, more than a little of that of any tensor. Without a refit,
+    window, or, where the common unit of tensors has fallen, more than a little of that of any tensor. Without a refit,
     values that shrink, or tensors that were zero before, would all be zero to the codebook.
 
     Args:
@@ -102,7 +103,9 @@ def choose_scales(
     fallen = {
         group for group in groups
         if group not in refit
-        and _is_unresolved(octaves, members[group], exponents, books[group], group in scaled or group in relative)
+        and _is_unresolved(octaves, members[group], exponents, books[group], group in scaled and _is_finer(
+            groups[group], unit, books[group]
+        ))
     }
     exponents |= {fqn: wanted.get(fqn, 0.0) for fqn, group in tensors.items() if group in fallen}
     return Scales(exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit))
@@ -192,23 +195,31 @@ def _mean(octaves: Counts, power: int) -> F64:
     return means
 
 
-def _is_unresolved(
-    octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook, alike: bool
-) -> bool:
-    """Return whether a group's energy, or a part of that of tensors of one size, lies below what the window tells.
+def _is_finer(config: TensorConfig, unit: float, book: Codebook) -> bool:
+    """Return whether a fit to a unit would have far smaller steps than a codebook of the parent has."""
+    step = config.codebook.step_in_units
+    return step is not None and _FINER * step * unit <= book.step
 
-    Where tensors are `alike`, a codebook that is fitted anew resolves all of them. One whose scale was chosen by that
-    of others, such as a new layer beside one that has collapsed, may lie below the old window by itself.
+
+def _is_unresolved(
+    octaves: dict[str, Counts], names: list[str], exponents: dict[str, float], book: Codebook, each: bool
+) -> bool:
+    """Return whether most of a group's energy lies below the resolution of its window.
+
+    With `each`, it is enough if a little of the energy of any tensor does: the unit that tensors are scaled to has
+    fallen, as beside one that has collapsed, and a new tensor is scaled to that unit alone.
     """
     energy = resolved = 0.0
     exponent = np.arange(1, 255)
-    first = book.window.lo // KEYS_PER_OCTAVE + alike  # of an octave that the window begins in, a part is below it
+    first = book.window.lo // KEYS_PER_OCTAVE
+    if each:  # an octave that the window begins in is not whole
+        first += 1
     for fqn in names:
         if not octaves[fqn][-1]:
             shift = exponents[fqn]
             parts = _without_few(octaves[fqn])[1:255] * 4.0 ** (exponent - 127.0 - shift)
             own, above = float(parts.sum()), float(parts[exponent - shift >= first].sum())
-            if alike and own - above > _LOST * own:
+            if each and own - above > _LOST * own:
                 return True
             energy, resolved = energy + own, resolved + above
     return resolved < energy / 2

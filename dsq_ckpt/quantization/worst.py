@@ -60,8 +60,9 @@ def worst_tensor(
         energies = held * 4.0 ** (CENTRES[1:255] - shifts)
         places = np.clip(np.arange(1, 255) - np.rint(shifts).astype(np.int64), 0, OCTAVES - 1)
         whole = energies.sum(1)
-        squares = [np.minimum(held * own[places], energies).sum(1) for own in lost]
-        errors = np.sqrt(squares[-1] / np.where(whole > 0, whole, 1.0))
+        squares = [(held * own[places]).sum(1) for own in lost]
+        last = np.minimum(held * lost[-1][places], energies).sum(1)
+        errors = np.sqrt(last / np.where(whole > 0, whole, 1.0))
         for place, own in enumerate((whole, *squares)):
             sums[place] += own.sum(), (own * 4.0 ** shifts[:, 0]).sum()
         most = int(errors.argmax())

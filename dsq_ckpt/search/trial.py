@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dsq_ckpt.core.notices import raised_at
 from dsq_ckpt.core.unchanged import checksums, named
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import Communicator, SingleProcess, run_on_all_ranks
@@ -30,12 +29,6 @@ from dsq_ckpt.search.inputs import recorded
 from dsq_ckpt.search.recount import recounted
 
 _Kept = TypeVar("_Kept")
-
-
-def _line(error: Exception) -> str:
-    """Return where an error was raised; a warning, which has no traceback, tells no more."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}"
 
 
 class Probe(Enum):
@@ -171,7 +164,7 @@ class TrialModel:
             raise
         except Exception as error:
             self._held.clear()  # it may have changed them
-            raise EvaluateRaised(f"`{name}` raised {described(error)} ({_line(error)})") from error
+            raise EvaluateRaised(f"`{name}` raised {described(error)}{raised_at(error)}") from error
         finally:
             self._undo()
         self._shard()

@@ -14,6 +14,7 @@ from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import absolute, existing_path
 from dsq_ckpt.storage.runs import canonical
@@ -78,7 +79,7 @@ def _manifest(path: Path) -> Manifest:
     try:
         return Manifest.read(path)
     except CorruptCheckpoint as error:
-        if is_remote(path):
+        if is_remote(path) or not any(is_ours(entry.name) for entry in storage_of(path).entries(path)):
             raise
         raise CorruptCheckpoint(
             f"{error}; if it is to go, delete the directory, '{absolute(path)}': other checkpoints have links of their "

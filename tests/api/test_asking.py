@@ -1,6 +1,7 @@
 """A load of a `Compressor` fills all that was saved of model and optimizer; saves and failed loads change neither."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -162,3 +163,20 @@ def test_another_dtype(tmp_path, saved, own):
     assert compressor.model.weight.equal(model.weight.to(own))
     moment = compressor.optimizer.state[compressor.model.weight]["exp_avg"]
     assert moment.equal(optimizer.state[model.weight]["exp_avg"].to(own))
+
+
+def test_moments_of_parameters_that_need_no_gradient_now_are_told_of(tmp_path):
+    """torch leaves out the state of such parameters, which began anew once they were trained again."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    compressor.save(tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compressor.load(tmp_path / "a")
+    model[0].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"'0\.bias', '0\.weight' in .*a' is not loaded, since these parameters need"):
+        compressor.load(tmp_path / "a")

@@ -94,10 +94,31 @@ Stats = collections.namedtuple("Stats", "loss step")
     np.random.default_rng(0), np.arange(3), ("MT19937", np.arange(624)), {"sets": [datetime.timedelta(1)]},
 ], ids=lambda value: type(value).__name__)
 def test_what_no_load_into_an_empty_dict_brings_back_is_told_of_when_it_is_saved(tmp_path, value):
-    with pytest.warns(UserWarning, match="'app.own.* is of class .* not into an empty dict"):
+    with pytest.warns(UserWarning, match="^'app.own.*' is stored by '.* not into an empty dict"):
         dsq_ckpt.save({"w": torch.ones(3), "app": {"own": value}}, tmp_path / "a")
     with pytest.raises(LoadFailed, match="more than plain data"):
         dsq_ckpt.load({}, tmp_path / "a")
+
+
+class Once:
+    """An object that notes how often it is pickled."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __getstate__(self):
+        self.times += 1
+        return {"times": self.times}
+
+
+def test_objects_are_told_of_once_and_pickled_once(tmp_path):
+    own = Once()
+    state = {"w": torch.ones(3), "own": own, "files": [pathlib.PurePosixPath(str(n)) for n in range(100)]}
+    state["many"] = {str(n): pathlib.PurePosixPath(str(n)) for n in range(100)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dsq_ckpt.save(state, tmp_path / "a")
+    assert own.times == 1 and 1 <= len([one for one in told if "not into an empty dict" in str(one.message)]) <= 3
 
 
 def test_nothing_is_said_of_plain_data(tmp_path):

@@ -83,7 +83,7 @@ def test_log_notes(tmp_path):
     entry = document("log", tmp_path)["checkpoints"][0]
     assert entry["pinned"] and entry["nonfinite"] == ["weight"]
     text = printed("inspect", tmp_path / "only")
-    assert "NaN, Inf or values that cannot be quantized, stored exactly: weight" in text
+    assert "not quantized, for NaN, Inf or values that cannot be: weight" in text
 
 
 def searched(path, chosen, bits=0, fallback="conservative", resumes=0, **quality):

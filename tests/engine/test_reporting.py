@@ -22,6 +22,9 @@ def net(*sizes: int) -> nn.Sequential:
     ({"table": torch.randn(64, 128)}, net(128, 128), True),
     ({"a": {"b": net(128, 128).state_dict()}}, net(128, 128), False),  # below other keys
     ({"average": net(128, 128).state_dict(), "table": torch.randn(64, 128)}, net(128, 128), False),
+    ({"0.lora_A.weight": torch.randn(64, 128)}, nn.ModuleList([nn.ModuleDict(
+        {"base": nn.Linear(128, 128), "lora_A": nn.ModuleDict({"default": nn.Linear(128, 64)})}
+    )]), False),  # as PEFT names adapters in their state dict
     ({"net": net(8, 8).state_dict(), "table": torch.randn(64, 128)}, net(8, 8), False),  # small, and so exact
     ({"net": net(8, 8).state_dict()}, nn.ModuleDict({"other": net(8, 8)}), False),  # nothing is lossy
 ])

@@ -11,7 +11,7 @@ from dsq_ckpt import DSQConfig, SaveFailed
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.distributed.comm import SingleProcess
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey, CodedChunk, Dequantizer, QuantizingChunk
-from dsq_ckpt.quantization.global_sketch import build_global_sketch
+from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
 from dsq_ckpt.quantization.layout import Layout, ParentModel
 
 
@@ -62,7 +62,7 @@ def run(tensors, ranks, parent=None, parents=None, outlier_octaves=3, fail_on=No
         def load():
             if rank == fail_on:
                 raise OSError("the dog ate it")
-            return chunks_of(tensors, layout, rank, ranks, parents)
+            return Loaded(chunks_of(tensors, layout, rank, ranks, parents))
 
         comm = SingleProcess() if ranks == 1 else Threads(shared, rank)
         with Workers(2, 1 << 12) as workers:

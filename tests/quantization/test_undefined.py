@@ -50,18 +50,39 @@ def test_it_is_told_of_and_older_refinement_stays(tmp_path, others):
 
 
 def test_where_nothing_is_quantized(tmp_path):
-    with pytest.warns(UserWarning, match="not quantized hold NaN: w; stored as they are"):
+    with pytest.warns(UserWarning, match="not quantized hold NaN: w$"):
         dsq_ckpt.save({"w": torch.full((80, 80), NAN)}, tmp_path / "a", config="exact")
 
 
+def test_where_another_tensor_holds_it_each_time_refinement_goes_as_ever(tmp_path):
+    """As in statistics of an interval in which nothing came: there is no checkpoint to go back to."""
+    history, weights = dsq_ckpt.SaveHistory(), torch.randn(96, 96)
+    for step in range(6):
+        state = {"linear.weight": weights + 0.01 * step, "seen": {str(n): torch.ones(5) for n in range(3)}}
+        state["seen"][str(step % 3)].fill_(NAN)
+        with pytest.warns(UserWarning, match=f"hold NaN: seen.{step % 3}$"):
+            dsq_ckpt.save(state, tmp_path / str(step), history=history, config={"refinement": {"keep_last": 2}})
+    assert [Manifest.read(tmp_path / str(step)).refinement for step in range(6)] == ["dropped"] * 4 + ["kept"] * 2
+
+
+class Refuses(torch.Tensor):
+    """A tensor of which nothing is known."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise TypeError("nothing of the kind")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_infinite_values_and_single_numbers_are_none(dtype):
+def test_infinite_values_and_numbers_without_a_dimension_are_none(dtype):
     largest = torch.finfo(dtype).max
     cases = [
         (torch.tensor([1.0, NAN], dtype=dtype), True), (torch.full((3, 5), NAN, dtype=dtype), True),
         (torch.tensor([math.inf, NAN], dtype=dtype), True), (torch.tensor([math.inf, -math.inf], dtype=dtype), False),
         (torch.tensor([largest] * 9 + [-largest] * 9, dtype=dtype), False), (torch.tensor(NAN, dtype=dtype), False),
-        (torch.tensor([-math.inf] * 4, dtype=dtype), False), (torch.empty(0, dtype=dtype), False),
-        (torch.tensor([1, 2]), False), (torch.tensor([[0.0, NAN], [1.0, 2.0]], dtype=dtype).T[:, 1:], False),
+        (torch.tensor([-math.inf] * 4, dtype=dtype), False), (torch.tensor([NAN], dtype=dtype), True),
+        (torch.empty(0, dtype=dtype), False),
+        (torch.tensor([1, 2]), False), (torch.tensor([NAN]).as_subclass(Refuses), False),
+        (torch.tensor([[0.0, NAN], [1.0, 2.0]], dtype=dtype).T[:, 1:], False),
     ]
     assert hold_nan([tensor for tensor, _ in cases]) == [expected for _, expected in cases]

@@ -7,6 +7,7 @@ of callbacks among it, is one object, exact, which is loaded with `weights_only=
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dsq_ckpt.core.plain_data import obstacle
 from dsq_ckpt.core.subclasses import refuse_cycles
 from dsq_ckpt.errors import CorruptCheckpoint, DSQError, LoadFailed, SaveFailed, UnsupportedFormat, described
 from dsq_ckpt.integrations.lightning.names import parameter_names
@@ -252,12 +252,12 @@ def _check_plain(own: dict[str, Any]) -> None:
     Raises:
         SaveFailed: it is not; the message names the value.
     """
-    error = obstacle(own)
+    error = _obstacle(own)
     if error is None:
         return
 
     def check(where: Where, value: Any) -> Any:
-        found = next((one for one in (*where, value) if obstacle(one) is not None), None)
+        found = next((one for one in (*where, value) if _obstacle(one) is not None), None)
         if found is not None:
             kind = f"{type(found).__module__}.{type(found).__qualname__}"
             raise SaveFailed(
@@ -270,6 +270,20 @@ def _check_plain(own: dict[str, Any]) -> None:
 
     _mapped(own["checkpoint"], check)
     raise SaveFailed(f"what the checkpoint has beside tensors cannot be stored: {described(error)}") from error
+
+
+def _obstacle(value: Any) -> Exception | None:
+    """Return why a value cannot be saved and loaded as plain data, or None."""
+    if value is None or type(value) in (str, bool, float):
+        return None
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        return error
+    return None
 
 
 def _named(where: Where) -> str:
