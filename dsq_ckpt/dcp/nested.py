@@ -69,7 +69,11 @@ class NestedSavePlanner(DefaultSavePlanner):
 
     def _tell_of_classes(self, fqn: str, stored: io.BytesIO) -> None:
         """Warn of an object that no load into an empty dict brings back; its bytes tell its classes."""
-        classes = get_unsafe_globals_in_checkpoint(io.BytesIO(stored.getbuffer()))
+        classes, end = [], stored.tell()
+        with contextlib.suppress(RuntimeError, ValueError, pickle.UnpicklingError):  # no save fails for want of it
+            stored.seek(0)
+            classes = get_unsafe_globals_in_checkpoint(stored)
+        stored.seek(end)
         if classes:
             self._told += 1
             warn_safely(

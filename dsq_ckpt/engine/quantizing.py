@@ -149,7 +149,7 @@ class _Sketching:
         context, items = self._context, self._local.items
         lossy = [item for item in items if item.quantized]
         others = [item for item in items if not item.quantized]
-        nan = hold_nan([item.load() for item in others])
+        nan = hold_nan(item.load() for item in others)
         self.undefined = {item.key.fqn for item, one in zip(others, nan, strict=True) if one}
         if lossy:
             warmup.wait("save")

@@ -6,7 +6,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
@@ -14,14 +14,15 @@ import torch
 from dsq_ckpt.quantization.groups import QUANTIZABLE
 
 
-def hold_nan(tensors: Sequence[torch.Tensor]) -> list[bool]:
+def hold_nan(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it holds NaN; False for dtypes that are never quantized.
 
-    Tensors on a GPU are waited for once together.
+    One tensor is held at a time. Those on a GPU are waited for once together.
     """
-    found = [False] * len(tensors)
+    found: list[bool] = []
     largest: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
+        found.append(False)
         with suppress(Exception):  # a subclass that has no maximum is saved all the same
             if tensor.ndim and tensor.numel() and tensor.dtype in QUANTIZABLE:
                 own = tensor.detach().amax()  # NaN, if there is one; a sum would be a copy of 16-bit numbers

@@ -151,7 +151,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
     root, tree = tmp_path_factory.mktemp("sums"), state(False)
     paths = []
     for step, (block, coder) in enumerate([(1 << 20, "rans"), (1024, "huffman"), (5000, "rans"), (2048, "rans")]):
-        chosen = config(coder, block, 1)
+        chosen = config(coder, block, 4)
         chosen["delta"]["against"] = "values"
         chosen["quantize"]["exp_avg_sq"] = {"method": "exact"}
         paths.append(root / f"step-{step}")
