@@ -21,7 +21,7 @@ def moments(weights, known):
 @pytest.mark.parametrize("tiny", [1e-12, 1e-20, 1e-24, 1e-30])
 @pytest.mark.parametrize("step, most", [(0.1, 0.03), (0.5, 0.1)])
 def test_a_new_layer_is_resolved_in_a_delta(tmp_path, tiny, step, most):
-    """It has no gradients yet, so that its scale is that of others; 97 % of it were lost, without a word."""
+    """A layer without gradients yet is scaled by others; 97 % of one were lost, without a word."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape):
