@@ -142,11 +142,6 @@ class CodebookConfig(StrictModel, ABC):
         return False
 
     @property
-    def step_in_units(self) -> float | None:
-        """Step between levels, in units of the group; None: levels are not so made."""
-        return None
-
-    @property
     def gradient_power(self) -> float:
         """Scale tensors by (mean squared gradient)**-power before they are quantized; 0: not by gradients."""
         return 0.0

@@ -51,11 +51,6 @@ class Lattice(CodebookConfig):
         return self.rate_distortion
 
     @property
-    def step_in_units(self) -> float:
-        """As configured."""
-        return self.step
-
-    @property
     def gradient_power(self) -> float:
         """As configured."""
         return self.sensitivity

@@ -27,7 +27,7 @@ _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
 _FEW = 1000  # one value of so many may be far larger than all others
 _LOST = 2.0**-8  # of a tensor's energy, which a base layer with fine steps loses by rounding
-_FINER = 2.0  # by which steps have to be smaller for a refit
+_COARSEST = 32.0  # twice the largest step that may be set, in units: if the parent's is larger, its unit was
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
 
 
@@ -103,9 +103,9 @@ def choose_scales(
     fallen = {
         group for group in groups
         if group not in refit
-        and _is_unresolved(octaves, members[group], exponents, books[group], group in scaled and _is_finer(
-            groups[group], unit, books[group]
-        ))
+        and _is_unresolved(
+            octaves, members[group], exponents, books[group], group in scaled and books[group].step > _COARSEST * unit
+        )
     }
     exponents |= {fqn: wanted.get(fqn, 0.0) for fqn, group in tensors.items() if group in fallen}
     return Scales(exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit))
@@ -193,12 +193,6 @@ def _mean(octaves: Counts, power: int) -> F64:
     held = octaves[..., :255]
     means: F64 = (held[..., 1:] * 2.0 ** (power * CENTRES[1:255])).sum(-1) / np.maximum(held.sum(-1), 1)
     return means
-
-
-def _is_finer(config: TensorConfig, unit: float, book: Codebook) -> bool:
-    """Return whether a fit to a unit would have far smaller steps than a codebook of the parent has."""
-    step = config.codebook.step_in_units
-    return step is not None and _FINER * step * unit <= book.step
 
 
 def _is_unresolved(
