@@ -135,7 +135,7 @@ def ask_for_saved(
         return _Asked(of_model - state["model"].keys(), left, new, top - state.keys(), frozen)
 
     asked = gather_from_all_ranks(comm, ask, LoadFailed)
-    unknown, left, new, beside, _ = (_on_all(sets) for sets in zip(*asked, strict=True))
+    unknown, left, new, beside = (_on_all(sets) for sets in zip(*(own[:4] for own in asked), strict=True))
     frozen = sorted(set().union(*(own.frozen for own in asked)))
     directory = found.directory
     if whole and unknown:

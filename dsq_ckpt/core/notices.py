@@ -71,9 +71,7 @@ def warn(text: str, *, rank: int = 0) -> None:
 
 def raised_at(error: BaseException) -> str:
     """Return the caller's innermost line that an error was raised below, in brackets; empty where there is none."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    for frame, line in zip(reversed(frames), reversed(lines), strict=True):
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not _is_passed(frame):
             return f" ({os.path.basename(frame.f_code.co_filename)}, line {line})"
     return ""

@@ -17,7 +17,7 @@ import xxhash
 _LARGEST = 1 << 16  # bytes of a text or tensor
 _MOST = 1 << 14  # parts of a list
 _DEEPEST = 16
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
 def digests(state: Mapping[str, Any]) -> dict[str, int]:
@@ -46,7 +46,7 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
     """Yield the bytes that make up a value; None for what cannot be compared, or is too large or too deep for it."""
     if depth > _DEEPEST or (isinstance(value, str | bytes) and len(value) > _LARGEST):
         yield None
-    elif type(value) in _PLAIN:
+    elif type(value) in PLAIN:
         text = hex(value) if type(value) is int else repr(value)  # Python refuses thousands of decimal digits
         yield text.encode(errors="surrogatepass")
     elif type(value) in (list, tuple):

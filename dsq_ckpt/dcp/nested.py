@@ -28,13 +28,12 @@ from dsq_ckpt.core.hints import name_hint
 from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, put
 from dsq_ckpt.core.notices import warn, warn_safely
 from dsq_ckpt.core.unchanged import named
-from dsq_ckpt.dcp.differing import differing, digests
+from dsq_ckpt.dcp.differing import PLAIN, differing, digests
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import kind_of, unwrapped
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.record_fields import dtype_of
 
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _MOST_TOLD = 3  # objects that a save warns of
 
 
@@ -63,7 +62,7 @@ class NestedSavePlanner(DefaultSavePlanner):
         with contextlib.suppress(RecursionError):  # a list that contains itself, which pickle can store
             object = _plain(object)
         stored = super().transform_object(write_item, object)
-        if isinstance(stored, io.BytesIO) and type(object) not in _LEAVES and self._told < _MOST_TOLD:
+        if isinstance(stored, io.BytesIO) and type(object) not in PLAIN and self._told < _MOST_TOLD:
             self._tell_of_classes(write_item.index.fqn, stored)
         return stored
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 
 import torch
 
@@ -22,6 +23,7 @@ from dsq_ckpt.quantization.uneven import RATIO, has_lost_rows
 
 _NOTHING = 0.95
 """Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
+_LOOKED_AT = 16  # weights that are compared with all names of a model
 
 
 def report(
@@ -139,12 +141,12 @@ def _warn_of_doubtful(
                 if one.group.startswith("weights/") and has_lost_rows(one.tensor):
                     rows.add(one.key.fqn)
         model = options.frozen.rests
-        known = [
-            item.key.fqn for item in items
-            if model and (in_tree(item.key.fqn, model) is not None or _is_shortened(item.key.fqn, model))
-        ][:1]
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
-        return rows, beside_first_moments(beside), known, asked if model else ()
+        known = chain(
+            (item.key.fqn for item in items if in_tree(item.key.fqn, model) is not None),
+            (fqn for fqn in sorted(asked)[:_LOOKED_AT] if _is_shortened(fqn, model)),
+        )
+        return rows, beside_first_moments(beside), list(islice(known, 1)) if model else (), asked if model else ()
 
     ranks = gather_from_all_ranks(comm, local)
     rows, beside, known, strange = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
