@@ -18,8 +18,9 @@ from dsq_ckpt.version import __version__
 if TYPE_CHECKING:
     from dsq_ckpt.api.compressor import Compressor
     from dsq_ckpt.api.exploring import Tradeoff, explore
+    from dsq_ckpt.api.loading import load
     from dsq_ckpt.api.oneshot import compress
-    from dsq_ckpt.api.save_load import async_save, load, save
+    from dsq_ckpt.api.saving import async_save, save
     from dsq_ckpt.config.schema import DSQConfig
     from dsq_ckpt.dcp import DSQStorageReader, DSQStorageWriter
     from dsq_ckpt.engine.chain import latest
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from dsq_ckpt.storage.pickle_refs import decode
 
 _MODULES = {
-    "api.save_load": ("async_save", "load", "save"),
+    "api.loading": ("load",),
+    "api.saving": ("async_save", "save"),
     "engine.chain": ("latest",),
     "api.compressor": ("Compressor",),
     "config.schema": ("DSQConfig",),

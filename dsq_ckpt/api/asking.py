@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.parameter_groups import GroupsByName, saved_groups
+from dsq_ckpt.api.parameter_groups import GroupsByName, saved_groups, saved_options
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn
@@ -111,7 +111,7 @@ def ask_for_saved(
         directory = existing_path(path)
         refuse_meta(state["model"])
         with CheckpointFiles(directory) as files, files.naming():
-            nesting = Nesting.from_json(files.index)
+            nesting, tensors = Nesting.from_json(files.index), files.index["tensors"]
             saved = [] if nesting is None or "optimizer" not in state else saved_groups(files, nesting)
         found = Found(directory)
         if nesting is None:
@@ -121,8 +121,9 @@ def ask_for_saved(
             optimizer = state["optimizer"]
             names = [group["params"] for group in optimizer["param_groups"]]
             groups = GroupsByName(names, saved, parameters, directory)
-            optimizer["param_groups"], own = groups.asked(optimizer["param_groups"]), groups.parameters
-            found = found._replace(groups=groups)
+            optimizer["param_groups"] = groups.asked(optimizer["param_groups"], saved_options(nesting, tensors))
+            plain = [("optimizer", "param_groups", *option) for option in groups.new]
+            found, own = found._replace(groups=groups, plain=plain), groups.parameters
             with_state = {str(path[2]) for path in nesting.values() if path[:2] == ("optimizer", "state")}
             left = (groups.saved - groups.own) & with_state
             frozen = {name for name in groups.own & with_state if name in own and not own[name].requires_grad}
@@ -175,10 +176,12 @@ class Found(NamedTuple):
     Attributes:
         directory: the checkpoint.
         groups: parameter groups, if it has some by name.
+        plain: paths of the options that the optimizer lacks.
     """
 
     directory: Path
     groups: GroupsByName | None = None
+    plain: Sequence[tuple[str | int, ...]] = ()
 
 
 class _Asked(NamedTuple):

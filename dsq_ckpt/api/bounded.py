@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.codebooks.lattice import Lattice
 from dsq_ckpt.config.renamed import current_keys
 from dsq_ckpt.config.schema import DSQConfig

@@ -1,4 +1,4 @@
-"""What a `Compressor` refuses: searches, optimizers and models that do not go together."""
+"""What a `Compressor` refuses, searches, optimizers and models that do not go together; and how state is made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
 from dsq_ckpt.config.schema import DSQConfig
@@ -86,6 +87,24 @@ def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
         if optimizer is None or stepped or isinstance(error, DSQError):
             raise
         raise LoadFailed(f"{_without_state(optimizer)}. It failed: {type(error).__name__}: {error}") from error
+
+
+def make_state(optimizer: Optimizer) -> None:
+    """Make the state of an optimizer that has none, as torch does it before a load: by a step that changes nothing.
+
+    Raises:
+        LoadFailed: the step fails.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with made_by_step(optimizer):
+            _init_optim_state(optimizer)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _without_state(optimizer: Optimizer) -> str:

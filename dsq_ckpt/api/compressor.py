@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
+from dsq_ckpt.api.loading import load_with
 from dsq_ckpt.api.parameter_groups import fill_groups
-from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save_async_with, save_with
+from dsq_ckpt.api.saving import ConfigLike, as_config, save_async_with, save_with
 from dsq_ckpt.codebooks import CodebookConfig
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.config.systems import SYSTEMS
@@ -258,8 +259,8 @@ class Compressor:
             with made_by_step(self.optimizer):
                 state, comm = self._state(extra), communicator(self._group)
             found = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
-            load(
-                state, path, refinement=refinement, allow_cast=allow_cast, process_group=self._group,
+            load_with(
+                state, path, plain=found.plain, refinement=refinement, allow_cast=allow_cast, process_group=self._group,
                 history=self._history,
             )
             set_model_state_dict(self.model, state["model"], options=self._options)

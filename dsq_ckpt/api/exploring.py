@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from dsq_ckpt.api.oneshot import Evaluate, Source, compress
-from dsq_ckpt.api.save_load import ConfigLike
+from dsq_ckpt.api.saving import ConfigLike
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage.paths import local_path
 from dsq_ckpt.storage.target_directory import refuse_checkpoint

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.bounded import configuration, with_small_weights
-from dsq_ckpt.api.save_load import ConfigLike
+from dsq_ckpt.api.saving import ConfigLike
 from dsq_ckpt.api.stateful import told_state
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.convert.mapped import State

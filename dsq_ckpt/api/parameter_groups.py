@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dsq_ckpt.core.nesting import Nesting
+from dsq_ckpt.core.nesting import Nesting, put
 from dsq_ckpt.core.unchanged import named
+from dsq_ckpt.dcp.nested import placeholder
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.storage.files import CheckpointFiles
 
@@ -44,6 +45,21 @@ def saved_groups(files: CheckpointFiles, nesting: Nesting) -> Groups:
     return groups if named_ones else []
 
 
+def saved_options(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tree]:
+    """Return a placeholder of each option that a `Compressor` saved, by the number of its group.
+
+    Args:
+        nesting: of the checkpoint.
+        tensors: its index of tensors.
+    """
+    found: dict[int, Tree] = {}
+    for name, path in nesting.items():
+        if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
+            value = placeholder(tensors[name], path, {}) if name in tensors else None
+            put(found.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
+    return found
+
+
 class GroupsByName:
     """The groups of an optimizer beside those that were saved, whose order may be another.
 
@@ -54,6 +70,7 @@ class GroupsByName:
         directory: the checkpoint.
 
     Attributes:
+        new: options that were saved and that the optimizer lacks, after `asked`: number of a group, and name.
         own: names of all parameters of the optimizer.
         saved: names of all parameters that were saved; of a tied parameter the one that the optimizer has.
         parameters: parameters of the optimizer, by all of their names.
@@ -78,7 +95,7 @@ class GroupsByName:
                         "in this model: load into a model in which they are not, and tie them then"
                     )
                 self._saved_name[tied], number_of[tied] = name, number
-        self._groups = own
+        self._groups, self._asked, self.new = own, list[Tree](), list[tuple[int, str]]()
         self._numbers: list[int] = []
         empty = [number for number, names in enumerate(saved) if not names]
         for group, names in enumerate(own):
@@ -106,18 +123,26 @@ class GroupsByName:
             return f"has parameters of the saved group {numbers[0]}, and so has its group {other}"
         return None
 
-    def asked(self, groups: Sequence[Tree]) -> list[Tree]:
-        """Return the optimizer's groups in the places of those that were saved; what it lacks is an empty dict."""
+    def asked(self, groups: Sequence[Tree], saved: Mapping[int, Tree]) -> list[Tree]:
+        """Return the optimizer's groups in the places of those that were saved; what it lacks is an empty dict.
+
+        Args:
+            groups: those of the optimizer.
+            saved: a placeholder of each option that was saved, by the number of its group. An option that was not
+                saved is left out.
+        """
         places: list[Tree] = [{} for _ in range(max(self._numbers, default=-1) + 1)]
+        self._asked = list(groups)
         for number, group in zip(self._numbers, groups, strict=True):
-            places[number] = group
+            places[number] = {key: group.get(key, value) for key, value in saved.get(number, {}).items()}
+            self.new += [(number, str(key)) for key in saved.get(number, {}) if key not in group]
         return places
 
     def restored(self, places: Sequence[Tree]) -> list[Tree]:
-        """Invert `asked` after a load; each group has the parameters of the optimizer's, and what was saved else."""
+        """Invert `asked` after a load: groups with what was saved, their own parameters, and what was not saved."""
         return [
-            {**places[number], "params": [self._saved_name.get(name, name) for name in names]}
-            for number, names in zip(self._numbers, self._groups, strict=True)
+            {**group, **places[number], "params": [self._saved_name.get(name, name) for name in names]}
+            for number, names, group in zip(self._numbers, self._groups, self._asked, strict=True)
         ]
 
 

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.quantization.groups import is_of_optimizers
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
+
+
+def state_of(value: Any, call: str) -> dict[str, Any]:
+    """Return the state dict that a user gave, or that of a module.
+
+    Args:
+        value: argument of the user.
+        call: the call as a user writes it, for the message.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, nn.Module):
+        return value.state_dict()  # with the versions of its modules
+    expect("state_dict", value, MutableMapping, f"a nested dict of tensors and plain data, or a module: {call}")
+    found: dict[str, Any] = value
+    return found
 
 
 def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dsq_ckpt.api import save_load as api
+from dsq_ckpt.api import saving as api
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.engine.history import SaveHistory
 

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dsq_ckpt import kernels
-from dsq_ckpt.api import save_load as api
+from dsq_ckpt.api import loading
+from dsq_ckpt.api import saving as api
 from dsq_ckpt.cli.bench_coding import COUNT, STREAMS, coding_work
 from dsq_ckpt.cli.bench_stall import STALL, stalls
 from dsq_ckpt.cli.machine import processor
@@ -206,14 +207,14 @@ def _checkpoints(
                 ),
                 "save keyframe": partial(api.save, state, run / "key", config=config, no_dist=True, history=history),
                 "dcp.load": dcp_load,
-                "load keyframe": partial(api.load, into, run / "key", no_dist=True, history=history),
+                "load keyframe": partial(loading.load, into, run / "key", no_dist=True, history=history),
                 "save delta": partial(api.save, drifted, run / "delta", config=config, no_dist=True, history=history),
                 "dcp.load, cold": dcp_load,
-                "load keyframe, cold": partial(api.load, into, run / "key", no_dist=True, history=history),
+                "load keyframe, cold": partial(loading.load, into, run / "key", no_dist=True, history=history),
             }
             for depth in () if moments else _DEPTHS:
                 timed[f"load after {depth} deltas"] = partial(
-                    api.load, into, root / "chain" / f"{depth:02d}", no_dist=True, history=SaveHistory()
+                    loading.load, into, root / "chain" / f"{depth:02d}", no_dist=True, history=SaveHistory()
                 )
             for name, work in timed.items():
                 os.sync()

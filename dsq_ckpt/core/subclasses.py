@@ -41,6 +41,11 @@ def by_parts(state: Any) -> Any:
     return [_parts(value) if _consists(value) else by_parts(value) for value in state]
 
 
+def is_part(key: Any) -> bool:
+    """Return whether a key of a state dict is the class of a tensor whose inner tensors lie below it."""
+    return isinstance(key, str) and key.startswith("<") and key.endswith(">")
+
+
 def storable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict to be stored, with inner tensors in place of subclasses.
 

@@ -192,9 +192,9 @@ class NestedLoadPlanner(DefaultLoadPlanner):
                 raise
             raise LoadFailed(
                 f"object '{read_item.dest_index.fqn}' is more than plain data; unpickling it can run code, so it is "
-                "not loaded into an empty dict. If you trust this checkpoint, name it in the state dict: in place of "
-                "the empty dict put one with a placeholder for each entry that you want, None for this one; DCP then "
-                "unpickles what is named"
+                "not loaded into an empty dict, nor into an object that does not name it. If you trust this "
+                "checkpoint, name it in the state dict: in place of the empty dict, or the object, put a dict with a "
+                "placeholder for each entry that you want, None for this one; DCP then unpickles what is named"
             ) from error
         put(self.original_state_dict, self._nesting.steps(path), found)
 
@@ -241,10 +241,7 @@ def fillings(
         CorruptCheckpoint: its index is not as documented.
     """
     found_all: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
-    parameters = {
-        str(key): [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for key, optimizer in given.items() if isinstance(optimizer, Optimizer)
-    }
+    parameters = parameters_of(given)
     with checkpoint.naming():
         nesting, tensors = Nesting.from_json(checkpoint.index), checkpoint.index["tensors"]
         if nesting is None:
@@ -262,7 +259,8 @@ def fillings(
             if found is None or not isinstance(target, MutableMapping):
                 continue
             found_all.append((target, found.nested({
-                name: _empty(tensors[name], nesting[name], parameters) if name in tensors else None for name in found
+                name: placeholder(tensors[name], nesting[name], parameters) if name in tensors else None
+                for name in found
             })))
     return found_all
 
@@ -333,10 +331,23 @@ def _module_of(name: str) -> str:
     return unwrapped(name.rpartition(".")[0])
 
 
-def _empty(
+def parameters_of(given: Mapping[Any, Any]) -> dict[str, list[torch.Tensor]]:
+    """Return the parameters of optimizers at the top level of a state dict, by their number in the optimizer."""
+    return {
+        str(key): [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for key, optimizer in given.items() if isinstance(optimizer, Optimizer)
+    }
+
+
+def placeholder(
     tensor: Mapping[str, Any], path: Path, parameters: Mapping[str, Sequence[torch.Tensor]]
 ) -> torch.Tensor:
     """Return a tensor to load into, for the tensor of an index at a path.
+
+    Args:
+        tensor: its entry in the index.
+        path: see above.
+        parameters: as of `parameters_of`, whose strides and shards the state of a parameter gets.
 
     Raises:
         LoadFailed: it is of an optimizer's state for other parameters than those that the optimizer has.

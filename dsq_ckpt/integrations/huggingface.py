@@ -22,7 +22,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from dsq_ckpt.api.checks import unwrapped
-from dsq_ckpt.api.save_load import ConfigLike, as_config
+from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.notices import warn, warn_safely

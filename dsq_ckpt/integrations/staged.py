@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from dsq_ckpt.api import background
-from dsq_ckpt.api.save_load import async_save, save
+from dsq_ckpt.api.saving import async_save, save
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.distributed.comm import RankUnreachable, communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.history import default_history

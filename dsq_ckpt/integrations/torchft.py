@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 from torchft.checkpointing import CheckpointTransport
 
-from dsq_ckpt.api.save_load import load, save
+from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.saving import save
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.engine.history import SaveHistory

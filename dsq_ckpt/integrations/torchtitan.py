@@ -20,7 +20,8 @@ from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from dsq_ckpt.api.save_load import as_config, async_save, load, save
+from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.saving import as_config, async_save, save
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed

@@ -17,9 +17,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.save_load import load
+from dsq_ckpt.api.checks import make_state
+from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.convert.export import Opened
 from dsq_ckpt.core.hints import name_hint
+from dsq_ckpt.core.nesting import Nesting, Path, Step, put
+from dsq_ckpt.core.subclasses import is_part
 from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import names_of
@@ -81,6 +85,8 @@ class TrainingState:
                         "save_only_model? Load its model alone, from an export of it (`dsq export --part model`)"
                     )
                 stored |= {name: path for name, path in nesting.items() if path[0] == key}
+            whole = self._of_classes(stored, nesting, parameters)
+            stored = {name: path for name, path in stored.items() if not any(map(is_part, path))}
             for name, path in stored.items():
                 if name not in opened.tensors:
                     flat[name] = opened.object(name, allow_pickle=False)
@@ -91,7 +97,33 @@ class TrainingState:
             empty, nesting.empty = nesting.empty, None
             filled = nesting.nested(tensors)
             nesting.empty = [path for path in empty or () if path[0] in (*self._models, *self._optimizers)]
-            return filled, nesting.nested({name: flat[name] for name in stored})
+            everything = nesting.nested({name: flat[name] for name in stored})
+            for steps, tensor in whole:
+                put(filled, steps, tensor)
+                put(everything, steps, tensor)
+            return filled, everything
+
+    def _of_classes(
+        self, stored: Mapping[str, Path], nesting: Nesting, parameters: Mapping[str, nn.Parameter]
+    ) -> list[tuple[list[Step], torch.Tensor]]:
+        """Return the tensors of an optimizer's state whose class is not torch's own, with their places.
+
+        Only the optimizer can make them. One that has no state yet makes it by a step that changes nothing.
+        """
+        found = dict[Path, tuple[list[Step], torch.Tensor]]()
+        for name, path in stored.items():
+            if any(map(is_part, path)):
+                deep = next(deep for deep, part in enumerate(path) if is_part(part))
+                optimizer = self._optimizers.get(str(path[0]))
+                if optimizer is not None and not optimizer.state:
+                    make_state(optimizer)
+                own = {} if optimizer is None else _by_name(optimizer, _names(optimizer, parameters))["state"]
+                tensor = own.get(path[2], {}).get(path[3]) if deep == 4 else None
+                if tensor is None:
+                    refuse_parts(name, path)
+                else:
+                    found[path[:deep]] = nesting.steps(path[:deep]), tensor
+        return list(found.values())
 
     def _fill(self, directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         parameters = self._parameters()

@@ -22,6 +22,7 @@ from torch import nn
 
 from dsq_ckpt.codebooks.update import Relative
 from dsq_ckpt.config.schema import DSQConfig, QuantizeConfig, Rule, TensorConfig
+from dsq_ckpt.core.subclasses import is_part
 
 _T = TypeVar("_T")
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -235,7 +236,7 @@ def without_effect(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, str
 
 def is_inner(fqn: str) -> bool:
     """Return whether a name is that of an inner tensor of a subclass (see `subclasses.by_parts`), which is exact."""
-    return any(part.startswith("<") and part.endswith(">") for part in fqn.split("."))
+    return any(map(is_part, fqn.split(".")))
 
 
 @functools.lru_cache(1 << 14)

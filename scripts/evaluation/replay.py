@@ -18,7 +18,7 @@ import torch
 
 import dsq_ckpt
 from dsq_ckpt.api.compressor import fractions_of
-from dsq_ckpt.api.save_load import save_with
+from dsq_ckpt.api.saving import save_with
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.groups import assign, layer_types
 from dsq_ckpt.quantization.layout import Fractions

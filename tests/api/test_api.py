@@ -13,7 +13,7 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageReader, DSQStorageWriter, LossyTensor, SaveFailed
-from dsq_ckpt.api.save_load import without_cpu
+from dsq_ckpt.api.saving import without_cpu
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers import processes
 from tests.helpers.states import Kept, differences, flat, loaded, mixed_state, moved, relative_error, same, tensors

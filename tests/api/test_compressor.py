@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.api.save_load import save_async_with
+from dsq_ckpt.api.saving import save_async_with
 from dsq_ckpt.dcp.staging import staged_payloads
 from dsq_ckpt.errors import SaveFailed
 from dsq_ckpt.quantization.plan import as_configured

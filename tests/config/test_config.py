@@ -13,7 +13,7 @@ import yaml
 import dsq_ckpt
 from dsq_ckpt import ConfigError, DSQConfig, DSQStorageWriter
 from dsq_ckpt.api.bounded import _said
-from dsq_ckpt.api.save_load import as_config
+from dsq_ckpt.api.saving import as_config
 from dsq_ckpt.codebooks import CODEBOOKS
 from dsq_ckpt.codebooks.kmeans import KMeans
 from dsq_ckpt.config.schema import BY_SIZE

@@ -66,7 +66,7 @@ def test_new_directories_are_flushed_in_their_parents(tmp_path, monkeypatch):
 
 
 def test_a_manifest_that_cannot_be_read_back_says_why(tmp_path, monkeypatch):
-    from dsq_ckpt.api import save_load as api
+    from dsq_ckpt.api import saving as api
 
     read = Manifest.read.__func__
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.api.save_load import save_with
+from dsq_ckpt.api.saving import save_with
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.writer import DSQStorageWriter
 from dsq_ckpt.quantization.layout import Fractions

@@ -261,7 +261,7 @@ def test_a_load_that_fails_before_it_begins_is_a_failed_load(saved, monkeypatch)
     def fail(directory):
         raise ValueError("something")
 
-    monkeypatch.setattr(dsq_ckpt.api.save_load, "existing_path", fail)
+    monkeypatch.setattr(dsq_ckpt.api.loading, "existing_path", fail)
     with pytest.raises(dsq_ckpt.LoadFailed, match="ValueError: something") as told:
         dsq_ckpt.load(state(), saved)
     assert not isinstance(told.value, dsq_ckpt.SaveFailed)

@@ -10,7 +10,8 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch.utils._pytree import tree_map_only
 
-from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
+from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError

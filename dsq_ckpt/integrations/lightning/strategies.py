@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from dsq_ckpt.api.save_load import ConfigLike, as_config, load, save
+from dsq_ckpt.api.loading import load
+from dsq_ckpt.api.saving import ConfigLike, as_config, save
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave

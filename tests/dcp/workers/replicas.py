@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dsq_ckpt
 from dsq_ckpt import DSQStorageWriter
-from dsq_ckpt.api.save_load import save_with
+from dsq_ckpt.api.saving import save_with
 from dsq_ckpt.search.manager import ConfigManager
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.manifest import Manifest

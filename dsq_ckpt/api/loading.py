@@ -1,0 +1,172 @@
+"""`load`: `torch.distributed.checkpoint` with our reader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from dsq_ckpt.api import background
+from dsq_ckpt.api.asking import tell_of_more
+from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
+from dsq_ckpt.api.stateful import state_of, told_state, warn_of_objects
+from dsq_ckpt.api.whole import Lacking, Whole, made_states
+from dsq_ckpt.core.interrupts import held_signals
+from dsq_ckpt.core.nesting import Path, empty_dicts, number_parameters
+from dsq_ckpt.core.subclasses import loading, refuse_cycles
+from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
+from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
+from dsq_ckpt.distributed.comm import SingleProcess, communicator, gather_from_all_ranks, run_on_all_ranks
+from dsq_ckpt.engine.history import SaveHistory
+from dsq_ckpt.errors import DSQError, LoadFailed
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from dsq_ckpt.storage.manifest import Manifest
+from dsq_ckpt.storage.paths import existing_path
+
+
+@held_signals()
+def load(
+    state_dict: dict[str, Any] | nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    refinement: Refinement = "auto",
+    exact: Sequence[str] = (),
+    allow_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    history: SaveHistory | None = None,
+) -> None:
+    """Load into a nested state dict, in place, whatever the number of ranks and sharding; collective.
+
+    An empty dict in it, or itself if it is empty, is filled with all that is stored below it, as whole tensors on the
+    CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
+    which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
+    arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
+    dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs.
+
+    Raises:
+        ConfigError: an argument is not what it must be.
+        CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
+        DSQError: what else failed, naming the rank, on every rank; nothing is stored below an empty dict, or more than
+            plain data.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256)
+        >>> result = dsq_ckpt.save({"model": model.state_dict(), "step": 500}, "run/step-000500")
+        >>> state = {"model": model.state_dict(), "step": 0}
+        >>> dsq_ckpt.load(state, "run/step-000500")  # into the tensors of the model
+        >>> state["step"]
+        500
+        >>> everything = {}
+        >>> dsq_ckpt.load(everything, "run/step-000500")
+        >>> list(everything["model"])
+        ['weight', 'bias']
+    """
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    if isinstance(state_dict, nn.Module):
+        own = run_on_all_ranks(comm, lambda: told_state({"": state_dict}, loads=True)[""], LoadFailed)
+        found = dict(own)  # of which `tell_of_more` warns
+        load(
+            found, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
+            no_dist=no_dist, history=history,
+        )
+        own.update(found)
+        state_dict.load_state_dict(own)
+        tell_of_more(own, path, comm)
+        return
+    state_of(state_dict, "load(state_dict, path)")
+    load_with(
+        state_dict, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
+        no_dist=no_dist, history=history,
+    )
+
+
+def load_with(
+    state_dict: dict[str, Any], path: str | os.PathLike[str], *, plain: Sequence[Path] = (),
+    refinement: Refinement = "auto", exact: Sequence[str] = (), allow_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None, no_dist: bool = False, history: SaveHistory | None = None,
+) -> None:
+    """Load as `load` does; what is at the paths `plain` is unpickled only as far as it is plain data."""
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    comm = SingleProcess() if no_dist else communicator(process_group)
+    background.wait()
+    reader = DSQStorageReader(
+        path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history
+    )
+    told: dict[Any, Any] = state_dict
+    whole: Whole | None = None
+    empty, to_fill = list(plain), list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]()
+
+    def prepare() -> Lacking:
+        """Check the path before DCP does, which would log a long traceback; the state dict is not changed."""
+        nonlocal told, whole
+        directory = existing_path(path)
+        Manifest.read(directory)
+        told = told_state(state_dict, loads=True)
+        refuse_cycles(told)
+        warn_of_objects(told, comm.rank)
+        found = [own for own, _ in empty_dicts(told)]
+        if not found and told is state_dict:
+            return {}
+        with Checkpoint(directory) as checkpoint:
+            if stack.enter_context(made_states(state_dict, checkpoint)):
+                told = told_state(state_dict, loads=True)
+                found = [own for own, _ in empty_dicts(told)]
+            whole = Whole(state_dict, told, checkpoint)
+            to_fill.extend(fillings(told, checkpoint, state_dict))
+        empty.extend(found)
+        return whole.lacking
+
+    with ExitStack() as stack:
+        lacking = gather_from_all_ranks(comm, prepare, LoadFailed)
+        try:
+            if whole is not None:
+                empty.extend(whole.complete(lacking, comm.rank))
+            for target, placeholders in to_fill:
+                target.update(placeholders)
+            with (
+                plain_errors(LoadFailed, comm.rank), without_warning(no_dist), without_traceback(),
+                loading(told) as inner, _sortable(inner) as sortable,
+            ):
+                dcp.load(
+                    sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told),
+                    process_group=process_group, no_dist=no_dist,
+                )
+            if whole is not None:
+                whole.put_back()
+            completed = [told[key] for key, own in state_dict.items() if isinstance(own, Optimizer)]
+            number_parameters(told, {*map(id, completed), *(id(target) for target, _ in to_fill)})
+        except BaseException as error:
+            for target, _ in to_fill:
+                target.clear()
+            if isinstance(error, DSQError) and reader.unreadable is not None:
+                raise reader.unreadable from error
+            if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path
+                raise type(error)(f"'{reader.path}': {error}") from error
+            raise
+        for key, value in told.items() if told is not state_dict else ():
+            if isinstance(own := state_dict[key], Stateful):
+                own.load_state_dict(value)
+            else:
+                state_dict[key] = value
+
+
+@contextmanager
+def _sortable(state_dict: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a state dict with strings as keys, by which DCP sorts and names; then copy its values to the original."""
+    if all(isinstance(key, str) for key in state_dict):
+        yield state_dict
+        return
+    by_name = {str(key): value for key, value in state_dict.items()}
+    if len(by_name) < len(state_dict):
+        raise LoadFailed(f"two keys at the top level have the same name, among {list(by_name)}; load one of them alone")
+    yield by_name
+    state_dict.update({key: by_name[str(key)] for key in state_dict})

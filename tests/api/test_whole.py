@@ -1,0 +1,193 @@
+"""An object at the top level gets back all that was saved of it, also what one that was just made does not tell."""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt import LoadFailed
+from dsq_ckpt.api.whole import Whole
+from dsq_ckpt.storage.checkpoint import Checkpoint
+from tests.core.test_subclasses import Scaled, equal, scaled
+from tests.helpers.states import differences
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps its step and a sum in its groups, as some optimizers do, and these only once it has stepped."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["sums"] = {"gradients": group.get("sums", {}).get("gradients", 0.0) + 1.5}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
+
+
+class EightBits(torch.optim.Optimizer):
+    """Has moments of a class of its own, as torchao's optimizers."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            empty = torch.zeros(parameter.shape, dtype=torch.int8), torch.zeros(len(parameter), 1)
+            moment = self.state[parameter].setdefault("exp_avg", Scaled(*empty))
+            moment.codes += 3
+            moment.scale += parameter.grad.abs().amax(-1, keepdim=True)
+
+
+class Kept:
+    """An object whose state is a dict."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+def made(kind, steps=0, **options):
+    torch.manual_seed(steps)
+    model = nn.Linear(80, 96, bias=False)
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 80)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def options(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+@pytest.mark.parametrize("compressor", [False, True])
+def test_options_of_groups_that_only_a_used_optimizer_has(tmp_path, compressor, stepped):
+    model, optimizer = made(Counting, 3)
+    other, target = made(Counting, stepped)
+    if compressor:
+        dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+        dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
+    else:
+        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "a", config="exact")
+        dsq_ckpt.load({"model": other, "optimizer": target}, tmp_path / "a")
+    assert options(target) == options(optimizer) == [{"lr": 0.1, "step": 3, "sums": {"gradients": 4.5}}]
+    assert target.state[other.weight]["exp_avg"].equal(optimizer.state[model.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("compressor", [False, True])
+def test_a_scheduler_is_made_after_the_load_or_before_without_one_that_was_saved(tmp_path, compressor):
+    """It reads `initial_lr` of each group where it goes on, and keeps numbers of its own there."""
+    def run(state, path, load):
+        if compressor:
+            one = dsq_ckpt.Compressor(state["model"], state["optimizer"], config="exact")
+            one.load(path) if load else one.save(path)
+        else:
+            dsq_ckpt.load(state, path) if load else dsq_ckpt.save(state, path, config="exact")
+
+    model, optimizer = made(torch.optim.AdamW, 1)
+    run({"model": model, "optimizer": optimizer}, tmp_path / "plain", False)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    run({"model": model, "optimizer": optimizer}, tmp_path / "scheduled", False)
+    model, optimizer = made(torch.optim.AdamW)
+    run({"model": model, "optimizer": optimizer}, tmp_path / "scheduled", True)
+    after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch=4)
+    assert after.get_last_lr() == [0.5**5 * 1e-3]
+    model, optimizer = made(torch.optim.AdamW)
+    before = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    own = {key: optimizer.param_groups[0][key] for key in ("initial_lr", "max_lr", "min_lr", "max_momentum")}
+    run({"model": model, "optimizer": optimizer}, tmp_path / "plain", True)
+    assert own.items() <= optimizer.param_groups[0].items()
+    optimizer.step()
+    before.step()
+
+
+def test_entries_that_an_object_has_once_it_was_used(tmp_path):
+    weights = {"w": torch.randn(3, 5), "deep": [torch.ones(2), {"n": 1}]}
+    stop = Kept(best=0.1, wait=3, weights=weights, last=torch.ones(4), empty={}, numbers=[1, 2])
+    dsq_ckpt.save({"w": torch.zeros(3), "stop": stop}, tmp_path / "a")
+    fresh = Kept(best=float("inf"), weights=None, numbers=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dsq_ckpt.load({"w": torch.zeros(3), "stop": fresh}, tmp_path / "a")
+    assert differences(fresh.state, stop.state) == []
+    unlike = Kept(best=0.0, extra=1)
+    with pytest.raises(LoadFailed, match=r"has no 'stop\.extra'"):
+        dsq_ckpt.load({"w": torch.zeros(3), "stop": unlike}, tmp_path / "a")
+    assert unlike.state == {"best": 0.0, "extra": 1}
+
+
+def test_an_object_with_tensors_of_its_own_is_not_given_others(tmp_path):
+    """It may hold a part of a model on purpose, as a stage of a pipeline does."""
+    dsq_ckpt.save({"app": Kept(a=torch.ones(3), b=torch.ones(4), step=7)}, tmp_path / "a")
+    part = Kept(a=torch.zeros(3))
+    with pytest.warns(UserWarning, match=r"'app\.b' was saved of 'app' and is not loaded, since its state_dict\(\)"):
+        dsq_ckpt.load({"app": part}, tmp_path / "a")
+    assert part.state.keys() == {"a", "step"} and part.state["a"].equal(torch.ones(3)) and part.state["step"] == 7
+
+
+def test_what_another_rank_tells_is_its_own(tmp_path):
+    dsq_ckpt.save({"app": Kept(a=torch.ones(3), b=1, c=2), "step": 1}, tmp_path / "a")
+    given = {"app": Kept(a=torch.zeros(3)), "step": 0}
+    told = {"app": given["app"].state_dict(), "step": 0}
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        whole = Whole(given, told, checkpoint)
+        assert whole.lacking == {"app": {"app.b", "app.c"}}
+        assert whole.complete([whole.lacking, {}, {"app": {"app.a", "app.c"}}], 0) == [("app", "c")]
+    assert told["app"].keys() == {"a", "c"} and given["app"].state.keys() == {"a"}
+
+
+def test_an_object_that_was_not_named_is_not_unpickled(tmp_path):
+    dsq_ckpt.save({"one": Kept(path=pathlib.Path("a"))}, tmp_path / "a")
+    fresh = Kept()
+    fresh.state = {"other": 1}
+    dsq_ckpt.save({"one": Kept(path=pathlib.Path("a"), other=2)}, tmp_path / "b")
+    with pytest.raises(LoadFailed, match=r"'one\.path' is more than plain data.* nor into an object that does not name"):
+        dsq_ckpt.load({"one": fresh}, tmp_path / "b")
+    named = {"one": {"other": 0, "path": None}}
+    dsq_ckpt.load(named, tmp_path / "b")
+    assert named == {"one": {"other": 2, "path": pathlib.Path("a")}}
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_moments_of_a_class_of_their_own_in_a_fresh_optimizer(tmp_path, gradient):
+    """Only the optimizer makes such tensors, by a step that changes nothing."""
+    model, optimizer = made(EightBits, 2)
+    state = {"model": model, "optimizer": optimizer}
+    dsq_ckpt.save(state, tmp_path / "a")
+    other, target = made(EightBits)
+    before = other.weight.detach().clone()
+    if gradient:
+        other.weight.grad = torch.ones_like(other.weight)
+    with pytest.raises(LoadFailed, match="no 'step'"):
+        dsq_ckpt.load({"model": other, "optimizer": target, "step": 0}, tmp_path / "a")
+    assert not target.state and other.weight.equal(before)
+    dsq_ckpt.load({"model": other, "optimizer": target}, tmp_path / "a")
+    assert equal(target.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert (other.weight.grad is not None) is gradient
+
+
+def test_a_part_of_a_tensor_that_is_not_there_is_refused(tmp_path):
+    dsq_ckpt.save({"one": Kept(a=scaled(0), b=1)}, tmp_path / "a")
+    with pytest.raises(LoadFailed, match=r"'one\.a\.<Scaled>\.\S+' is a part of a tensor of the class <Scaled>"):
+        dsq_ckpt.load({"one": Kept(b=0)}, tmp_path / "a")
