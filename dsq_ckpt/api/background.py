@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
+from dsq_ckpt.distributed.beside import group_beside
 from dsq_ckpt.distributed.comm import timeout_of
 from dsq_ckpt.engine.result import is_telling
 from dsq_ckpt.errors import described
@@ -43,10 +44,7 @@ def group(like: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     known = _groups.get(base)
     found = known() if known is not None else None
     if found is None:  # ranks outside of `like` do not take part in its making
-        ranks = dist.get_process_group_ranks(base)
-        found = dist.new_group(
-            ranks, backend="gloo", use_local_synchronization=like is not None, timeout=timeout_of(base)
-        )
+        found = group_beside(like, timeout_of(base))
         _groups[base] = ref(found)
     return found
 

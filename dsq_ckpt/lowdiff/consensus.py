@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dsq_ckpt.distributed.beside import group_beside
 from dsq_ckpt.distributed.comm import Communicator, TorchCommunicator
 from dsq_ckpt.errors import SaveFailed
 
@@ -65,14 +66,7 @@ def cpu_group(comm: Communicator, timeout: float | None = None) -> dist.ProcessG
     """
     if not isinstance(comm, TorchCommunicator):
         return None
-    base = comm.group if comm.group is not None else dist.group.WORLD
-    assert base is not None
-    group = dist.new_group(
-        dist.get_process_group_ranks(base), backend="gloo", use_local_synchronization=comm.group is not None,
-        timeout=None if timeout is None else timedelta(seconds=timeout),
-    )
-    assert group is not None
-    return group
+    return group_beside(comm.group, None if timeout is None else timedelta(seconds=timeout))
 
 
 def _unreachable(error: RuntimeError) -> SaveFailed:

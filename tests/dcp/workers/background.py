@@ -196,6 +196,16 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
     done("plain calls")
 
 
+def overlapping(root: Path, decoded: list[dict[str, Any]], size: int) -> None:
+    """A group of whose ranks one is in more groups than the other: torch would name its group otherwise."""
+    dist.new_group([1])
+    pair = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=60))
+    future = dsq_ckpt.async_save(state_at(0, size), root / "0", config=FINE, process_group=pair)
+    future.result(timeout=120)
+    same(read(root / "0", size), decoded[0])
+    done("overlapping groups")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     base = Path(sys.argv[1])
@@ -206,3 +216,4 @@ if __name__ == "__main__":
         mixed(base / "mixed", decoded, ranks)
         failing(base / "failing", me, ranks)
         plain_calls(base / "plain", decoded, ranks)
+        overlapping(base / "overlapping", decoded, ranks)
