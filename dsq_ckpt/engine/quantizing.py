@@ -26,7 +26,7 @@ from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
 from dsq_ckpt.quantization.device.coding import DeviceTableCache
 from dsq_ckpt.quantization.global_sketch import Loaded, build_global_sketch
-from dsq_ckpt.quantization.groups import unwrapped
+from dsq_ckpt.quantization.groups import in_tree, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
@@ -168,11 +168,15 @@ class _Sketching:
     def _like_weights(self, chunks: list[Chunk], items: Sequence[SaveItem]) -> list[Chunk]:
         """Return the chunks without those of weights that hold what weights do not: these are stored exactly.
 
-        In a search all are tried: the metric judges them, and the model's buffers are exact anyway.
+        In a search all of the model are tried: the metric judges them, and buffers are exact anyway.
         """
-        if self._searches:
+        model = self._options.frozen.rests
+        if self._searches and not model:
             return chunks
-        asked = {item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
+        asked = {
+            item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule
+            and not (self._searches and in_tree(item.key.fqn, model) is not None)
+        }
         weights = [chunk for chunk in chunks if chunk.key in asked]
         unlike = unlike_weights([chunk.tensor for chunk in weights])
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from itertools import chain, islice
 
 import torch
 
@@ -142,11 +141,13 @@ def _warn_of_doubtful(
                     rows.add(one.key.fqn)
         model = options.frozen.rests
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
-        known = chain(
-            (item.key.fqn for item in items if in_tree(item.key.fqn, model) is not None),
-            (fqn for fqn in sorted(asked)[:_LOOKED_AT] if _is_shortened(fqn, model)),
-        )
-        return rows, beside_first_moments(beside), list(islice(known, 1)) if model else (), asked if model else ()
+        if not model:
+            return rows, beside_first_moments(beside), (), ()
+        lossy = sorted(asked & {one.key.fqn for one in fitted})
+        others = [fqn for fqn in lossy if in_tree(fqn, model) is None][:_LOOKED_AT]
+        strange = [fqn for fqn in others if not _is_shortened(fqn, model)]
+        of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
+        return rows, beside_first_moments(beside), [""] * of_it, strange
 
     ranks = gather_from_all_ranks(comm, local)
     rows, beside, known, strange = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
@@ -163,7 +164,14 @@ def _warn_of_doubtful(
             "divides exp_avg by that, a restart may lose a few steps. Set quantize.exp_avg.method to bf16 then",
             rank=comm.rank,
         )
-    if strange and not known:
+    if strange and known:
+        warn(
+            f"{named(strange)} is not a part of the model, and is quantized as weights are: if it is data, such as "
+            "observations, targets or statistics, store it exactly, by "
+            'quantize.rules: [{"pattern": NAME, "exact": true}]; if it is an average of weights, nothing is wrong',
+            rank=comm.rank,
+        )
+    elif strange:
         names = sorted(options.frozen.rests)
         warn(
             f"`model` has nothing of what is saved: {_first(names)} there, {_first(strange)} in the state dict. So it "

@@ -1,7 +1,8 @@
 """Tensors that count as weights by name and shape, but hold what no training leaves in weights.
 
-These are masks, tables of few constants, counts, and variances that an optimizer of the user's own keeps: a code would
-make of 1 something near it, and of a small variance zero. They are told by what they hold, and stored exactly.
+These are masks, tables of few constants, counts, numbers of tokens or classes, and variances that an optimizer of the
+user's own keeps: a code would make of 1 something near it, and of a small variance zero. They are told by what they
+hold, and stored exactly.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _BLOCK = 1 << 20
 
 
 def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each tensor, whether its elements are finite and none is negative, or few distinct values occur.
+    """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
 
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
     those that a few elements leave in doubt again.
     """
     return [
         (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
+        or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
         for tensor, glance in zip(tensors, _glances(tensors), strict=True)
     ]
 
@@ -66,6 +68,16 @@ def _no_negatives(tensor: torch.Tensor) -> bool:
             return False
         positive = positive or bool(block.any())
     return positive
+
+
+def _whole_numbers(tensor: torch.Tensor) -> bool:
+    """Return whether no value has a fraction, though each is small enough for one, and one is not zero."""
+    some, limit = False, 1 / torch.finfo(tensor.dtype).eps
+    for block in _blocks(tensor):
+        if not bool(((block.abs() < limit) & (block == block.round())).all()):
+            return False
+        some = some or bool(block.any())
+    return some
 
 
 def _is_few(values: Sequence[float]) -> bool:

@@ -147,8 +147,7 @@ def _by_gradient(
         fqn for fqn, mean in gradient.items()
         if mean > 0 and energy[fqn] > 0 and not octaves[fqn][-1] and not octaves[gauges[fqn].name][-1]
     ]
-    total = sum(size[fqn] for fqn in names)
-    if not known or sum(size[fqn] for fqn in known) * 2 < total:
+    if not known:
         return set(), 0.0, {}
     held = sum(size[fqn] for fqn in known)
     # The geometric mean of the tensors' root mean squares: a few large ones (embeddings) do not own it.

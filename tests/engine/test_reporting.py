@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dsq_ckpt
+from dsq_ckpt.storage.checkpoint import Checkpoint
 
 
 def net(*sizes: int) -> nn.Sequential:
@@ -42,3 +43,51 @@ def test_it_names_both(tmp_path):
     model = nn.ModuleDict({"decoder": net(128, 128)})
     with pytest.warns(UserWarning, match=r"decoder\.0\.bias, decoder\.0\.weight there, encoder\.w in the state dict"):
         dsq_ckpt.save({"encoder": {"w": torch.randn(128, 128)}}, tmp_path / "a", model=model)
+
+
+def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = net(128, 128, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(32, 128)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_data_beside_the_model_is_told_of(tmp_path, searched):
+    """Observations are quantized like weights; numbers of tokens are exact, also in a search, which tries the model."""
+    model, optimizer = trained()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    extra = {
+        "replay": {"seen": torch.randn(64, 128), "tokens": torch.arange(8192.0).view(64, 128) - 1},
+        "average": average.module.state_dict(),  # by the names of the model
+    }
+    batch = torch.randn(16, 128)
+    compressor = dsq_ckpt.Compressor(
+        model, optimizer, evaluate=(lambda: float(model(batch).detach().square().mean())) if searched else None
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(2):
+            compressor.save(tmp_path / str(number), extra=extra)
+    found = [str(one.message) for one in told if "is not a part of the model" in str(one.message)]
+    assert len(found) == 1 and found[0].startswith("'replay.seen' is not")
+    back = {"replay": {}}
+    dsq_ckpt.load(back, tmp_path / "1")
+    assert back["replay"]["tokens"].equal(extra["replay"]["tokens"])
+    assert not back["replay"]["seen"].equal(extra["replay"]["seen"])
+
+
+@pytest.mark.parametrize("elements", [6400, 640000])
+def test_data_beside_the_model_does_not_change_the_steps_of_its_weights(tmp_path, elements):
+    """Steps by the size of gradients were dropped for all where less than half of the elements had gradients."""
+    model, optimizer = trained()
+    data = {"data": torch.randn(elements // 80, 80)}
+    alone = dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "a" / "0")
+    beside = dsq_ckpt.Compressor(model, optimizer).save(tmp_path / "b" / "0", extra=data)
+    names = [f"model.{number}.weight" for number in (0, 1)]
+    scales = []
+    for result in (alone, beside):
+        with Checkpoint(result.path) as checkpoint:
+            scales.append([checkpoint.index["exponents"].get(name, 0) for name in names])
+    assert scales[0] == scales[1] and any(scales[0])
