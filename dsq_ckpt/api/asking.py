@@ -239,7 +239,12 @@ def _ask(
         return
     everything = {str(path[2]) for path in saved if path[1:2] == ("state",) and len(path) > 2}
     names = everything & (state.keys() | parameters.keys())  # of a pipeline other ranks have others
-    if everything and not names:  # those of another model, or numbers, as the optimizer itself has them
+    if everything and not names:  # those of another model, which the load tells
+        if all(name.isdecimal() for name in everything):
+            raise LoadFailed(
+                f"'{directory}' has the optimizer's state by the numbers of parameters, as an optimizer itself tells "
+                "it, and not by their names: load {'model': model, 'optimizer': optimizer} by dsq_ckpt.load"
+            )
         return
     for name in state.keys() - names:
         del state[name]

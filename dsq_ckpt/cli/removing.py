@@ -8,6 +8,7 @@ from pathlib import Path
 from dsq_ckpt.cli import output
 from dsq_ckpt.errors import ConfigError
 from dsq_ckpt.storage import removal
+from dsq_ckpt.storage.manifest import checkpoints as checkpoints_of
 from dsq_ckpt.storage.runs import canonical
 
 
@@ -20,6 +21,7 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
     with output.meter("removing", hidden=as_json):
         _refuse_twice(checkpoints)
         done = [removal.remove(checkpoint, dry_run=True) for checkpoint in checkpoints]
+        runs = _without_refinement([one.path for one in done])
         if not dry_run:
             done = [removal.remove(checkpoint) for checkpoint in checkpoints]
     if as_json:
@@ -34,6 +36,25 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
         output.console().print(
             f"{verb} {one.path}: {len(one.files)} file(s), {output.size(one.bytes)}{kept}", soft_wrap=True
         )
+
+
+    for directory in runs:
+        output.console().print(
+            f"'{directory}' {'would have' if dry_run else 'has'} no checkpoint with a refinement layer any more: what "
+            "is left are base layers alone, from which a restart loses steps", soft_wrap=True,
+        )
+
+
+def _without_refinement(removed: Sequence[Path]) -> list[Path]:
+    """Return the runs that lose their last checkpoints with a refinement layer, and keep others."""
+    found = []
+    for run_directory in dict.fromkeys(path.parent for path in removed):
+        saved = list(checkpoints_of(run_directory, lambda *_: None))
+        left = [manifest for path, manifest in saved if path not in removed]
+        had = any(manifest.refinement == "kept" for _, manifest in saved)
+        if had and left and all(manifest.refinement == "dropped" for manifest in left):
+            found.append(run_directory)
+    return found
 
 
 def _refuse_twice(checkpoints: Sequence[Path]) -> None:

@@ -47,8 +47,11 @@ def test_moments_under_other_names_are_not_left_out(tmp_path):
     model, optimizer = trained()
     dsq_ckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbers")
     dsq_ckpt.save({"model": model.state_dict()}, tmp_path / "none")
-    for name in ("numbers", "none"):
-        with pytest.raises(dsq_ckpt.LoadFailed, match=r"the checkpoint has no 'optimizer.state.embed.weight.step'"):
+    for name, said in (
+        ("numbers", r"by the numbers of parameters.* load \{'model': model, 'optimizer': optimizer\} by dsq_ckpt\.load"),
+        ("none", r"the checkpoint has no 'optimizer\.state\.embed\.weight\.step'"),
+    ):
+        with pytest.raises(dsq_ckpt.LoadFailed, match=said):
             dsq_ckpt.Compressor(model, optimizer).load(tmp_path / name)
 
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import dsq_ckpt
 from dsq_ckpt.cli import app, output
 from dsq_ckpt.storage import copying
+from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.commands import dsq, error, printed
 from tests.helpers.processes import PATIENCE, ROOT
 from tests.helpers.small_run import NAMES
@@ -188,6 +189,21 @@ def test_watch_on_a_terminal(run, tmp_path, watching):
 def test_rm_removes_nothing_if_one_cannot_be_removed(run, last, said):
     assert said in error("rm", run / NAMES[0], run / last)
     assert (run / NAMES[0] / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_rm_says_that_no_refinement_is_left(tmp_path, json):
+    """What was left could be resumed from before the save of what is removed."""
+    state = {"w": torch.randn(80, 80)}
+    for name in NAMES:
+        dsq_ckpt.save(state, tmp_path / name, config={"refinement": {"keep_last": 1}})
+    assert "no checkpoint with a refinement" not in dsq("rm", tmp_path / NAMES[0], *json).stdout
+    said = dsq("rm", "--dry-run", tmp_path / NAMES[2]).stdout
+    assert f"'{tmp_path}' would have no checkpoint with a refinement layer any more" in said
+    found = dsq("rm", tmp_path / NAMES[2], *json)
+    assert (f"'{tmp_path}' has no checkpoint with a refinement" in found.stdout) is not bool(json)
+    assert found.exit_code == 0 and Manifest.read(tmp_path / NAMES[1]).refinement == "dropped"
+    assert "no checkpoint with" not in dsq("rm", tmp_path / NAMES[1]).stdout, "nothing is left"
 
 
 def test_rm_of_a_damaged_checkpoint_says_what_removes_it(run):
