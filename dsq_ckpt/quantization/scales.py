@@ -1,9 +1,9 @@
 """Scales of tensors before they are quantized, from the octaves of their values and of their gradients.
 
 A tensor's `exponent` is log2 of the factor taken out of it, a multiple of 1/4. In k-means groups it only moves
-outliers into their group's range. Relative momentum is measured by its own size. On a lattice it sets the step: rate
-theory wants it proportional to one over the root of the curvature, for which the root of the mean squared gradient
-stands in (docs/design.md has the measurements).
+outliers into their group's range. Momentum, and first moments over the roots of second ones, are measured by the size
+of their own tensor. On a lattice it sets the step: rate theory wants it proportional to one over the root of the
+curvature, for which the root of the mean squared gradient stands in (docs/design.md has the measurements).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
 _REACH = 2.0  # a step is within this many octaves of the median one
 _WIDEST = 1.0  # log2: a unit is at most two root mean squares of its tensor
 _UNKNOWN = -1.0  # log2: the unit of a tensor without gradients, half its root mean square
+_UPDATE = -2.0  # log2: the usual root mean square of Adam's m / sqrt(v), of noise: sqrt((1 - b) / (1 + b)), b = 0.9
+_NO_UPDATE = 127 + 3  # biased exponent from which m / sqrt(v) cannot be Adam's: v is zero, or was
 _FEW = 1000  # one value of so many may be far larger than all others
 _LOST = 2.0**-8  # of a tensor's energy, which a base layer with fine steps loses by rounding
 _COARSEST = 32.0  # twice the largest step that may be set, in units: if the parent's is larger, its unit was
@@ -75,10 +77,16 @@ def choose_scales(
     """
     tensors, groups = layout.tensors, layout.groups
     scaled, unit, wanted = _by_gradient(octaves, tensors, groups, _gauges_of(layout))
-    relative = {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
-    for fqn, energy in _energies(octaves, [fqn for fqn, group in tensors.items() if group in relative]).items():
+    updates = {group for group, config in groups.items() if config.codebook.coordinates == "update"}
+    relative = updates | {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
+    sized = {fqn: octaves[fqn].copy() for fqn, group in tensors.items() if group in relative}
+    for fqn in sized:
+        if tensors[fqn] in updates:
+            sized[fqn][_NO_UPDATE:] = 0
+    for fqn, energy in _energies(sized, list(sized)).items():
         if energy:
-            wanted[fqn] = float(np.clip(round(2 * float(np.log2(energy))) / 4, -100, 100))
+            usual = _UPDATE if tensors[fqn] in updates else 0.0
+            wanted[fqn] = float(np.clip(round(2 * float(np.log2(energy)) - 4 * usual) / 4, -100, 100))
     refit = {group for group in groups if group not in books}
     rescaled = set()
     members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
