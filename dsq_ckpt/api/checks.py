@@ -89,6 +89,20 @@ def made_by_step(optimizer: Optimizer | None) -> Iterator[None]:
         raise LoadFailed(f"{_without_state(optimizer)}. It failed: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def as_before(optimizer: Optimizer) -> Iterator[None]:
+    """Take back the state of an optimizer that has none yet, and what a step changes in its groups, if a load fails."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        raise
+
+
 def make_state(optimizer: Optimizer) -> None:
     """Make the state of an optimizer that has none, as torch does it before a load: by a step that changes nothing.
 

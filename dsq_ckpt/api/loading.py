@@ -49,7 +49,9 @@ def load(
     CPU and plain data. Any other object is loaded only where the state dict has a placeholder for it: DCP unpickles it,
     which can run code of whoever wrote the checkpoint. When a load fails, empty dicts are empty again. The other
     arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
-    dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs.
+    dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs:
+    of optimizers and others all that was saved, also what theirs does not name, as before the first step. Tensors that
+    an object with tensors does not name are left out, with a warning, and so is what another rank has of it.
 
     Raises:
         ConfigError: an argument is not what it must be.
@@ -125,11 +127,14 @@ def load_with(
         empty.extend(found)
         return whole.lacking
 
+    def complete() -> list[Path]:
+        return [] if whole is None else whole.complete(lacking, comm.rank)
+
     with ExitStack() as stack:
         lacking = gather_from_all_ranks(comm, prepare, LoadFailed)
         try:
-            if whole is not None:
-                empty.extend(whole.complete(lacking, comm.rank))
+            if any(lacking):  # one has objects, as all ranks know
+                empty.extend(run_on_all_ranks(comm, complete, LoadFailed))
             for target, placeholders in to_fill:
                 target.update(placeholders)
             with (

@@ -57,6 +57,9 @@ def saved_options(nesting: Nesting, tensors: Mapping[str, Any]) -> dict[int, Tre
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
             value = placeholder(tensors[name], path, {}) if name in tensors else None
             put(found.setdefault(int(path[2]), {}), nesting.steps(path)[3:], value)
+    for path in nesting.empty or ():
+        if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
+            put(found.setdefault(int(path[2]), {}), nesting.steps(path)[3:], {}, keep=True)
     return found
 
 
@@ -134,7 +137,9 @@ class GroupsByName:
         places: list[Tree] = [{} for _ in range(max(self._numbers, default=-1) + 1)]
         self._asked = list(groups)
         for number, group in zip(self._numbers, groups, strict=True):
-            places[number] = {key: group.get(key, value) for key, value in saved.get(number, {}).items()}
+            places[number] = {
+                key: value if value == {} else group.get(key, value) for key, value in saved.get(number, {}).items()
+            }
             self.new += [(number, str(key)) for key in saved.get(number, {}) if key not in group]
         return places
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import make_state
-from dsq_ckpt.core.nesting import Nesting, Path, Step, empty_dicts
+from dsq_ckpt.api.checks import as_before, make_state
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.subclasses import by_parts, is_part
 from dsq_ckpt.core.unchanged import named
@@ -40,72 +41,154 @@ class Whole:
         checkpoint: what is loaded.
 
     Attributes:
-        lacking: what was saved and is not told.
+        lacking: what was saved and is not told; of optimizers without what is by the numbers of their own parameters
+            and groups, which ranks need not tell each other.
     """
 
-    def __init__(self, given: Mapping[Any, Any], told: dict[Any, Any], checkpoint: Checkpoint) -> None:
+    def __init__(self, given: Mapping[Any, Any], told: MutableMapping[Any, Any], checkpoint: Checkpoint) -> None:
         self._objects = {
             str(key): key for key, value in given.items()
             if isinstance(value, Stateful) and not isinstance(value, nn.Module)
         }
         self.lacking = {text: set[str]() for text in self._objects}
+        self._numbered = {
+            text: set[str]() for text, key in self._objects.items() if isinstance(given[key], Optimizer)
+        }
         self._given, self._told, self._kept = given, told, list[tuple[dict[Any, Any], dict[Any, Any]]]()
+        self._keys: dict[int, dict[str, Any]] = {}
+        if not self._objects:
+            return
         with checkpoint.naming():
             self._nesting = Nesting.from_json(checkpoint.index) or Nesting({})
             self._tensors = checkpoint.index["tensors"]
-        told |= {key: _copied(told[key]) for key in self._objects.values()}
+        for key in self._objects.values():
+            told[key] = _copied(told[key])
         own = {key: told[key] for key in self._objects.values()}
-        self._asked = flatten_state_dict(by_parts(own))[1]
-        empty = {path for path, _ in empty_dicts(own)} if own else set()
+        values, self._asked = flatten_state_dict(by_parts(own))
+        self._numbers = {  # None, say, where a tensor was saved
+            name for name, value in values.items()
+            if name in self._tensors and not isinstance(value, torch.Tensor | ShardedTensor)
+        }
+        self._filled = {path for path, _ in empty_dicts(own)}  # by the load
         for name, path in self._nesting.items():
-            filled = any(path[:deep] in empty for deep in range(1, len(path)))
-            if str(path[0]) in self._objects and name not in self._asked and not filled:
-                self.lacking[str(path[0])].add(name)
+            if str(path[0]) in self._objects and name not in self._asked:
+                own_numbers = self._numbered.get(str(path[0])) if _is_numbered(path) else None
+                (self.lacking[str(path[0])] if own_numbers is None else own_numbers).add(name)
 
     def complete(self, lacking: Iterable[Lacking], rank: int) -> list[Path]:
-        """Add placeholders for what no rank tells; leave out what an optimizer has in a group and was not saved.
+        """Add placeholders for what was saved; leave out what an optimizer has in a group and was not saved.
 
         Args:
-            lacking: that of all ranks. What another rank tells, such as a stage of a pipeline, is its own.
+            lacking: that of all ranks. What another rank tells, such as a stage of a pipeline, is its own, but for what
+                an optimizer has by the numbers of its parameters and groups.
             rank: of this process, of which 0 warns.
 
         Returns:
             The paths of what was added.
+
+        Raises:
+            LoadFailed: an optimizer has fewer parameters than have state, or nothing takes the parts of a tensor.
         """
         everywhere = list(lacking)
         parameters, added = parameters_of(self._given), list[Path]()
         for text, key in self._objects.items():
             names = set[str].intersection(*(one[text] for one in everywhere if text in one))
-            optimizer = isinstance(self._given[key], Optimizer)
-            tensors = not optimizer and _has_tensors(self._told[key])
-            left = {name for name in names if tensors and name in self._tensors}
-            if left:
+            optimizer = self._given[key] if isinstance(self._given[key], Optimizer) else None
+            if optimizer is not None:
+                groups = len(optimizer.param_groups)
+                names |= {name for name in self._numbered[text] if not self._is_of_group_from(name, groups)}
+            left = self._left(names) if optimizer is None and _has_tensors(self._told[key]) else set()
+            if told := sorted(left & self._tensors.keys()):
                 warn(
-                    f"{named(sorted(left))} was saved of '{text}' and is not loaded, since its state_dict() does not "
-                    "name it: load into an object that has it, or give an empty dict in place of this one", rank=rank,
+                    f"{named(told)} was saved of '{text}' and is not loaded, since its state_dict() does not name it: "
+                    "load into an object that has it, or give an empty dict in place of this one", rank=rank,
                 )
-            for name in sorted(names - left):
+            for path in self._nesting.empty or ():
+                if path[0] == text and len(path) > 1 and not self._is_below_filled(path):
+                    self._put(path, {}, keep=True)
+            instead = {name for name in self._numbers if self._nesting[name][0] == text}
+            for name in sorted(names - left | instead):
                 path = self._nesting[name]
+                if self._is_below_filled(path):
+                    continue
                 refuse_parts(name, path)
                 value = placeholder(self._tensors[name], path, parameters) if name in self._tensors else None
-                if _put(self._told, self._nesting.steps(path), value):
+                if self._put(path, value):
                     added.append(path)
-            if optimizer:
-                self._set_aside(key)
+            if optimizer is not None:
+                self._set_aside(text, key)
         return added
-
-    def _set_aside(self, key: Any) -> None:
-        saved = {path[:4] for path in self._nesting.values() if path[:2] == (str(key), "param_groups")}
-        groups = {path[:3] for path in saved}
-        for path in {path[:4] for path in self._asked.values() if path[:3] in groups} - saved:
-            group = self._told[key]["param_groups"][path[2]]
-            option = next(own for own in group if str(own) == path[3])
-            self._kept.append((group, {option: group.pop(option)}))
 
     def put_back(self) -> None:
         """Give parameter groups what was left out of the load."""
         for group, options in self._kept:
             group.update(options)
+
+    def _is_of_group_from(self, name: str, groups: int) -> bool:
+        path = self._nesting[name]
+        return path[1:2] == ("param_groups",) and type(path[2]) is int and path[2] >= groups
+
+    def _is_below_filled(self, path: Path) -> bool:
+        return any(path[:deep] in self._filled for deep in range(1, len(path)))
+
+    def _left(self, names: Iterable[str]) -> set[str]:
+        """Return the names of tensors, which an object may lack on purpose, and of what comes after these in lists."""
+        tensors = {name for name in names if name in self._tensors}
+        ends: dict[Path, int] = {}
+        for path in map(self._nesting.__getitem__, tensors):
+            for deep, part in enumerate(path):
+                if type(part) is int:
+                    ends[path[:deep]] = min(part, ends.get(path[:deep], part))
+        return tensors | {
+            name for name in names
+            if any(type(part) is int and part >= ends.get(path[:deep], part + 1)
+                   for path in [self._nesting[name]] for deep, part in enumerate(path))
+        }
+
+    def _set_aside(self, text: str, key: Any) -> None:
+        """Keep options of groups that were not saved out of the load; empty those that were saved as empty dicts."""
+        empty = {path for path in self._nesting.empty or () if path[:2] == (text, "param_groups")}
+        saved = {path[:4] for path in (*self._nesting.values(), *empty) if path[:2] == (text, "param_groups")}
+        groups = {path[:3] for path in saved}
+        for path in {path[:4] for path in self._asked.values() if path[:3] in groups}:
+            group = self._told[key]["param_groups"][path[2]]
+            option = next(own for own in group if str(own) == path[3])
+            if path in empty:
+                group[option] = {}
+            elif path not in saved:
+                self._kept.append((group, {option: group.pop(option)}))
+
+    def _put(self, path: Path, value: Any, *, keep: bool = False) -> bool:
+        """Set an entry of the state dict, by keys of which the text counts, and return whether that can be.
+
+        It cannot where a value is in the place of one of its dicts or lists, unless that is None. With `keep`, what is
+        there stays.
+        """
+        node: Any = self._told
+        steps = self._nesting.steps(path)
+        for (step, in_list), following in zip_longest(steps, steps[1:]):
+            key: Any = step
+            if isinstance(node, list) and in_list:
+                node.extend([None] * (key + 1 - len(node)))
+            elif isinstance(node, MutableMapping) and not in_list:
+                key = self._own_key(node, key)
+            else:
+                return False
+            if following is None:
+                if not keep or node[key] is None:
+                    node[key] = value
+            elif node[key] is None:
+                node[key] = [] if following[1] else {}
+            node = node[key]
+        return True
+
+    def _own_key(self, node: MutableMapping[Any, Any], key: Any) -> Any:
+        """Return the key of a dict that has the text of another one; a new one has None."""
+        if id(node) not in self._keys:
+            self._keys[id(node)] = {str(own): own for own in node}
+        found = self._keys[id(node)].setdefault(str(key), key)
+        node.setdefault(found, None)
+        return found
 
 
 @contextmanager
@@ -113,7 +196,7 @@ def made_states(given: Mapping[Any, Any], checkpoint: Checkpoint) -> Iterator[bo
     """Make the state of optimizers that have none and keep tensors of classes of their own, and yield whether any is.
 
     Only the optimizer can make such tensors, as those of 8 bits of torchao, into whose parts a load then goes. If that
-    fails, it has none again.
+    fails, or the load does, they are as before.
 
     Raises:
         LoadFailed: a step makes no state.
@@ -125,14 +208,11 @@ def made_states(given: Mapping[Any, Any], checkpoint: Checkpoint) -> Iterator[bo
         value for key, value in given.items()
         if str(key) in consisting and isinstance(value, Optimizer) and not value.state
     ]
-    try:
+    with ExitStack() as stack:
         for optimizer in fresh:
+            stack.enter_context(as_before(optimizer))
             make_state(optimizer)
         yield bool(fresh)
-    except BaseException:
-        for optimizer in fresh:
-            optimizer.state.clear()
-        raise
 
 
 def refuse_parts(name: str, path: Path) -> None:
@@ -148,6 +228,11 @@ def refuse_parts(name: str, path: Path) -> None:
         )
 
 
+def _is_numbered(path: Path) -> bool:
+    """Return whether a path leads to a parameter group, or to the state of a parameter by its number."""
+    return path[1:2] == ("param_groups",) or (path[1:2] == ("state",) and str(path[2]).isdecimal())
+
+
 def _has_tensors(node: Any) -> bool:
     return any(isinstance(value, torch.Tensor) for value in flatten_state_dict({"": node})[0].values())
 
@@ -156,31 +241,9 @@ def _copied(node: Any) -> Any:
     """Return new dicts and lists with the same values; those of an optimizer's state are in use."""
     if isinstance(node, list):
         return [_copied(value) for value in node]
-    if not isinstance(node, MutableMapping):
+    if not isinstance(node, Mapping):
         return node
-    made = copy.copy(node)
+    made = copy.copy(node) if isinstance(node, dict) else dict(node)  # a copy of others may share what they hold
     for key, value in node.items():
         made[key] = _copied(value)
     return made
-
-
-def _put(node: Any, steps: list[Step], value: Any) -> bool:
-    """Set an entry of a nested state dict, by keys of which the text counts, and return whether that can be.
-
-    It cannot where a value is in the place of one of its dicts or lists, unless that is None.
-    """
-    for (step, in_list), following in zip_longest(steps, steps[1:]):
-        key: Any = step
-        if isinstance(node, list) and in_list:
-            node.extend([None] * (key + 1 - len(node)))
-        elif isinstance(node, MutableMapping) and not in_list:
-            key = next((own for own in node if str(own) == str(key)), key)
-            node.setdefault(key, None)
-        else:
-            return False
-        if following is None:
-            node[key] = value
-        elif node[key] is None:
-            node[key] = [] if following[1] else {}
-        node = node[key]
-    return True

@@ -36,8 +36,6 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
         output.console().print(
             f"{verb} {one.path}: {len(one.files)} file(s), {output.size(one.bytes)}{kept}", soft_wrap=True
         )
-
-
     for directory in runs:
         output.console().print(
             f"'{directory}' {'would have' if dry_run else 'has'} no checkpoint with a refinement layer any more: what "

@@ -144,8 +144,9 @@ def _warn_of_doubtful(
         if not model:
             return rows, beside_first_moments(beside), (), ()
         lossy = sorted(asked & {one.key.fqn for one in fitted})
-        others = [fqn for fqn in lossy if in_tree(fqn, model) is None][:_LOOKED_AT]
-        strange = [fqn for fqn in others if not _is_shortened(fqn, model)]
+        others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
+        strange = [fqn for fqn in others[:_LOOKED_AT] if not _is_shortened(fqn, model)]
+        strange += others[_LOOKED_AT:] if strange else []
         of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
         return rows, beside_first_moments(beside), [""] * of_it, strange
 
@@ -166,10 +167,10 @@ def _warn_of_doubtful(
         )
     if strange and known:
         warn(
-            f"{named(strange)} is not a part of the model, and is quantized as weights are: if it is data, such as "
+            f"{named(strange)} lies beside the model and is quantized as weights are: if it is data, such as "
             "observations, targets or statistics, store it exactly, by "
-            'quantize.rules: [{"pattern": NAME, "exact": true}]; if it is an average of weights, nothing is wrong',
-            rank=comm.rank,
+            'quantize.rules: [{"pattern": NAME, "exact": true}]; if it is another model, or an average of weights, '
+            "nothing is wrong", rank=comm.rank,
         )
     elif strange:
         names = sorted(options.frozen.rests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.checks import make_state
+from dsq_ckpt.api.checks import as_before, make_state
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.whole import refuse_parts
 from dsq_ckpt.convert.export import Opened
@@ -62,9 +63,13 @@ class TrainingState:
         """
         self._reshard()
         comm = communicator(None)
-        tensors, state = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
-        load(tensors, directory)
-        run_on_all_ranks(comm, lambda: self._fill(directory, state), LoadFailed)
+        with ExitStack() as stack:
+            for optimizer in self._optimizers.values():
+                if not optimizer.state:
+                    stack.enter_context(as_before(optimizer))
+            tensors, state = run_on_all_ranks(comm, lambda: self._placeholders(directory), LoadFailed)
+            load(tensors, directory)
+            run_on_all_ranks(comm, lambda: self._fill(directory, state), LoadFailed)
 
     def _placeholders(self, directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state dict to be filled with tensors, and one with the same tensors and all other values."""

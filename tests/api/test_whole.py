@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import warnings
 
@@ -124,9 +125,12 @@ def test_a_scheduler_is_made_after_the_load_or_before_without_one_that_was_saved
 
 def test_entries_that_an_object_has_once_it_was_used(tmp_path):
     weights = {"w": torch.randn(3, 5), "deep": [torch.ones(2), {"n": 1}]}
-    stop = Kept(best=0.1, wait=3, weights=weights, last=torch.ones(4), empty={}, numbers=[1, 2])
+    stop = Kept(
+        best=0.1, wait=3, weights=weights, last=torch.ones(4), empty={}, numbers=[1, 2], kept=torch.ones(2),
+        list=[{}, {"pos": 4, "buffer": {}}],
+    )
     dsq_ckpt.save({"w": torch.zeros(3), "stop": stop}, tmp_path / "a")
-    fresh = Kept(best=float("inf"), weights=None, numbers=[])
+    fresh = Kept(best=float("inf"), weights=None, numbers=[], kept=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         dsq_ckpt.load({"w": torch.zeros(3), "stop": fresh}, tmp_path / "a")
@@ -139,11 +143,88 @@ def test_entries_that_an_object_has_once_it_was_used(tmp_path):
 
 def test_an_object_with_tensors_of_its_own_is_not_given_others(tmp_path):
     """It may hold a part of a model on purpose, as a stage of a pipeline does."""
-    dsq_ckpt.save({"app": Kept(a=torch.ones(3), b=torch.ones(4), step=7)}, tmp_path / "a")
-    part = Kept(a=torch.zeros(3))
-    with pytest.warns(UserWarning, match=r"'app\.b' was saved of 'app' and is not loaded, since its state_dict\(\)"):
+    ones = torch.ones(3)
+    dsq_ckpt.save({"app": Kept(a=ones, b=torch.ones(4), step=7, list=[ones, 1, torch.ones(2), 2])}, tmp_path / "a")
+    part = Kept(a=torch.zeros(3), list=[torch.zeros(3)])
+    with pytest.warns(UserWarning, match=r"'app\.b', 'app\.list\.2' was saved of 'app' and is not loaded, since its"):
         dsq_ckpt.load({"app": part}, tmp_path / "a")
-    assert part.state.keys() == {"a", "step"} and part.state["a"].equal(torch.ones(3)) and part.state["step"] == 7
+    assert differences(part.state, {"a": ones, "list": [ones, 1], "step": 7}) == []
+
+
+class Wrapped(collections.UserDict):
+    """A mapping that is no dict, of which a shallow copy has the same entries."""
+
+    def __copy__(self):
+        made = Wrapped()
+        made.data = self.data
+        return made
+
+
+def test_a_load_that_fails_leaves_what_objects_hold(tmp_path):
+    dsq_ckpt.save({"one": Kept(inner={"x": 1, "y": 2}), "top": {"e": 3}}, tmp_path / "a")
+    held = Wrapped(x=5)
+    with pytest.raises(LoadFailed, match="no 'missing'"):
+        dsq_ckpt.load({"one": Kept(inner=held), "missing": 0}, tmp_path / "a")
+    assert held == {"x": 5}
+    one, top = Kept(inner=held), collections.UserDict(one=None, top={})
+    top["one"] = one
+    dsq_ckpt.load(top, tmp_path / "a")  # any mapping, too
+    assert one.state == {"inner": {"x": 1, "y": 2}} and top["top"] == {"e": 3}
+
+
+@pytest.mark.parametrize("compressor", [False, True])
+def test_an_option_that_was_saved_as_an_empty_dict_is_empty(tmp_path, compressor):
+    model, optimizer = made(Counting, 1)
+    other, target = made(Counting, 1)
+    optimizer.param_groups[0]["sums"] = {}
+    if compressor:
+        dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
+        dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
+    else:
+        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "a", config="exact")
+        dsq_ckpt.load({"model": other, "optimizer": target}, tmp_path / "a")
+    assert options(target) == [{"lr": 0.1, "step": 1, "sums": {}}]
+
+
+def test_a_rate_that_was_a_tensor(tmp_path):
+    _, optimizer = made(torch.optim.AdamW, 1, lr=torch.tensor(0.125))
+    dsq_ckpt.save({"optimizer": optimizer}, tmp_path / "a")
+    _, target = made(torch.optim.AdamW, 1)
+    dsq_ckpt.load({"optimizer": target}, tmp_path / "a")
+    assert float(target.param_groups[0]["lr"]) == 0.125
+
+
+def test_an_optimizer_that_has_stepped_for_some_parameters_alone(tmp_path):
+    def partly(*used):
+        layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        optimizer = torch.optim.AdamW(layers.parameters())
+        for number in used:
+            layers[number](torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        return layers, optimizer
+
+    layers, optimizer = partly(0, 1, 2)
+    dsq_ckpt.save({"optimizer": optimizer}, tmp_path / "a", config="exact")
+    others, target = partly(1)
+    dsq_ckpt.load({"optimizer": target}, tmp_path / "a")
+    for layer, other in zip(layers, others, strict=True):
+        assert target.state[other.weight]["exp_avg"].equal(optimizer.state[layer.weight]["exp_avg"])
+    with pytest.raises(LoadFailed, match=r"state of parameter 2.*has 2 parameters"):
+        dsq_ckpt.load({"optimizer": torch.optim.AdamW([*others[:2].parameters()])}, tmp_path / "a")
+
+
+def test_a_rate_is_not_left_at_zero_where_the_state_cannot_be_made(tmp_path):
+    class Fails(EightBits):
+        def step(self, closure=None):
+            self.param_groups[0]["count"] = 1
+            raise ValueError("no step without a loss")
+
+    _, optimizer = made(EightBits, 1)
+    dsq_ckpt.save({"optimizer": optimizer}, tmp_path / "a")
+    _, target = made(Fails)
+    with pytest.raises(LoadFailed, match="no step without a loss"):
+        dsq_ckpt.load({"optimizer": target}, tmp_path / "a")
+    assert options(target) == [{"lr": 0.1}] and not target.state
 
 
 def test_what_another_rank_tells_is_its_own(tmp_path):

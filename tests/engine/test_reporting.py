@@ -70,8 +70,8 @@ def test_data_beside_the_model_is_told_of(tmp_path, searched):
         warnings.simplefilter("always")
         for number in range(2):
             compressor.save(tmp_path / str(number), extra=extra)
-    found = [str(one.message) for one in told if "is not a part of the model" in str(one.message)]
-    assert len(found) == 1 and found[0].startswith("'replay.seen' is not")
+    found = [str(one.message) for one in told if "lies beside the model" in str(one.message)]
+    assert len(found) == 1 and found[0].startswith("'replay.seen' lies")
     back = {"replay": {}}
     dsq_ckpt.load(back, tmp_path / "1")
     assert back["replay"]["tokens"].equal(extra["replay"]["tokens"])

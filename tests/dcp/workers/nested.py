@@ -136,6 +136,25 @@ def left_state(root: Path, rank: int) -> None:
     done("left state")
 
 
+def objects(root: Path, rank: int) -> None:
+    """Objects of which ranks tell different things: what fails on one rank fails on all."""
+    def stepped(*used: int, of: int = 3) -> torch.optim.Optimizer:
+        parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(of)]
+        for number in used:
+            parameters[number].grad = torch.ones(4)
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.step()
+        return optimizer
+
+    dsq_ckpt.save({"optimizer": stepped(0, 1, 2)}, root / "a")
+    target = stepped(rank)
+    dsq_ckpt.load({"optimizer": target}, root / "a")
+    assert all(state["exp_avg"].any() for state in target.state.values()) and len(target.state) == 3
+    fewer = stepped(0, of=3 - rank)
+    fails_everywhere(lambda: dsq_ckpt.load({"optimizer": fewer}, root / "a"), "and 'optimizer' has 2 parameters")
+    done("objects")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with world() as (me, ranks):
@@ -145,3 +164,4 @@ if __name__ == "__main__":
         partial(Path(sys.argv[1]) / "partial", me)
         own_values(Path(sys.argv[1]) / "own", me)
         left_state(Path(sys.argv[1]) / "left", me)
+        objects(Path(sys.argv[1]) / "objects", me)
