@@ -65,7 +65,7 @@ class Whole:
             told[key] = _copied(told[key])
         own = {key: told[key] for key in self._objects.values()}
         values, self._asked = flatten_state_dict(by_parts(own))
-        self._numbers = {  # None, say, where a tensor was saved
+        self._no_tensors = {  # None, say, where a tensor was saved
             name for name, value in values.items()
             if name in self._tensors and not isinstance(value, torch.Tensor | ShardedTensor)
         }
@@ -106,7 +106,7 @@ class Whole:
             for path in self._nesting.empty or ():
                 if path[0] == text and len(path) > 1 and not self._is_below_filled(path):
                     self._put(path, {}, keep=True)
-            instead = {name for name in self._numbers if self._nesting[name][0] == text}
+            instead = {name for name in self._no_tensors if self._nesting[name][0] == text}
             for name in sorted(names - left | instead):
                 path = self._nesting[name]
                 if self._is_below_filled(path):
