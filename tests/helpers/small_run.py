@@ -14,8 +14,11 @@ import dsq_ckpt
 NAMES = ("step-000005", "step-000010", "step-000015")
 
 
-def small_run(run: Path) -> dict[str, Any]:
-    """Train a small model with AdamW, save a checkpoint every five steps; returns the last state dict."""
+def small_run(run: Path, **config: Any) -> dict[str, Any]:
+    """Train a small model with AdamW, save a checkpoint every five steps; returns the last state dict.
+
+    `config` has sections of the configuration.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -31,5 +34,5 @@ def small_run(run: Path) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
         extra = {"step": 5 * number, "name": "small", "seen": [torch.arange(3), {"last": tokens}]}
         state = {"model": weights, "optimizer": moments, "extra": extra}
-        dsq_ckpt.save(state, run / name, model=model, config={"refinement": {"keep_last": 1}})
+        dsq_ckpt.save(state, run / name, model=model, config={"refinement": {"keep_last": 1}, **config})
     return state
