@@ -20,12 +20,13 @@ import torch
 import dsq_ckpt
 from campaigns import subjects
 from campaigns.harness import BAD, Campaign, Found, forked, told
-from campaigns.subjects import State, state_at
+from campaigns.subjects import FINE_MOMENTS, State, state_at
 from dsq_ckpt.storage import gc
 
 KINDS = ("saves", "overwrites", "deletions", "two writers")
 _CONFIG: State = {
-    "quantize": {"min_elements": 256}, "storage": {"block_elements": 1024, "fsync": False}, "delta": {"max_chain": 6},
+    "quantize": {"min_elements": 256, **FINE_MOMENTS}, "storage": {"block_elements": 1024, "fsync": False},
+    "delta": {"max_chain": 6},
 }
 
 

@@ -50,7 +50,8 @@ class Long(Campaign):
 
     def _chain(self, run: Path, longest: int | None) -> Found:
         count = 16 if self.short else 300
-        config = _SMALL | ({} if longest is None else {"delta": {"max_chain": longest}})
+        config = {**_SMALL, "quantize": {**_SMALL["quantize"], **subjects.FINE_MOMENTS}}
+        config |= {} if longest is None else {"delta": {"max_chain": longest}}
         resident, seconds = [], []
         for step in range(1, count + 1):
             started = time.perf_counter()

@@ -26,6 +26,8 @@ from tests.helpers.states import same as equal
 State = dict[str, Any]
 SUBJECTS = ("deltas", "differences", "exact")
 _SMALL: State = {"quantize": {"min_elements": 256}, "storage": {"block_elements": 1024, "fsync": False}}
+FINE_MOMENTS: State = {"exp_avg": {"codebook": {"fit": "update", "step": 1}}}
+"""Cells of first moments in which base layers hold more than zeros; `far` compares these."""
 _CONFIGS: dict[str, State] = {
     "deltas": _SMALL, "differences": {"system": "lc", **_SMALL}, "exact": {"system": "exact", **_SMALL},
 }

@@ -11,6 +11,9 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.quantization.codebook.table import entropy_bits
 from dsq_ckpt.storage.checkpoint import Checkpoint
 
+# By default nearly all codes of first moments are zero.
+FINE = {"quantize": {"exp_avg": {"codebook": {"fit": "update", "step": 1}}}}
+
 
 def recorded(root):
     """(previous codes, codes) of every lossy tensor, by group, of two checkpoints of a small GPT in training."""
@@ -26,7 +29,7 @@ def recorded(root):
         optimizer.zero_grad()
         if step in (54, 59):  # near enough for codes of first moments to be worth those before, whatever the text
             weights, moments = get_state_dict(model, optimizer)
-            dsq_ckpt.save({"model": weights, "optimizer": moments}, root / str(step), model=model)
+            dsq_ckpt.save({"model": weights, "optimizer": moments}, root / str(step), model=model, config=FINE)
     pairs = {}
     with Checkpoint(root / "54") as before, Checkpoint(root / "59") as after, Workers(1, 1 << 20) as workers:
         for key, ref in after.chunks():
