@@ -14,7 +14,7 @@ import dsq_ckpt
 from dsq_ckpt import LoadFailed
 from dsq_ckpt.api.whole import Whole
 from dsq_ckpt.storage.checkpoint import Checkpoint
-from tests.core.test_subclasses import Scaled, equal, scaled
+from tests.core.test_subclasses import EightBits, equal, scaled
 from tests.helpers.states import differences
 
 pytestmark = [
@@ -36,21 +36,6 @@ class Counting(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
-
-
-class EightBits(torch.optim.Optimizer):
-    """Has moments of a class of its own, as torchao's optimizers."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            empty = torch.zeros(parameter.shape, dtype=torch.int8), torch.zeros(len(parameter), 1)
-            moment = self.state[parameter].setdefault("exp_avg", Scaled(*empty))
-            moment.codes += 3
-            moment.scale += parameter.grad.abs().amax(-1, keepdim=True)
 
 
 class Kept:
@@ -77,6 +62,16 @@ def made(kind, steps=0, **options):
     return model, optimizer
 
 
+def restore(path, compressor, source, target):
+    """Save one model and optimizer, and load it into others, by a `Compressor` or as objects."""
+    if compressor:
+        dsq_ckpt.Compressor(*source, config="exact").save(path)
+        dsq_ckpt.Compressor(*target).load(path)
+    else:
+        dsq_ckpt.save(dict(zip(("model", "optimizer"), source, strict=True)), path, config="exact")
+        dsq_ckpt.load(dict(zip(("model", "optimizer"), target, strict=True)), path)
+
+
 def options(optimizer):
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
@@ -86,19 +81,14 @@ def options(optimizer):
 def test_options_of_groups_that_only_a_used_optimizer_has(tmp_path, compressor, stepped):
     model, optimizer = made(Counting, 3)
     other, target = made(Counting, stepped)
-    if compressor:
-        dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
-        dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
-    else:
-        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "a", config="exact")
-        dsq_ckpt.load({"model": other, "optimizer": target}, tmp_path / "a")
+    restore(tmp_path / "a", compressor, (model, optimizer), (other, target))
     assert options(target) == options(optimizer) == [{"lr": 0.1, "step": 3, "sums": {"gradients": 4.5}}]
     assert target.state[other.weight]["exp_avg"].equal(optimizer.state[model.weight]["exp_avg"])
 
 
 @pytest.mark.parametrize("compressor", [False, True])
 def test_a_scheduler_is_made_after_the_load_or_before_without_one_that_was_saved(tmp_path, compressor):
-    """It reads `initial_lr` of each group where it goes on, and keeps numbers of its own there."""
+    """A scheduler reads `initial_lr` of each group where it goes on, and keeps numbers of its own there."""
     def run(state, path, load):
         if compressor:
             one = dsq_ckpt.Compressor(state["model"], state["optimizer"], config="exact")
@@ -142,7 +132,7 @@ def test_entries_that_an_object_has_once_it_was_used(tmp_path):
 
 
 def test_an_object_with_tensors_of_its_own_is_not_given_others(tmp_path):
-    """It may hold a part of a model on purpose, as a stage of a pipeline does."""
+    """An object may hold a part of a model on purpose, as a stage of a pipeline does."""
     ones = torch.ones(3)
     dsq_ckpt.save({"app": Kept(a=ones, b=torch.ones(4), step=7, list=[ones, 1, torch.ones(2), 2])}, tmp_path / "a")
     part = Kept(a=torch.zeros(3), list=[torch.zeros(3)])
@@ -177,12 +167,7 @@ def test_an_option_that_was_saved_as_an_empty_dict_is_empty(tmp_path, compressor
     model, optimizer = made(Counting, 1)
     other, target = made(Counting, 1)
     optimizer.param_groups[0]["sums"] = {}
-    if compressor:
-        dsq_ckpt.Compressor(model, optimizer, config="exact").save(tmp_path / "a")
-        dsq_ckpt.Compressor(other, target).load(tmp_path / "a")
-    else:
-        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "a", config="exact")
-        dsq_ckpt.load({"model": other, "optimizer": target}, tmp_path / "a")
+    restore(tmp_path / "a", compressor, (model, optimizer), (other, target))
     assert options(target) == [{"lr": 0.1, "step": 1, "sums": {}}]
 
 

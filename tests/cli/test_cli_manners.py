@@ -193,7 +193,7 @@ def test_rm_removes_nothing_if_one_cannot_be_removed(run, last, said):
 
 @pytest.mark.parametrize("json", [(), ("--json",)])
 def test_rm_says_that_no_refinement_is_left(tmp_path, json):
-    """What was left could be resumed from before the save of what is removed."""
+    """Each checkpoint that is left could be resumed from, before the removed one was saved."""
     state = {"w": torch.randn(80, 80)}
     for name in NAMES:
         dsq_ckpt.save(state, tmp_path / name, config={"refinement": {"keep_last": 1}})

@@ -78,6 +78,24 @@ class Closed(torch.Tensor):
     __torch_dispatch__ = Scaled.__torch_dispatch__
 
 
+class EightBits(torch.optim.Optimizer):
+    """Has moments of a class of its own, as torchao's optimizers."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = Scaled(
+                    torch.zeros(parameter.shape, dtype=torch.int8), torch.zeros(len(parameter), 1))
+            state["exp_avg"].codes += 3
+            state["exp_avg"].scale += parameter.grad.abs().amax(-1, keepdim=True)
+            parameter -= 0.1 * parameter.grad
+
+
 def scaled(seed, scale=None, signed=True):
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 128, (96, 80), generator=g).to(torch.int8)
@@ -133,21 +151,6 @@ def test_a_wrapper_of_the_tensor_itself_is_that_tensor(tmp_path):
 
 def test_an_optimizer_with_such_states(tmp_path):
     """As torchao's AdamW8bit, saved and restored by a Compressor."""
-    class EightBits(torch.optim.Optimizer):
-        def __init__(self, parameters):
-            super().__init__(parameters, {"lr": 0.1})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = Scaled(
-                        torch.zeros(parameter.shape, dtype=torch.int8), torch.zeros(len(parameter), 1))
-                state["exp_avg"].codes += 3
-                state["exp_avg"].scale += parameter.grad.abs().amax(-1, keepdim=True)
-                parameter -= 0.1 * parameter.grad
-
     def run(seed):
         torch.manual_seed(seed)
         model = nn.Linear(80, 96, bias=False)

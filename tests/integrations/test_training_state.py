@@ -6,8 +6,8 @@ import pytest
 
 import dsq_ckpt
 from dsq_ckpt.integrations.training_state import TrainingState
-from tests.api.test_whole import EightBits, made
-from tests.core.test_subclasses import equal
+from tests.api.test_whole import made
+from tests.core.test_subclasses import EightBits, equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
