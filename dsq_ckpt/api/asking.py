@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
+from dsq_ckpt.api.checks import as_before
 from dsq_ckpt.api.parameter_groups import GroupsByName, saved_groups, saved_options
 from dsq_ckpt.api.stateful import refuse_meta
 from dsq_ckpt.core.nesting import Nesting
@@ -61,15 +62,11 @@ def given_back(optimizer: Optimizer | None) -> Iterator[None]:
     if optimizer is None or parameter is None:
         yield
         return
-    rates = [group.get("lr") for group in optimizer.param_groups]
     try:
-        yield
+        with as_before(optimizer):
+            yield
     except BaseException:
-        optimizer.state.clear()
         optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
         raise
 
 

@@ -1,4 +1,4 @@
-"""What a `Compressor` refuses, searches, optimizers and models that do not go together; and how state is made."""
+"""Refusals of a `Compressor` (searches, optimizers and models that do not go together), and state made by a step."""
 
 from __future__ import annotations
 

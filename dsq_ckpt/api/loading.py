@@ -17,9 +17,9 @@ from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
 from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
 from dsq_ckpt.api.stateful import state_of, told_state, warn_of_objects
-from dsq_ckpt.api.whole import Lacking, Whole, made_states
+from dsq_ckpt.api.whole import Lacking, Whole, made_states, objects_in
 from dsq_ckpt.core.interrupts import held_signals
-from dsq_ckpt.core.nesting import Path, empty_dicts, number_parameters
+from dsq_ckpt.core.nesting import Nesting, Path, empty_dicts, number_parameters
 from dsq_ckpt.core.subclasses import loading, refuse_cycles
 from dsq_ckpt.dcp.nested import NestedLoadPlanner, fillings
 from dsq_ckpt.dcp.reader import DSQStorageReader, Refinement
@@ -116,16 +116,21 @@ def load_with(
         refuse_cycles(told)
         warn_of_objects(told, comm.rank)
         found = [own for own, _ in empty_dicts(told)]
-        if not found and told is state_dict:
+        objects = objects_in(state_dict)
+        if not found and not objects:
             return {}
         with Checkpoint(directory) as checkpoint:
-            if stack.enter_context(made_states(state_dict, checkpoint)):
-                told = told_state(state_dict, loads=True)
-                found = [own for own, _ in empty_dicts(told)]
-            whole = Whole(state_dict, told, checkpoint)
+            if objects:
+                with checkpoint.naming():
+                    nesting = Nesting.from_json(checkpoint.index) or Nesting({})
+                    tensors = checkpoint.index["tensors"]
+                if stack.enter_context(made_states(objects, nesting)):
+                    told = told_state(state_dict, loads=True)
+                    found = [own for own, _ in empty_dicts(told)]
+                whole = Whole(objects, told, nesting, tensors)
             to_fill.extend(fillings(told, checkpoint, state_dict))
         empty.extend(found)
-        return whole.lacking
+        return {} if whole is None else whole.lacking
 
     def complete() -> list[Path]:
         return [] if whole is None else whole.complete(lacking, comm.rank)

@@ -26,41 +26,44 @@ from dsq_ckpt.core.subclasses import by_parts, is_part
 from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.nested import parameters_of, placeholder
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.storage.checkpoint import Checkpoint
 
 Lacking = Mapping[str, set[str]]
 """Names that were saved below a key at the top level, and that the object there does not tell on one rank."""
 
 
+def objects_in(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the objects at the top level of a state dict that have one of their own, but modules, which tell all."""
+    return {
+        key: value for key, value in given.items()
+        if isinstance(value, Stateful) and not isinstance(value, nn.Module)
+    }
+
+
 class Whole:
-    """The objects of a state dict that is loaded, as one rank has them; modules do not count, which tell all names.
+    """The objects of a state dict that is loaded, as one rank has them.
 
     Args:
-        given: the state dict as the caller gave it.
-        told: the same with state dicts in place of objects; its objects get dicts and lists of their own.
-        checkpoint: what is loaded.
+        given: the objects, by key.
+        told: a state dict with their state dicts in their places, which get dicts and lists of their own.
+        nesting: of the checkpoint.
+        tensors: its index of tensors.
 
     Attributes:
         lacking: what was saved and is not told; of optimizers without what is by the numbers of their own parameters
             and groups, which ranks need not tell each other.
     """
 
-    def __init__(self, given: Mapping[Any, Any], told: MutableMapping[Any, Any], checkpoint: Checkpoint) -> None:
-        self._objects = {
-            str(key): key for key, value in given.items()
-            if isinstance(value, Stateful) and not isinstance(value, nn.Module)
-        }
+    def __init__(
+        self, given: Mapping[Any, Any], told: MutableMapping[Any, Any], nesting: Nesting, tensors: Mapping[str, Any]
+    ) -> None:
+        self._objects = {str(key): key for key in given}
         self.lacking = {text: set[str]() for text in self._objects}
         self._numbered = {
             text: set[str]() for text, key in self._objects.items() if isinstance(given[key], Optimizer)
         }
         self._given, self._told, self._kept = given, told, list[tuple[dict[Any, Any], dict[Any, Any]]]()
         self._keys: dict[int, dict[str, Any]] = {}
-        if not self._objects:
-            return
-        with checkpoint.naming():
-            self._nesting = Nesting.from_json(checkpoint.index) or Nesting({})
-            self._tensors = checkpoint.index["tensors"]
+        self._nesting, self._tensors = nesting, tensors
         for key in self._objects.values():
             told[key] = _copied(told[key])
         own = {key: told[key] for key in self._objects.values()}
@@ -192,7 +195,7 @@ class Whole:
 
 
 @contextmanager
-def made_states(given: Mapping[Any, Any], checkpoint: Checkpoint) -> Iterator[bool]:
+def made_states(objects: Mapping[Any, Any], nesting: Nesting) -> Iterator[bool]:
     """Make the state of optimizers that have none and keep tensors of classes of their own, and yield whether any is.
 
     Only the optimizer can make such tensors, as those of 8 bits of torchao, into whose parts a load then goes. If that
@@ -201,11 +204,9 @@ def made_states(given: Mapping[Any, Any], checkpoint: Checkpoint) -> Iterator[bo
     Raises:
         LoadFailed: a step makes no state.
     """
-    with checkpoint.naming():
-        paths = (Nesting.from_json(checkpoint.index) or Nesting({})).values()
-        consisting = {str(path[0]) for path in paths if path[1:2] == ("state",) and any(map(is_part, path))}
+    consisting = {str(path[0]) for path in nesting.values() if path[1:2] == ("state",) and any(map(is_part, path))}
     fresh = [
-        value for key, value in given.items()
+        value for key, value in objects.items()
         if str(key) in consisting and isinstance(value, Optimizer) and not value.state
     ]
     with ExitStack() as stack:

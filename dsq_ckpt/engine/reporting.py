@@ -148,7 +148,7 @@ def _warn_of_doubtful(
         strange = [fqn for fqn in others[:_LOOKED_AT] if not _is_shortened(fqn, model)]
         strange += others[_LOOKED_AT:] if strange else []
         of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
-        return rows, beside_first_moments(beside), [""] * of_it, strange
+        return rows, beside_first_moments(beside), ("of the model",) if of_it else (), strange
 
     ranks = gather_from_all_ranks(comm, local)
     rows, beside, known, strange = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))

@@ -12,7 +12,8 @@ from torch import nn
 
 import dsq_ckpt
 from dsq_ckpt import LoadFailed
-from dsq_ckpt.api.whole import Whole
+from dsq_ckpt.api.whole import Whole, objects_in
+from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from tests.core.test_subclasses import EightBits, equal, scaled
 from tests.helpers.states import differences
@@ -217,7 +218,8 @@ def test_what_another_rank_tells_is_its_own(tmp_path):
     given = {"app": Kept(a=torch.zeros(3)), "step": 0}
     told = {"app": given["app"].state_dict(), "step": 0}
     with Checkpoint(tmp_path / "a") as checkpoint:
-        whole = Whole(given, told, checkpoint)
+        nesting = Nesting.from_json(checkpoint.index)
+        whole = Whole(objects_in(given), told, nesting, checkpoint.index["tensors"])
         assert whole.lacking == {"app": {"app.b", "app.c"}}
         assert whole.complete([whole.lacking, {}, {"app": {"app.a", "app.c"}}], 0) == [("app", "c")]
     assert told["app"].keys() == {"a", "c"} and given["app"].state.keys() == {"a"}
