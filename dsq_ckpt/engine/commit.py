@@ -87,6 +87,11 @@ class SaveContents:
         """Names of the ancestors' files that the files of all ranks need."""
         return sorted({name for result in self.results for name in result.requires})
 
+    @property
+    def is_of_another_training(self) -> bool:
+        """Whether its weights have nothing in common with those of the checkpoint before."""
+        return {result.related for result in self.results} - {None} == {False}
+
 
 def commit(
     path: Path, options: SaveOptions, context: SaveContext, contents: SaveContents, plan: QuantizationPlan,
@@ -118,6 +123,8 @@ def commit(
     manifest = _manifest(path, options, context, contents, plan, files)
     model = ParentModel.of_index(index, manifest.depth)
     flushed = _publish(path, manifest, options.overwrite, config, context.parent if contents.required else None)
+    if contents.is_of_another_training and context.previous is not None:
+        _tell_of_another(run_of(path), expanded(context.previous.path))
     _warn_of_idle(path, config, contents.tensors, context.layout.settings)
     return Committed(manifest, flushed, model)
 
@@ -199,7 +206,7 @@ def _manifest(
 ) -> Manifest:
     analysis, config, results = plan.analysis, plan.config, contents.results
     parent = context.parent if contents.required else None
-    previous, previous_name = _previous(path, context.previous)
+    previous, previous_name = _previous(path, None if contents.is_of_another_training else context.previous)
     return Manifest(
         save_id=context.save_id, created=time.time(), ranks=context.ranks,
         parent=parent.save_id if parent else None, parent_name=_name_of(expanded(parent.path)) if parent else None,
@@ -218,6 +225,18 @@ def _manifest(
         seconds=time.time() - context.started, config=config.model_dump(mode="json"),
         writer={"dsq_ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
+
+
+def _tell_of_another(run: Path, before: Path) -> None:
+    """Warn, once for a run directory, that checkpoints of several trainings come after each other in it."""
+    if (run, "") not in _told:
+        _told.add((run, ""))
+        warn_safely(
+            f"the weights saved in '{run}' now have nothing in common with those of '{before.name}', the checkpoint "
+            "before it: they are taken for another training of the same names and shapes, which keeps its refinement "
+            "apart. Give each training a directory of its own, or history=dsq_ckpt.SaveHistory() each: saved by turns, "
+            "each of their checkpoints is a keyframe, and none loses its refinement later"
+        )
 
 
 def _kinds(results: Sequence[RankResult]) -> dict[str, Sizes]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.interrupts import let_signals_through
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.core.workers import Workers
@@ -18,6 +19,7 @@ from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
+from dsq_ckpt.engine.kinship import are_related, codes_in_memory
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import storage_of
@@ -42,6 +44,7 @@ class RankResult:
         kinds: bytes by kind of tensor.
         tied: names that are stored as another, and which that is.
         units: chunks that a reader of its records needs beside them.
+        related: whether any of its weights depends on the checkpoint before; None where that cannot be told.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class RankResult:
     kinds: dict[str, Sizes] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     units: list[ChunkKey] = field(default_factory=list)
+    related: bool | None = None
 
 
 def write_rank(
@@ -77,14 +81,18 @@ def write_rank(
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
     packs = None if state.alone else _packs_of(context.parent, path, history)
-    with packs or nullcontext() as earlier, ShardWriter(
-        path, context.save_id, rank, state.plan, workers, earlier
+    before = [one.save_id for one in (context.previous, context.parent) if one is not None]
+    earlier = {} if context.layout.residual else codes_in_memory(history, before)
+    with packs or nullcontext() as older, ShardWriter(
+        path, context.save_id, rank, state.plan, workers, older
     ) as shard:
-        keys: list[ChunkKey] = []
+        keys, undecided = list[ChunkKey](), dict[int, Codes]()
 
         def chunks() -> Iterator[ChunkRecord]:
             for chunk in state.chunks:
                 source, base = chunk.codes, chunk.base
+                if result.related is not True and source.key in earlier and source.group.startswith("weights/"):
+                    undecided[len(keys)] = source.codes
                 keys.append(source.key)
                 if source.second_moment is not None:
                     result.units.append(source.key._replace(fqn=source.second_moment))
@@ -102,6 +110,9 @@ def write_rank(
             result.written[keys[place]] = written
             cache.refs[keys[place]] = written.ref
             by_kind[state.items[keys[place]].kind].append(written)
+            if (codes := undecided.pop(place, None)) is not None and result.related is not True:
+                found = are_related(codes, earlier[keys[place]])
+                result.related = result.related if found is None else found
         for item in state.unquantized:
             let_signals_through()
             stored = None

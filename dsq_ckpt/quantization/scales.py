@@ -19,6 +19,7 @@ from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
 from dsq_ckpt.quantization.layout import GRADIENT, Layout
+from dsq_ckpt.quantization.numbered import state_by_weight
 
 OCTAVES = 256
 CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
@@ -122,7 +123,7 @@ def choose_scales(
 def _gauges_of(layout: Layout) -> dict[str, Gauge]:
     """Return, by weight, the tensor of a save from which the size of the weight's gradients is known, where one is.
 
-    Averages of gradients are preferred.
+    Averages of gradients are preferred. State by the numbers of an optimizer's own state dict is found by its shapes.
     """
     weights = [fqn for fqn, group in layout.tensors.items() if group.startswith("weights/")]
     if layout.averaged:
@@ -130,13 +131,14 @@ def _gauges_of(layout: Layout) -> dict[str, Gauge]:
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
     by_parameter = {parameter_of(fqn): fqn for fqn, found in layout.state.items() if found == kind}
+    numbered = state_by_weight(by_parameter.values(), layout.shapes)
     gauges = {}
     for fqn in weights:
         tail = parameter_of(fqn)
         while tail and tail not in by_parameter:
             tail = tail.partition(".")[2]
-        if tail:
-            gauges[fqn] = Gauge(by_parameter[tail], power)
+        if name := by_parameter.get(tail) or numbered.get(fqn):
+            gauges[fqn] = Gauge(name, power)
     return gauges
 
 

@@ -1,0 +1,54 @@
+"""Weights of an optimizer's state that is named by numbers, as `torch.optim.Optimizer.state_dict` has it.
+
+A number is the place of a parameter in the optimizer's groups, which the state of a save does not tell. Within groups
+parameters nearly always come in the order of the module's state dict; so of the matrices of one shape, the first number
+belongs to the first weight, if there are as many of both. A wrong guess costs precision, and never more: a weight gets
+the step of another one of its shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from dsq_ckpt.quantization.groups import kind_of
+
+Shape = tuple[int, ...]
+
+_NUMBERED = re.compile(r"(?P<optimizer>(.*\.)?state)\.(?P<number>\d+)\.\w+")
+
+
+def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """Return the name of the state that belongs to a weight, by the name of the weight, where that can be told.
+
+    Args:
+        state: names of one kind of state, such as `exp_avg_sq`; those without a number are left out.
+        shapes: shapes of all tensors of the save, in the order of its state dict.
+
+    Returns:
+        Weights of two or more dimensions. Those that state of several optimizers fits have no entry; copies of a model,
+        such as an average of its weights, have the same state.
+    """
+    optimizers: dict[str, dict[Shape, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+    for name in state:
+        if (found := _NUMBERED.fullmatch(name)) is not None and len(shapes[name]) > 1:
+            optimizers[found["optimizer"]][shapes[name]].append((int(found["number"]), name))
+    if not optimizers:
+        return {}
+    models: dict[str, dict[Shape, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, shape in shapes.items():
+        if len(shape) > 1 and kind_of(name) == "weights":
+            models[name.partition(".")[0]][shape].append(name)
+    fitting: dict[str, set[str]] = defaultdict(set)
+    for numbered in optimizers.values():
+        for weights in models.values():
+            others = [shape for shape in weights if len(weights[shape]) != len(numbered.get(shape, ()))]
+            for shape in weights.keys() & numbered.keys():
+                own = [name for _, name in sorted(numbered[shape])]
+                if others == [shape] and (len(own), len(weights[shape])) == (1, 2):
+                    own *= 2  # all else is trained once, so that these are one parameter, a tied one
+                if len(own) == len(weights[shape]):
+                    for weight, name in zip(weights[shape], own, strict=True):
+                        fitting[weight].add(name)
+    return {weight: found.pop() for weight, found in fitting.items() if len(found) == 1}

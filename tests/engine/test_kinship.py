@@ -1,0 +1,101 @@
+"""Trainings of one architecture in one process and directory keep the refinement of their newest checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dsq_ckpt
+from dsq_ckpt.engine.kinship import are_related
+from dsq_ckpt.storage.manifest import Manifest
+
+KEPT = 3
+
+
+def training(seed: int) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        data = torch.randn(64, 64)
+        optimizer.zero_grad()
+        (model(data) - data.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+
+
+def kept(run: Path, name: str) -> list[int]:
+    return [number for number in range(5) if Manifest.read(run / f"{name}-{number}").refinement == "kept"]
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["one after the other", "by turns"])
+def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool) -> None:
+    order = [(fold, number) for fold in range(3) for number in range(5)]
+    trainings = [training(fold) for fold in range(3)]
+    with pytest.warns(UserWarning, match="nothing in common with those of .*SaveHistory") as told:
+        for fold, number in sorted(order, key=lambda one: one[::-1]) if turns else order:
+            step(*trainings[fold])
+            model, optimizer = trainings[fold]
+            dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / f"fold{fold}-{number}")
+    assert sum("nothing in common" in str(one.message) for one in told) == 1
+    for fold in range(3):
+        assert kept(tmp_path, f"fold{fold}")[-KEPT:] == [2, 3, 4]
+    if not turns:
+        assert all(kept(tmp_path, f"fold{fold}") == [2, 3, 4] for fold in range(3))
+    loaded = training(9)
+    for fold, (model, _) in enumerate(trainings):
+        dsq_ckpt.load({"model": loaded[0], "optimizer": loaded[1]}, tmp_path / f"fold{fold}-4")
+        got, expected = loaded[0].state_dict()["0.weight"], model.state_dict()["0.weight"]
+        lost = (got - expected).norm() / expected.norm()
+        assert lost < 0.02
+
+
+def test_one_training_is_one_whatever_it_does(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Large steps, a keyframe in between, a new optimizer, a rollback: it is the same training still."""
+    model, optimizer = training(0)
+    for number in range(5):
+        step(model, optimizer)
+        if number == 3:
+            model, optimizer = training(9)
+            dsq_ckpt.load({"model": model}, tmp_path / "run-2")
+            optimizer.param_groups[0]["lr"] = 1e-2
+            step(model, optimizer)
+        parent = None if number == 2 else "auto"
+        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / f"run-{number}", parent=parent)
+    assert kept(tmp_path, "run") == [2, 3, 4]
+    assert not any("in common" in str(one.message) for one in recwarn)
+
+
+@pytest.mark.parametrize("levels", [2, 3, 16, 256])
+def test_codes_by_chance_are_not_related(levels: int) -> None:
+    generator = np.random.default_rng(levels)
+    for number in range(200):
+        size = int(generator.integers(4096, 20000))
+        one, other = (np.minimum(generator.geometric(0.3, size), levels).astype(np.uint8) - 1 for _ in range(2))
+        if number % 2:
+            other = generator.permutation(one)
+        assert are_related(one, other) is False, number
+
+
+@pytest.mark.parametrize("levels", [2, 3, 16, 256])
+def test_codes_that_changed_are_related(levels: int) -> None:
+    """A fifth of the codes stays, in other names as those of another codebook."""
+    generator = np.random.default_rng(levels)
+    for number in range(100):
+        size = int(generator.integers(4096, 20000))
+        one, other = (np.minimum(generator.geometric(0.3, size), levels).astype(np.uint8) - 1 for _ in range(2))
+        same = generator.random(size) < 0.2
+        other[same] = one[same]
+        assert are_related(one, generator.permutation(256).astype(np.uint8)[other]) is True, number
+
+
+def test_what_cannot_be_told() -> None:
+    codes = np.zeros(4096, np.uint8)
+    assert are_related(codes, codes) is None  # zeros say nothing
+    assert are_related(codes[:100], codes[:100]) is None
+    assert are_related(codes, np.zeros(5000, np.uint8)) is None

@@ -1,0 +1,91 @@
+"""Weights find their gradients in optimizer state that is named by numbers, and get the same steps as by names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import dsq_ckpt
+from dsq_ckpt.quantization.numbered import Shape, state_by_weight
+
+MATRIX = (64, 128)
+
+
+def shapes(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[str, Shape]:
+    return dict(weights) | {f"{name}.exp_avg_sq": shape for name, shape in numbered.items()}
+
+
+def found(weights: Mapping[str, Shape], numbered: Mapping[str, Shape]) -> dict[str, str]:
+    names = [f"{name}.exp_avg_sq" for name in numbered]
+    return {weight: name.removesuffix(".exp_avg_sq")
+            for weight, name in state_by_weight(names, shapes(weights, numbered)).items()}
+
+
+def test_weights_of_a_shape_come_in_the_order_of_numbers() -> None:
+    weights = {"m.a": MATRIX, "m.a_bias": (64,), "m.b": (128, 64), "m.c": MATRIX, "m.norm": (64,)}
+    numbered = {"o.state.10": MATRIX, "o.state.2": MATRIX, "o.state.3": (128, 64), "o.state.4": (64,)}
+    assert found(weights, numbered) == {"m.a": "o.state.2", "m.c": "o.state.10", "m.b": "o.state.3"}
+
+
+def test_an_optimizer_alone_and_state_by_names() -> None:
+    assert found({"w": MATRIX}, {"state.0": MATRIX}) == {"w": "state.0"}
+    assert found({"m.w": MATRIX}, {"o.state.w": MATRIX, "o.state.0.deep": MATRIX}) == {}
+
+
+def test_a_shape_with_more_weights_than_state_is_left_out() -> None:
+    weights = {"m.frozen": MATRIX, "m.a": MATRIX, "m.b": (32, 32), "m.frozen_too": (16, 16)}
+    assert found(weights, {"o.state.0": MATRIX, "o.state.1": (32, 32)}) == {"m.b": "o.state.1"}
+
+
+def test_a_tied_weight_has_two_names() -> None:
+    weights = {"m.embedding": MATRIX, "m.a": (32, 32), "m.b": (32, 32), "m.head": MATRIX}
+    numbered = {"o.state.0": MATRIX, "o.state.1": (32, 32), "o.state.2": (32, 32)}
+    assert found(weights, numbered) == {
+        "m.embedding": "o.state.0", "m.a": "o.state.1", "m.b": "o.state.2", "m.head": "o.state.0",
+    }
+
+
+def test_copies_share_state_and_twins_have_none() -> None:
+    """An average of the weights fits the optimizer as the weights do; two models of the same shapes fit both."""
+    weights = {"model.a": MATRIX, "average.a": MATRIX}
+    assert found(weights, {"o.state.0": MATRIX}) == {"model.a": "o.state.0", "average.a": "o.state.0"}
+    twins = {"actor.a": MATRIX, "actor.b": (9, 9), "critic.a": MATRIX}
+    numbered = {"actor_opt.state.0": MATRIX, "actor_opt.state.1": (9, 9), "critic_opt.state.0": MATRIX}
+    assert found(twins, numbered) == {"actor.b": "actor_opt.state.1"}
+
+
+@pytest.mark.parametrize("kind", ["adam", "momentum"])
+def test_weights_are_stored_as_with_names(tmp_path: Path, kind: str) -> None:
+    """Layers whose gradients differ a hundredfold; without them, all would have steps of their own size."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(96, 96) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    parameters = [  # matrices first, as with a weight decay of their own
+        {"params": [parameter for parameter in model.parameters() if (parameter.ndim > 1) == matrices]}
+        for matrices in (True, False)
+    ]
+    optimizer = (
+        torch.optim.AdamW(parameters, lr=1e-3) if kind == "adam" else torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    )
+    for _ in range(3):
+        loss = model(torch.randn(32, 96)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for number, layer in enumerate(layers):
+            assert layer.weight.grad is not None
+            layer.weight.grad *= 10.0**-number
+        optimizer.step()
+    weights, names = model.state_dict(), get_state_dict(model, optimizer)[1]
+    got = {}
+    for name, state in {"names": names, "numbers": optimizer.state_dict(), "object": optimizer, "alone": {}}.items():
+        dsq_ckpt.save({"model": weights, "optimizer": state}, tmp_path / name, parent=None)
+        got[name] = {key: torch.zeros_like(value) for key, value in weights.items()}
+        dsq_ckpt.load({"model": got[name]}, tmp_path / name)
+    for key in weights:
+        assert torch.equal(got["names"][key], got["numbers"][key])
+        assert torch.equal(got["names"][key], got["object"][key])
+    assert any(not torch.equal(got["names"][key], got["alone"][key]) for key in weights)
