@@ -27,6 +27,12 @@ from dsq_ckpt.core.unchanged import named
 from dsq_ckpt.dcp.nested import parameters_of, placeholder
 from dsq_ckpt.errors import LoadFailed
 
+_NOT_OF_A_CLASS = frozenset({
+    "params", "param_names", "step", "name", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum",
+    "base_momentum",
+})
+"""Options of groups that schedulers, users and some optimizers set later."""
+
 Lacking = Mapping[str, set[str]]
 """Names that were saved below a key at the top level, and that the object there does not tell on one rank."""
 
@@ -119,6 +125,7 @@ class Whole:
                 if self._put(path, value):
                     added.append(path)
             if optimizer is not None:
+                self._warn_of_another_class(text, optimizer, rank)
                 self._set_aside(text, key)
         return added
 
@@ -147,6 +154,20 @@ class Whole:
             if any(type(part) is int and part >= ends.get(path[:deep], part + 1)
                    for path in [self._nesting[name]] for deep, part in enumerate(path))
         }
+
+    def _warn_of_another_class(self, text: str, optimizer: Optimizer, rank: int) -> None:
+        """Warn if saved groups lack options of an optimizer, and have others, as those of another class have."""
+        paths = [path for path in self._nesting.values() if path[:2] == (text, "param_groups") and len(path) > 3]
+        saved = {str(path[3]) for path in paths}
+        lacking = sorted(optimizer.defaults.keys() - saved)
+        foreign = sorted(saved - optimizer.defaults.keys() - _NOT_OF_A_CLASS)
+        if lacking and foreign:
+            warn(
+                f"what was saved of '{text}' has {named(foreign)} and lacks {named(lacking)} in its groups, so it is of "
+                f"another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those "
+                "that were saved, and moments may be missing. Leave it out of the load to begin with it as it is",
+                rank=rank,
+            )
 
     def _set_aside(self, text: str, key: Any) -> None:
         """Keep options of groups that were not saved out of the load; empty those that were saved as empty dicts."""

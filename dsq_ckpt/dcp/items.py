@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -80,13 +80,29 @@ def _beside(planner: SavePlanner | None, item: WriteItem, fqn: str) -> Any:
     """Return the same chunk of another tensor, whose replicas the planner may have dealt to another rank."""
     assert planner is not None, "shards that are only planned hold no data"
     try:
+        _expect_chunk(planner, key_of(item)._replace(fqn=fqn))
         return planner.resolve_data(replace(item, index=replace(item.index, fqn=fqn)))
     except Exception as error:
         raise SaveFailed(
             f"'{item.index.fqn}' is measured by '{fqn}', which this rank does not write, and which "
-            f"{type(planner).__name__} does not give it ({described(error)}); set quantize.exp_avg.method to exact, or "
-            "quantize.exp_avg.codebook.fit to kmeans"
+            f"{type(planner).__name__} does not give it ({described(error)}); save both in one layout, or set "
+            "quantize.exp_avg.method to exact, or quantize.exp_avg.codebook.fit to kmeans"
         ) from error
+
+
+def _expect_chunk(planner: SavePlanner, key: ChunkKey) -> None:
+    """Check that a chunk lies on this rank: of a DTensor, planners give the local shard wherever a chunk begins.
+
+    Raises:
+        LookupError: the chunks of the tensor here are others.
+    """
+    state = getattr(planner, "state_dict", None)
+    if isinstance(state, Mapping) and key.fqn in state:
+        items = create_default_local_save_plan({key.fqn: state[key.fqn]}, True).items
+        here = [key_of(item) for item in items if item.tensor_data is not None]
+        if key not in here:
+            at = ", ".join(f"{one.offsets} of shape {one.shape}" for one in here) or "nowhere"
+            raise LookupError(f"this rank has it at {at}, and not at {key.offsets} of shape {key.shape}")
 
 
 def objects_of(write_items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, bytes]]:

@@ -37,6 +37,7 @@ class SaveContext:
         lossy_resumes: how often the run was restored from a lossy checkpoint before.
         started: when the save began on the coordinator, in seconds since the epoch.
         shared: whether the next save is to be coded against the same parent, so that codes are not kept that have one.
+        appeared: names of weights that are lossy, and were not in the previous checkpoint, where this process saved it.
     """
 
     save_id: str
@@ -49,6 +50,7 @@ class SaveContext:
     lossy_resumes: int = 0
     started: float = 0.0
     shared: bool = False
+    appeared: frozenset[str] = frozenset()
 
 
 def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[Layout]) -> SaveContext:
@@ -77,6 +79,7 @@ def negotiate(path: Path, options: SaveOptions, ranks: int, layouts: Iterable[La
         return SaveContext(
             uuid.uuid4().hex[:16], ranks, lineage.previous, parent, model, layout, exact is not None,
             lineage.lossy_resumes, shared=parent is not None and 0 < parent.place < siblings,
+            appeared=_appeared(layout, lineage.previous, options.history),
         )
 
     if exact is not None:
@@ -104,6 +107,11 @@ def too_many_resumes(resumes: int, config: DSQConfig) -> str | None:
         f"the run was restored from lossy state {resumes} time(s), and search.max_lossy_resumes is {limit}: weights "
         "and optimizer state of this checkpoint are stored exactly"
     )
+
+
+def _appeared(layout: Layout, previous: ParentRef | None, history: SaveHistory) -> frozenset[str]:
+    known = None if previous is None else history.find(previous.save_id)
+    return frozenset() if known is None or known.lossy is None else layout.weights() - known.lossy
 
 
 def _model(parent: ParentRef, layout: Layout, history: SaveHistory) -> ParentModel:

@@ -88,6 +88,7 @@ class KnownCheckpoint:
         complete: whether it is known to be committed; otherwise its manifest tells.
         suspect: whether it may be damaged: a save against it failed, or a load met a damaged file.
         model: what its index tells a child, where this process wrote that; None: the index is to be read.
+        lossy: names of its lossy weights, where this process saved it.
     """
 
     save_id: str
@@ -101,6 +102,7 @@ class KnownCheckpoint:
     complete: bool = False
     suspect: bool = False
     model: ParentModel | None = None
+    lossy: frozenset[str] | None = None
 
     @property
     def run(self) -> Path:

@@ -136,7 +136,10 @@ class SavePipeline:
         """Keep the chunks that the next save is coded against, once this one is committed."""
         parent = None if context.parent is None else context.parent.save_id
         shares = parent if context.shared else None
-        new = KnownCheckpoint(context.save_id, self.path.absolute(), context.layout.shapes, cache, shares=shares)
+        new = KnownCheckpoint(
+            context.save_id, self.path.absolute(), context.layout.shapes, cache, shares=shares,
+            lossy=context.layout.weights(),
+        )
         self.options.history.add_pending(new, context.previous, parent)
 
     def commit(self, context: SaveContext, contents: SaveContents) -> Committed:

@@ -109,7 +109,7 @@ def quantize(
     if sketches.undefined:
         undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
-    report(local, sketches, plan, options, context.parent is None, comm)
+    report(local, sketches, plan, options, None if context.parent is None else context.appeared, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
     if context.exact:

@@ -26,8 +26,8 @@ _LOOKED_AT = 16  # weights that are compared with all names of a model
 
 
 def report(
-    local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions, keyframe: bool,
-    comm: Communicator,
+    local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
+    appeared: Collection[str] | None, comm: Communicator,
 ) -> None:
     """Warn of what the user may not expect; collective.
 
@@ -36,7 +36,8 @@ def report(
         sketches: the global sketch.
         plan: how all ranks store theirs.
         options: options of the save.
-        keyframe: whether the checkpoint has no parent; what a later one would say again is said of keyframes.
+        appeared: names of weights that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
+            doubtful about a tensor is said once.
         comm: communicator of the ranks that save.
 
     Raises:
@@ -54,8 +55,8 @@ def report(
     _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
-    if keyframe and sketches.layout.tensors:
-        _warn_of_doubtful(local.items, sketches, plan, options, comm)
+    if sketches.layout.tensors and (appeared is None or appeared):
+        _warn_of_doubtful(local.items, sketches, plan, options, appeared, comm)
 
 
 def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
@@ -123,12 +124,20 @@ def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
 
 
 def _warn_of_doubtful(
-    items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions, comm: Communicator
+    items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
+    names: Collection[str] | None, comm: Communicator,
 ) -> None:
-    """Warn of tensors that are quantized and may lose more than others, or than the user thinks; collective."""
+    """Warn of tensors that are quantized and may lose more than others, or than the user thinks; collective.
+
+    Args:
+        names: of tensors that are looked at; None: of all.
+    """
 
     def local() -> tuple[Collection[str], ...]:
-        fitted = [one for one in sketches.chunks if one.group in plan.analysis.fitted]
+        fitted = [
+            one for one in sketches.chunks
+            if one.group in plan.analysis.fitted and (names is None or one.key.fqn in names)
+        ]
         moments = {one.key.fqn for one in fitted if one.group.startswith("exp_avg/")}
         beside = [
             item.key.fqn for item in items
@@ -141,17 +150,17 @@ def _warn_of_doubtful(
                     rows.add(one.key.fqn)
         model = options.frozen.rests
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
-        if not model:
-            return rows, beside_first_moments(beside), (), ()
         lossy = sorted(asked & {one.key.fqn for one in fitted})
+        if not model:
+            return rows, beside_first_moments(beside), (), (), _untrained(sketches.layout).intersection(lossy)
         others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
         strange = [fqn for fqn in others[:_LOOKED_AT] if not _is_shortened(fqn, model)]
         strange += others[_LOOKED_AT:] if strange else []
         of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
-        return rows, beside_first_moments(beside), ("of the model",) if of_it else (), strange
+        return rows, beside_first_moments(beside), ("of the model",) if of_it else (), strange, ()
 
     ranks = gather_from_all_ranks(comm, local)
-    rows, beside, known, strange = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
+    rows, beside, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
     if rows:
         warn(
             f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and after a "
@@ -164,6 +173,12 @@ def _warn_of_doubtful(
             f"the optimizer keeps {named(beside)} beside exp_avg, which is quantized for an update like Adam's: if it "
             "divides exp_avg by that, a restart may lose a few steps. Set quantize.exp_avg.method to bf16 then",
             rank=comm.rank,
+        )
+    if untrained:
+        warn(
+            f"{named(untrained)} is quantized as weights are, and no state of the optimizer has its shape. If it is "
+            "frozen, or a buffer, give the module too (model=), so that it is exact; if it is data, store it exactly, "
+            'by quantize.rules: [{"pattern": NAME, "exact": true}]', rank=comm.rank,
         )
     if strange and known:
         warn(
@@ -179,6 +194,15 @@ def _warn_of_doubtful(
             "does not tell which weights are frozen and which are buffers, and these are lossy: pass the module whose "
             "state is saved, or none", rank=comm.rank,
         )
+
+
+def _untrained(layout: Layout) -> set[str]:
+    """Return weights of shapes that no state of an optimizer has; nothing where state has shapes of its own."""
+    weights = {layout.shapes[fqn] for fqn in layout.shapes if kind_of(fqn) == "weights"}
+    trained = {layout.shapes[fqn] for fqn in layout.state if len(layout.shapes[fqn]) > 1}
+    if not trained or not trained <= weights:
+        return set()
+    return {fqn for fqn in layout.weights() if layout.shapes[fqn] not in trained}
 
 
 def _is_shortened(fqn: str, names: Collection[str]) -> bool:

@@ -81,8 +81,8 @@ def write_rank(
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
     packs = None if state.alone else _packs_of(context.parent, path, history)
-    before = [one.save_id for one in (context.previous, context.parent) if one is not None]
-    earlier = {} if context.layout.residual else codes_in_memory(history, before)
+    compared = [one.save_id for one in (context.previous, context.parent) if one is not None]
+    earlier = {} if context.layout.residual else codes_in_memory(history, compared)
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:

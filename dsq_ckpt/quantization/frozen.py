@@ -3,6 +3,7 @@
 No step of the optimizer repairs what a restore would change in them, so they are stored exactly. As they stay as they
 are, this costs few bytes after a keyframe. Those that do change, such as the weights of a teacher that averages its
 student's, are told by their checksums: what has changed twice is stored like trained weights, until it rests again.
+Buffers of no parameter's shape (covariances, codes, queues) are no such averages, and are exact whatever they do.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ def look(model: nn.Module) -> Frozen:
     mark, last = _mark(trained), _last.get(model, _Looks(None, {}))
     seen: dict[str, tuple[Hashable, int]] = {}
     rests: dict[str, bool] = {}
+    shapes = {parameter.shape for parameter in model.parameters() if _is_there(parameter)}
     for name, tensor in _tensors(model):
-        if tensor.requires_grad:
-            rests[unwrapped(name)] = False
+        if tensor.requires_grad or tensor.shape not in shapes:
+            rests[unwrapped(name)] = not tensor.requires_grad
             continue
         known = last.seen.get(name)
         if known is None:

@@ -64,6 +64,12 @@ class Layout:
         groups: dict[str, TensorConfig] = {}
         state: dict[str, str] = {}
         for part in parts:
+            for name, group in part.tensors.items():
+                if tensors.get(name, group).endswith("/update") != group.endswith("/update"):
+                    raise ConfigError(
+                        f"'{name}' lies beside its second moment on some ranks only: save both in one layout, or set "
+                        "quantize.exp_avg.method to exact"
+                    )
             tensors.update(part.tensors)
             state.update(part.state)
             for name, config in part.groups.items():
@@ -85,6 +91,10 @@ class Layout:
     def only_frozen(self) -> Layout:
         """Return what it tells of frozen weights, and nothing else."""
         return Layout({}, {}, fractions=self.fractions, residual=self.residual, frozen=self.frozen)
+
+    def weights(self) -> frozenset[str]:
+        """Return the names of lossy weights."""
+        return frozenset(fqn for fqn, group in self.tensors.items() if group.startswith("weights/"))
 
     def rows(self) -> list[str]:
         """Return the names of all tensors and gauges whose octaves are counted."""

@@ -1,8 +1,9 @@
 """Tensors that count as weights by name and shape, but hold what no training leaves in weights.
 
-These are masks, tables of few constants, counts, numbers of tokens or classes, and variances that an optimizer of the
-user's own keeps: a code would make of 1 something near it, and of a small variance zero. They are told by what they
-hold, and stored exactly.
+These are masks, tables of few constants, counts, numbers of tokens or classes, variances that an optimizer of the
+user's own keeps, and symmetric matrices such as covariances: a code would make of 1 something near it, of a small
+variance zero, and of a covariance a matrix with negative eigenvalues. They are told by what they hold, and stored
+exactly.
 """
 
 from __future__ import annotations
@@ -16,31 +17,47 @@ _GLANCE = 64
 """Elements that tell of nearly all weights that they are such."""
 _FEW = 16
 """Distinct values up to which a tensor is a mask or a table of constants."""
+_MOST_OFF = 0.01
+"""Difference between a value and its mirror image, in largest values, from which on a matrix is not symmetric."""
 _BLOCK = 1 << 20
 
 
 def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it is finite and has no negative number, or whole numbers alone, or few values.
 
+    So has a matrix that is symmetric, but for rounding.
+
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
     those that a few elements leave in doubt again.
     """
+    glances = _on_host([*map(_some, tensors), *map(_edges, tensors)])
     return [
         (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
         or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
-        for tensor, glance in zip(tensors, _glances(tensors), strict=True)
+        or (_may_be_symmetric(edges) and _symmetric(tensor))
+        for tensor, glance, edges in zip(tensors, glances, glances[len(tensors) :], strict=False)
     ]
 
 
-def _glances(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return a few elements of each tensor."""
-    some = []
-    for tensor in tensors:
-        part = tensor.detach()
-        if part.ndim and not part.is_contiguous():  # of which elements in a row are a copy
-            part = part[:: max(1, len(part) // 8)][:8]
-        flat = _flat(part)
-        some.append(flat[:: max(1, len(flat) // _GLANCE)][:_GLANCE])
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few elements."""
+    part = tensor.detach()
+    if part.ndim and not part.is_contiguous():  # of which elements in a row are a copy
+        part = part[:: max(1, len(part) // 8)][:8]
+    flat = _flat(part)
+    return flat[:: max(1, len(flat) // _GLANCE)][:_GLANCE]
+
+
+def _edges(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the beginnings of the first row and of the first column of a square matrix; else nothing."""
+    if not _is_square(tensor):
+        return tensor.new_empty(0)
+    first = tensor.detach()[(0,) * (tensor.ndim - 2)]
+    return torch.cat([first[0, 1:_GLANCE], first[1:_GLANCE, 0]])
+
+
+def _on_host(some: list[torch.Tensor]) -> list[list[float]]:
+    """Return the elements of small tensors; each device is waited for once."""
     for device in {one.device for one in some} - {torch.device("cpu")}:
         mine = [number for number, one in enumerate(some) if one.device == device]
         seen = torch.cat([some[number].double() for number in mine]).cpu()
@@ -78,6 +95,39 @@ def _whole_numbers(tensor: torch.Tensor) -> bool:
             return False
         some = some or bool(block.any())
     return some
+
+
+def _is_square(tensor: torch.Tensor) -> bool:
+    return tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2] > 1 and tensor.numel() > 0
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return how much of the largest value products in another order may differ by."""
+    return min(64 * torch.finfo(dtype).eps, _MOST_OFF)
+
+
+def _may_be_symmetric(edges: Sequence[float]) -> bool:
+    """Return whether the first row and column are there, and alike."""
+    rows, columns = edges[: len(edges) // 2], edges[len(edges) // 2 :]
+    most = _MOST_OFF * max(map(abs, edges), default=0.0)
+    return len(edges) > 0 and all(abs(a - b) <= most for a, b in zip(rows, columns, strict=True))
+
+
+def _symmetric(tensor: torch.Tensor) -> bool:
+    """Return whether square matrices are symmetric, but for rounding, and not zero beside the diagonal."""
+    values = tensor.detach()
+    largest = [float(block.abs().amax()) for block in _blocks(values)]
+    most = max(largest)
+    if not (most > 0 and all(map(math.isfinite, largest))):
+        return False
+    step, beside = max(1, _BLOCK // values.shape[-1]), False
+    for start in range(0, values.shape[-1], step):
+        rows = values[..., start : start + step, :].double()
+        columns = values[..., start : start + step].mT.double()
+        if bool(((rows - columns).abs() > most * _tolerance(values.dtype)).any()):
+            return False
+        beside = beside or bool(rows.triu(start + 1).any())
+    return beside
 
 
 def _is_few(values: Sequence[float]) -> bool:

@@ -32,6 +32,7 @@ _FEW = 1000  # one value of so many may be far larger than all others
 _LOST = 2.0**-8  # of a tensor's energy, which a base layer with fine steps loses by rounding
 _COARSEST = 32.0  # twice the largest step that may be set, in units: if the parent's is larger, its unit was
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
+_OWN_DRIFT = 0.25  # of a tensor measured by its own size: a bound on its error depends on it
 
 
 class Gauge(NamedTuple):
@@ -95,7 +96,8 @@ def choose_scales(
         names = members[group]
         if group in scaled or group in relative:
             drift = [abs(wanted[fqn] - before.get(fqn, 0.0)) for fqn in names if fqn in wanted]
-            rescaled |= {group} if max(drift, default=0.0) >= _DRIFT else set()
+            most = _OWN_DRIFT if group in relative else _DRIFT
+            rescaled |= {group} if max(drift, default=0.0) >= most else set()
             continue
         distances = _distances(octaves, names)
         if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have units of their own

@@ -256,3 +256,19 @@ def test_a_part_of_a_tensor_that_is_not_there_is_refused(tmp_path):
     dsq_ckpt.save({"one": Kept(a=scaled(0), b=1)}, tmp_path / "a")
     with pytest.raises(LoadFailed, match=r"'one\.a\.<Scaled>\.\S+' is a part of a tensor of the class <Scaled>"):
         dsq_ckpt.load({"one": Kept(b=0)}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop])
+def test_state_of_an_optimizer_of_another_class_is_told_of(tmp_path, other, recwarn):
+    """torch raises at its next step; options that were not saved stay here, so it goes on with the rate of AdamW."""
+    model = torch.nn.Linear(80, 80)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    model(torch.ones(1, 80)).sum().backward()
+    optimizer.step()
+    dsq_ckpt.save({"model": model, "optimizer": optimizer, "scheduler": scheduler}, tmp_path / "a")
+    dsq_ckpt.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, tmp_path / "a")
+    dsq_ckpt.load({"model": model, "optimizer": torch.optim.Adam(model.parameters())}, tmp_path / "a")
+    assert not any("another optimizer" in str(one.message) for one in recwarn)
+    with pytest.warns(UserWarning, match=r"'betas'.* and lacks .* another optimizer than (SGD|RMSprop)"):
+        dsq_ckpt.load({"model": model, "optimizer": other(model.parameters(), lr=0.1)}, tmp_path / "a")

@@ -74,7 +74,7 @@ def test_another_job_in_the_directory_is_left_alone(tmp_path):
     dsq_ckpt.forget()
     dsq_ckpt.save({"w": noise(1)}, tmp_path / "b-1")
     assert Manifest.read(tmp_path / "a-1").refinement == "kept"
-    dsq_ckpt.save({"w": noise(2)}, tmp_path / "b-2", config=KEEP_ONE)
+    dsq_ckpt.save({"w": noise(1) + 0.1 * noise(2)}, tmp_path / "b-2", config=KEEP_ONE)
     assert [Manifest.read(tmp_path / name).refinement for name in ("a-1", "b-1", "b-2")] == ["kept", "dropped", "kept"]
 
 

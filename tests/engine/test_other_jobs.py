@@ -16,16 +16,19 @@ CONFIG = {"storage": {"fsync": False}, "refinement": {"keep_last": 1}}
 OTHER = """
 import sys, torch, dsq_ckpt
 torch.manual_seed(1)
+weights = torch.randn(80, 80)
 for path in sys.argv[2:]:
     if sys.argv[1]:
         dsq_ckpt.load({"w": torch.zeros(80, 80)}, sys.argv[1])
-    dsq_ckpt.save({"w": torch.randn(80, 80)}, path, config={"refinement": {"keep_last": 1}}, overwrite=True)
+    weights += 0.1 * torch.randn(80, 80)
+    dsq_ckpt.save({"w": weights}, path, config={"refinement": {"keep_last": 1}}, overwrite=True)
 """
 EXPORTS = """
 import sys, torch, dsq_ckpt
 for path in sys.argv[2:]:
     dsq_ckpt.compress(torch.nn.Linear(80, 80), path)
 """
+WEIGHTS = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -38,7 +41,7 @@ def said(path, save=dsq_ckpt.save, **options) -> list[str]:
     """Save, and return what was said of other jobs."""
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        result = save({"w": torch.randn(80, 80)}, path, config=CONFIG, **options)
+        result = save({"w": WEIGHTS + 0.1 * torch.randn(80, 80)}, path, config=CONFIG, **options)
         if save is dsq_ckpt.async_save:
             result.result()
     return [text for one in recorded if "another job" in (text := str(one.message)) or "two jobs" in text]

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
 from dsq_ckpt.storage.checkpoint import Checkpoint
@@ -51,6 +52,46 @@ def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model(torch.randn(32, 128)).square().mean().backward()
     optimizer.step()
     return model, optimizer
+
+
+def told_of(text: str, told: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in told if text in str(one.message)]
+
+
+def test_data_that_comes_later_is_told_of(tmp_path):
+    """A replay buffer that was empty at the keyframe, with columns in other units."""
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    units = torch.logspace(-5, 0, 20)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(5):
+            compressor.save(tmp_path / str(number), extra={"replay": torch.randn(150 * number, 20) * units})
+            assert len(told_of("'replay' lies beside the model", told)) == (number >= 2)
+            assert len(told_of("columns of replay", told)) == (number >= 2)
+
+
+@pytest.mark.parametrize("how", ["names", "numbers"])
+def test_what_the_optimizer_does_not_know_is_told_of(tmp_path, how):
+    """A frozen layer and a buffer, where no model is given; an average of the weights has their shapes."""
+    model, optimizer = trained()
+    model.append(nn.Linear(64, 200).requires_grad_(False))
+    model.register_buffer("queue", torch.randn(80, 70))
+    weights, by_name = get_state_dict(model, optimizer)
+    state = {
+        "model": weights, "optimizer": by_name if how == "names" else optimizer.state_dict(),
+        "average": {name: value.clone() for name, value in weights.items() if name.startswith(("0.", "1."))},
+    }
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(2):
+            dsq_ckpt.save(state, tmp_path / str(number))
+        dsq_ckpt.save({**state, "late": torch.randn(100, 99)}, tmp_path / "2")
+        dsq_ckpt.save(state, tmp_path / "with a model", model=model, parent=None)
+        dsq_ckpt.save({"model": weights}, tmp_path / "without an optimizer", parent=None)
+    assert [one.split(" is quantized")[0] for one in told_of("no state of the optimizer", told)] == [
+        "'model.2.weight', 'model.queue'", "'late'",
+    ]
 
 
 @pytest.mark.parametrize("searched", [False, True])

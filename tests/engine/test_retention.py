@@ -91,9 +91,11 @@ def test_who_empties_the_directory_meets_no_new_name(tmp_path):
 def test_a_checkpoint_that_each_save_replaces_is_passed_over(tmp_path):
     """As `last` beside one for each epoch: their refinement was kept for good, as the way to them was lost."""
     config = DSQConfig.model_validate({"refinement": {"keep_last": 2}, "storage": {"fsync": False}})
+    state = mixed_state()
     for number in range(5):
-        dsq_ckpt.save(mixed_state(number), tmp_path / f"step-{number}", config=config)
-        dsq_ckpt.save(mixed_state(number), tmp_path / "last", config=config, overwrite=True)
+        state |= {"lossy": {name: 1.01 * weights for name, weights in state["lossy"].items()}}
+        dsq_ckpt.save(state, tmp_path / f"step-{number}", config=config)
+        dsq_ckpt.save(state, tmp_path / "last", config=config, overwrite=True)
     kept = {path.name for path in tmp_path.iterdir() if Manifest.read(path).refinement == "kept"}
     assert kept == {"last", "step-4"}
     before = [path.name for path, _ in predecessors(tmp_path / "last")]

@@ -59,6 +59,16 @@ def test_what_changes_twice_in_a_row_is_not():
     assert told(model) == {"base.weight", "table"}
 
 
+def test_buffers_that_are_no_copies_of_parameters_are_frozen_whatever_they_do():
+    """A covariance that was rounded is no longer positive definite, and its next factorization fails."""
+    model = Model()
+    model.register_buffer("covariance", torch.eye(96) + 0.1)
+    for _ in range(4):
+        assert "covariance" in told(model)
+        model.covariance *= 0.99
+        train(model)
+
+
 def test_what_cannot_be_looked_at_is_not_known():
     model = Model()
     model.add_module("lazy", nn.LazyBatchNorm1d())

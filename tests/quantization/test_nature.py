@@ -23,7 +23,25 @@ def with_one(values: torch.Tensor, value: float) -> torch.Tensor:
     return values
 
 
+def covariance(size: int) -> torch.Tensor:
+    data = normal(400, size)
+    return data.T @ data / 400
+
+
 UNLIKE = {
+    "a covariance with one value changed": with_one(covariance(300), 0.5),
+    "matrices of which one is symmetric": torch.stack([covariance(70), normal(70, 70)]),
+    "a diagonal of weights": torch.diag(normal(90)),
+    "a matrix that is skew": normal(90, 90) - normal(90, 90).T,
+    "a covariance": covariance(300),
+    "a covariance but for rounding": covariance(300) * (1 + 2.0**-20 * normal(300, 300).clamp(-4, 4)),
+    "a covariance in bfloat16": covariance(90).bfloat16(),
+    "covariances": torch.stack([covariance(40), -covariance(40)]),
+    "a precision matrix": covariance(90).double().inverse(),
+    "a kernel that is nearly diagonal": torch.diag(normal(90)).index_put_(
+        (torch.tensor([80, 81]), torch.tensor([81, 80])), torch.tensor(0.5)
+    ),
+    "more than a block that is symmetric": covariance(1100),
     "a mask": (normal(70, 70) > 0.5).float(),
     "a mask that is nearly always 1": with_one(torch.ones(300, 300), 0.0),
     "one hot": torch.eye(90),
@@ -42,6 +60,10 @@ UNLIKE = {
     "more than a block": with_one((normal(1100, 1000) > 0.5).float(), 2.0),
 }
 LIKE = {
+    "a covariance with one value changed": with_one(covariance(300), 0.5),
+    "matrices of which one is symmetric": torch.stack([covariance(70), normal(70, 70)]),
+    "a diagonal of weights": torch.diag(normal(90)),
+    "a matrix that is skew": normal(90, 90) - normal(90, 90).T,
     "weights": normal(300, 300),
     "weights in bfloat16": normal(64, 64).bfloat16(),
     "pruned weights": normal(300, 300) * (normal(300, 300).flip(0) > 1.6),

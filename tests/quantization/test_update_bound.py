@@ -28,6 +28,19 @@ def test_each_tensor_keeps_the_bound(tmp_path, second) -> None:
         saved["state"]["twice"]["exp_avg"] /= 4
 
 
+@pytest.mark.parametrize("factor", [0.6, 0.8, 1.25, 1.6])
+def test_a_delta_keeps_the_bound_of_a_tensor_whose_size_changes(tmp_path, factor) -> None:
+    """Cells kept the width that they had at the keyframe until the size had changed by three quarters of an octave."""
+    saved = {"state": {name: moments(seed=seed) for seed, name in enumerate("abc")}}
+    for number in range(5):
+        dsq_ckpt.save(saved, tmp_path / str(number))
+        got = {"state": {name: {k: v + 1 for k, v in part.items()} for name, part in saved["state"].items()}}
+        dsq_ckpt.load(got, tmp_path / str(number), history=dsq_ckpt.SaveHistory())
+        for name, part in saved["state"].items():
+            assert error(update(part), update(got["state"][name])) < 0.27, (number, name)
+        saved["state"]["a"]["exp_avg"] *= factor
+
+
 def test_second_moments_of_zero_leave_the_other_updates_as_they_are(tmp_path) -> None:
     saved = state()
     part = saved["state"]["w"]
