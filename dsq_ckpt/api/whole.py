@@ -163,8 +163,8 @@ class Whole:
         foreign = sorted(saved - optimizer.defaults.keys() - _NOT_OF_A_CLASS)
         if lacking and foreign:
             warn(
-                f"what was saved of '{text}' has {named(foreign)} and lacks {named(lacking)} in its groups, so it is of "
-                f"another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those "
+                f"what was saved of '{text}' has {named(foreign)} and lacks {named(lacking)} in its groups, so it is "
+                f"of another optimizer than {type(optimizer).__name__}: learning rate and weight decay are those "
                 "that were saved, and moments may be missing. Leave it out of the load to begin with it as it is",
                 rank=rank,
             )
