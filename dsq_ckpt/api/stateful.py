@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.errors import LoadFailed
-from dsq_ckpt.quantization.groups import is_of_optimizers
+from dsq_ckpt.quantization.groups import is_of_optimizers, unwrapped
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Tensor, type)
 
@@ -46,15 +46,34 @@ def told_state(state: dict[Any, Any], loads: bool = False) -> dict[Any, Any]:
 
 
 def only_module(given: Any, state: Mapping[Any, Any]) -> nn.Module | None:
-    """Return the module that is saved, if nothing beside it may hold weights that are named like its own."""
+    """Return the module that is saved, if nothing beside it may hold weights that are named like its own.
+
+    These would be matrices in dicts or lists, other than an optimizer's. A tensor beside it has a name of its own.
+    """
     if isinstance(given, nn.Module):
         return given
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
-    others = [
-        key for key, value in state.items()
-        if isinstance(value, Mapping | list | tuple | torch.Tensor) and not is_of_optimizers(str(key))
-    ]
-    return modules[0] if len(modules) == 1 and not others else None
+    if len(modules) != 1:
+        return None
+    names = {unwrapped(name) for name in modules[0].state_dict()}
+    others = (value for key, value in state.items() if not is_of_optimizers(str(key)))
+    return None if any(map(_has_matrices, others)) or not names.isdisjoint(map(str, state)) else modules[0]
+
+
+def _has_matrices(value: Any) -> bool:
+    """Return whether there are float tensors of two or more dimensions in dicts or lists."""
+    left, seen = [value] if isinstance(value, Mapping | list | tuple) else [], set[int]()
+    while left:
+        node = left.pop()
+        if id(node) in seen:  # it contains itself, which is refused later
+            continue
+        seen.add(id(node))
+        for one in node.values() if isinstance(node, Mapping) else node:
+            if isinstance(one, Mapping | list | tuple):
+                left.append(one)
+            elif isinstance(one, torch.Tensor) and one.ndim > 1 and one.is_floating_point():
+                return True
+    return False
 
 
 def warn_of_objects(state: dict[Any, Any], rank: int) -> None:

@@ -49,7 +49,9 @@ def are_related(codes: Codes, earlier: Codes) -> bool | None:
 
 def _information(one: Codes, other: Codes) -> float:
     """Return the mutual information of two lists of codes, in nats per code."""
-    pairs: F64 = np.bincount(one.astype(np.int64) << 8 | other, minlength=1 << 16).reshape(256, 256) / len(one)
+    symbols = 1 + int(max(one.max(), other.max()))
+    counts = np.bincount(one.astype(np.int64) * symbols + other, minlength=symbols**2)
+    pairs: F64 = counts.reshape(symbols, symbols) / len(one)
     rows, columns = np.nonzero(pairs)
     expected = pairs.sum(1)[rows] * pairs.sum(0)[columns]
     return float((pairs[rows, columns] * np.log(pairs[rows, columns] / expected)).sum())

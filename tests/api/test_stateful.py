@@ -142,7 +142,8 @@ def test_a_module_among_the_values_is_the_model(tmp_path):
     model[1].requires_grad_(False)
     model.register_buffer("table", torch.randn(128, 128))
     saved = {name: value.clone() for name, value in model.state_dict().items()}
-    dsq_ckpt.save({"model": model, "step": 1}, tmp_path / "1")
+    beside = {"rng": torch.get_rng_state(), "replay": torch.randn(300, 16), "run": {"seeds": [torch.tensor([1.5])]}}
+    dsq_ckpt.save({"model": model, "step": 1, **beside}, tmp_path / "1")
     state = {"model": model}
     dsq_ckpt.load(state, tmp_path / "1")
     found = model.state_dict()
@@ -183,3 +184,8 @@ def test_a_module_beside_other_weights_is_not_the_model(tmp_path):
     state["model"].bias.requires_grad_(True)
     dsq_ckpt.save(state, tmp_path / "2")
     assert "weights" not in Manifest.read(tmp_path / "2").kinds
+    state |= {"average": [{"weight": torch.randn(128, 128)}]}
+    dsq_ckpt.save(state, tmp_path / "3")
+    assert Manifest.read(tmp_path / "3").kinds["weights"].logical == 2 * 4 * 128 * 128
+    dsq_ckpt.save({"model": state["model"], "weight": torch.randn(128, 128)}, tmp_path / "4")
+    assert Manifest.read(tmp_path / "4").kinds["weights"].logical == 2 * 4 * 128 * 128

@@ -74,7 +74,7 @@ def test_one_training_is_one_whatever_it_does(tmp_path: Path, recwarn: pytest.Wa
 @pytest.mark.parametrize("levels", [2, 3, 16, 256])
 def test_codes_by_chance_are_not_related(levels: int) -> None:
     generator = np.random.default_rng(levels)
-    for number in range(200):
+    for number in range(50):
         size = int(generator.integers(4096, 20000))
         one, other = (np.minimum(generator.geometric(0.3, size), levels).astype(np.uint8) - 1 for _ in range(2))
         if number % 2:
@@ -86,7 +86,7 @@ def test_codes_by_chance_are_not_related(levels: int) -> None:
 def test_codes_that_changed_are_related(levels: int) -> None:
     """A fifth of the codes stays, in other names as those of another codebook."""
     generator = np.random.default_rng(levels)
-    for number in range(100):
+    for number in range(25):
         size = int(generator.integers(4096, 20000))
         one, other = (np.minimum(generator.geometric(0.3, size), levels).astype(np.uint8) - 1 for _ in range(2))
         same = generator.random(size) < 0.2
