@@ -48,7 +48,8 @@ def main() -> None:
                 print("saved", pending.result())  # raises what the save raised
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-            pending = dsq_ckpt.async_save(state, arguments.out / f"step-{step:06d}")  # training goes on meanwhile
+            path = arguments.out / f"step-{step:06d}"
+            pending = dsq_ckpt.async_save(state, path, model=model)  # training goes on meanwhile
             print(f"step {step} loss {loss.item():.4f}")
     if pending is not None:
         print("saved", pending.result())

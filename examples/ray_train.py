@@ -42,7 +42,8 @@ def train(settings: dict[str, Any]) -> None:
         if step % 10 == 0:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             path = Path(settings["run"], f"step-{step:06d}")  # on storage that all workers share
-            dsq_ckpt.save({"model": model_state, "optimizer": optimizer_state, "step": step}, path, overwrite=True)
+            state = {"model": model_state, "optimizer": optimizer_state, "step": step}
+            dsq_ckpt.save(state, path, overwrite=True, model=model)
             ray.train.report(
                 {"loss": loss.item(), "step": step, "first_step": first_step},
                 Checkpoint.from_directory(path) if rank == 0 else None,
