@@ -18,6 +18,7 @@ from dsq_ckpt.distributed.comm import Communicator, gather_from_all_ranks, run_o
 from dsq_ckpt.engine.chunks import QuantizedChunk, cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache
+from dsq_ckpt.engine.kinship import Kinship
 from dsq_ckpt.engine.local import LocalItems
 from dsq_ckpt.engine.pipeline import SavePipeline
 from dsq_ckpt.engine.tied import TiedItems
@@ -83,7 +84,7 @@ def stage_codes(
         replicas = tied_items.stored(items_of_plan(local, planner, options, context.layout))
         replicas = [item for item in replicas if item.key not in own]
         payloads: dict[ChunkKey, Payload] = {}
-        cache = ChunkCache()
+        cache, kinship = ChunkCache(), Kinship(options.history, context)
         with pipeline.workers() as workers:
             found = pipeline.quantize(context, LocalItems(items, replicas, gradients=gradients), comm, workers)
             exact = host_copies([item.load().detach() for item in found.unquantized])
@@ -91,12 +92,15 @@ def stage_codes(
                 payloads[item.key] = ExactCopy(values, item.config)
             for chunk in found.chunks:
                 payloads[chunk.codes.key] = QuantizedChunk(chunk.codes.staged(workers), chunk.base)
+                if kinship.wants(chunk.codes.key, chunk.codes.group):
+                    kinship.look(chunk.codes.key, chunk.codes.codes)
                 if chunk.base is None or not context.shared:
                     cache_chunk(cache, chunk.codes, options.config.delta.enabled)
             cache.values |= exact_values(found.unquantized, context.layout)
         payloads |= {key: payloads[first] for key, first in tied.items()}
         objects = [item for item in local if item.tensor_data is None]  # any rank may be dealt them
-        staged = StagedCodes(context, found.plan, frozenset(map(name_of, [*mine, *objects])), found.alone)
+        names = frozenset(map(name_of, [*mine, *objects]))
+        staged = StagedCodes(context, found.plan, names, found.alone, kinship.found)
         state = staged_state_dict(state_dict, mine, payloads)
         return state, staged, cache
 

@@ -83,12 +83,14 @@ class StagedCodes:
         plan: how the state is stored.
         staged: chunks and names of objects of this rank.
         alone: whether it may need no file of a parent; see `QuantizedState`.
+        related: what `Kinship` found.
     """
 
     context: SaveContext
     plan: QuantizationPlan
     staged: frozenset[ChunkKey | str]
     alone: bool
+    related: bool | None
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,10 @@ def staged_payloads(
                 f"{type(payload).__name__}; use a new DSQStorageWriter for each save"
             )
     own = {item.key: item for item in items}
-    return QuantizedState(iter(chunks), exact, staged.plan, own, tied, objects, staged=True, alone=staged.alone)
+    return QuantizedState(
+        iter(chunks), exact, staged.plan, own, tied, objects, staged=True, alone=staged.alone,
+        related=staged.related,
+    )
 
 
 def _tensor(payload: ExactCopy) -> torch.Tensor:

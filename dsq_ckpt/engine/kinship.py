@@ -6,11 +6,12 @@ independent of each other, while those of one training stay alike for long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from dsq_ckpt.core.arrays import F64, Codes
+from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.quantization.chunk import ChunkKey
 
@@ -21,13 +22,34 @@ _MORE, _AT_LEAST = 1.5, 20.0
 """How much more codes tell of each other than shuffled ones do, by chance, if they are related: a factor, and nats."""
 
 
-def codes_in_memory(history: SaveHistory, save_ids: Iterable[str]) -> Mapping[ChunkKey, Codes]:
-    """Return the codes in memory of the first of these checkpoints that has any."""
-    for save_id in save_ids:
-        found = history.find(save_id)
-        if found is not None and found.cache.codes:
-            return found.cache.codes
-    return {}
+class Kinship:
+    """A look at the weights of one rank as they are quantized, until one of them is related to what it was.
+
+    Args:
+        history: checkpoints whose codes are in memory.
+        context: of the save.
+
+    Attributes:
+        found: whether any weights depend on the checkpoint before; None where that cannot be told.
+    """
+
+    def __init__(self, history: SaveHistory, context: SaveContext) -> None:
+        self._earlier: Mapping[ChunkKey, Codes] = {}
+        self.found: bool | None = None
+        before = (context.previous, context.parent) if not context.layout.residual else ()
+        for known in (history.find(one.save_id) for one in before if one is not None):
+            if known is not None and known.cache.codes:
+                self._earlier = known.cache.codes
+                break
+
+    def wants(self, key: ChunkKey, group: str) -> bool:
+        """Return whether a chunk can tell more."""
+        return self.found is not True and group.startswith("weights/") and key in self._earlier
+
+    def look(self, key: ChunkKey, codes: Codes) -> None:
+        """Compare the codes of a chunk that is wanted with its earlier ones."""
+        found = None if self.found else are_related(codes, self._earlier[key])
+        self.found = self.found if found is None else found
 
 
 def are_related(codes: Codes, earlier: Codes) -> bool | None:

@@ -47,6 +47,7 @@ class QuantizedState:
         objects: names and bytes of its objects; iterated once.
         staged: whether the next save was given what it needs of the chunks when they were staged.
         alone: whether it may need no file of a parent: there is none, or it was found damaged.
+        related: what `Kinship` found when the chunks were staged; None: it was not asked, or cannot tell.
     """
 
     chunks: Iterator[QuantizedChunk]
@@ -57,6 +58,7 @@ class QuantizedState:
     objects: Iterable[tuple[str, bytes]] = ()
     staged: bool = False
     alone: bool = False
+    related: bool | None = None
 
 
 def quantize(

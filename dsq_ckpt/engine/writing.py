@@ -19,7 +19,7 @@ from dsq_ckpt.engine.chunks import cache_chunk, exact_values
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.history import ChunkCache, ParentRef, SaveHistory
 from dsq_ckpt.engine.inheritance import inherit
-from dsq_ckpt.engine.kinship import are_related, codes_in_memory
+from dsq_ckpt.engine.kinship import Kinship
 from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage.backend import storage_of
@@ -81,8 +81,7 @@ def write_rank(
     by_kind: dict[str, list[Written]] = defaultdict(list)
     storage_of(path).make_directory(path, storage.fsync)
     packs = None if state.alone else _packs_of(context.parent, path, history)
-    compared = [one.save_id for one in (context.previous, context.parent) if one is not None]
-    earlier = {} if context.layout.residual else codes_in_memory(history, compared)
+    kinship = Kinship(history, context) if state.related is None else None
     with packs or nullcontext() as older, ShardWriter(
         path, context.save_id, rank, state.plan, workers, older
     ) as shard:
@@ -91,7 +90,7 @@ def write_rank(
         def chunks() -> Iterator[ChunkRecord]:
             for chunk in state.chunks:
                 source, base = chunk.codes, chunk.base
-                if result.related is not True and source.key in earlier and source.group.startswith("weights/"):
+                if kinship is not None and kinship.wants(source.key, source.group):
                     undecided[len(keys)] = source.codes
                 keys.append(source.key)
                 if source.second_moment is not None:
@@ -110,9 +109,8 @@ def write_rank(
             result.written[keys[place]] = written
             cache.refs[keys[place]] = written.ref
             by_kind[state.items[keys[place]].kind].append(written)
-            if (codes := undecided.pop(place, None)) is not None and result.related is not True:
-                found = are_related(codes, earlier[keys[place]])
-                result.related = result.related if found is None else found
+            if kinship is not None and (codes := undecided.pop(place, None)) is not None:
+                kinship.look(keys[place], codes)
         for item in state.unquantized:
             let_signals_through()
             stored = None
@@ -137,6 +135,7 @@ def write_rank(
         if storage.fsync and context.ranks > 1:  # a rank alone commits, which flushes the directory
             storage_of(path).flush(path)
     result.files.append(base_file)
+    result.related = state.related if kinship is None else kinship.found
     for key, first in state.tied.items():
         result.written[key] = result.written[first]
         result.tied[key.fqn] = first.fqn

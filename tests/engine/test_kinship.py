@@ -33,15 +33,20 @@ def kept(run: Path, name: str) -> list[int]:
     return [number for number in range(5) if Manifest.read(run / f"{name}-{number}").refinement == "kept"]
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["one after the other", "by turns"])
-def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool) -> None:
+@pytest.mark.parametrize("turns, stage", [(False, None), (True, None), (False, "copy"), (False, "quantize")])
+def test_each_training_keeps_its_newest_refinement(tmp_path: Path, turns: bool, stage: str | None) -> None:
+    """One training after the other, or by turns."""
     order = [(fold, number) for fold in range(3) for number in range(5)]
     trainings = [training(fold) for fold in range(3)]
     with pytest.warns(UserWarning, match="nothing in common with those of .*SaveHistory") as told:
         for fold, number in sorted(order, key=lambda one: one[::-1]) if turns else order:
             step(*trainings[fold])
             model, optimizer = trainings[fold]
-            dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / f"fold{fold}-{number}")
+            state, path = {"model": model, "optimizer": optimizer}, tmp_path / f"fold{fold}-{number}"
+            if stage is None:
+                dsq_ckpt.save(state, path)
+            else:
+                dsq_ckpt.async_save(state, path, config={"storage": {"stage": stage}}).result()
     assert sum("nothing in common" in str(one.message) for one in told) == 1
     for fold in range(3):
         assert kept(tmp_path, f"fold{fold}")[-KEPT:] == [2, 3, 4]
