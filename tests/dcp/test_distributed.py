@@ -34,7 +34,7 @@ def test_placements_and_groups(tmp_path):
 
 
 def test_async(tmp_path):
-    assert checks(torchrun("background", 2, tmp_path, **{forks.TEARDOWN: "1"})) == 9
+    assert checks(torchrun("background", 2, tmp_path, **{forks.TEARDOWN: "1"})) == 10
 
 
 def test_planners(tmp_path):

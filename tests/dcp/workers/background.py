@@ -206,6 +206,19 @@ def overlapping(root: Path, decoded: list[dict[str, Any]], size: int) -> None:
     done("overlapping groups")
 
 
+def trainings(root: Path, size: int) -> None:
+    """Another training of the same names and shapes, half of each tensor on each rank: its line begins anew."""
+    mesh = init_device_mesh("cpu", (size,))
+    for processes in (False, True):
+        for seed, number in product(range(2), range(3)):
+            weights = normal(160, 64, seed=seed) + 0.1 * normal(160, 64, seed=10 + number)
+            path = root / f"{processes}" / f"{seed}-{number}"
+            state = {"w": distribute_tensor(weights, mesh, [Shard(0)])}
+            dsq_ckpt.async_save(state, path, processes=processes).result(timeout=120)
+            assert (Manifest.read(path).previous is None) == (number == 0), path
+    done("trainings")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     base = Path(sys.argv[1])
@@ -217,3 +230,4 @@ if __name__ == "__main__":
         failing(base / "failing", me, ranks)
         plain_calls(base / "plain", decoded, ranks)
         overlapping(base / "overlapping", decoded, ranks)
+        trainings(base / "trainings", ranks)
