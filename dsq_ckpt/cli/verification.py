@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dsq_ckpt.report.history import leftovers
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, checkpoints, is_complete
+from dsq_ckpt.storage.meanwhile import PATIENCE, Fate, fate, lost_files
 
 
 @dataclass
@@ -33,12 +35,16 @@ class Report:
     """The findings about one checkpoint."""
 
     path: Path
+    save_id: str | None = None
+    """Of the checkpoint that was found first; None: its manifest could not be read."""
     manifest: Manifest | None = None
     problems: list[Problem] = field(default_factory=list)
     tensors: int | None = None
     """Number of tensors and objects decoded; None: decoding was not tried."""
     decoded_by: str | None = None
     """A later checkpoint whose decoding walked the whole chain of this one."""
+    meanwhile: Fate | None = None
+    """What became of it before all of it was read; nothing is known of it then."""
 
     @property
     def name(self) -> str:
@@ -49,8 +55,12 @@ class Report:
         return {
             "path": str(self.path), "ok": not self.problems, "files": len(files),
             "bytes": sum(file.size for file in files), "tensors_decoded": self.tensors, "decoded_by": self.decoded_by,
-            "problems": [vars(problem) for problem in self.problems],
+            "problems": [vars(problem) for problem in self.problems], "meanwhile": self.meanwhile,
         }
+
+    def gone(self, became: Fate) -> None:
+        """Note that the checkpoint was removed or replaced, and with it what was found."""
+        self.meanwhile, self.problems, self.tensors, self.decoded_by = became, [], None, None
 
 
 @dataclass
@@ -90,10 +100,11 @@ class Verification:
             decoded = "-" if report.decoded_by is None else f"with {report.decoded_by}"
             if report.tensors is not None:
                 decoded = f"{report.tensors} tensors and objects"
-            result = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}"
+            result = "ok" if report.meanwhile is None else f"{report.meanwhile} meanwhile"
+            if report.problems:
+                result = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}"
             rows.add_row(
-                report.name, str(len(files)), output.size(sum(file.size for file in files)),
-                result if report.problems else "ok", decoded,
+                report.name, str(len(files)), output.size(sum(file.size for file in files)), result, decoded
             )
         screen.print(rows)
         for report in self.damaged:  # lines and not a table: paths in three columns would be cut to pieces
@@ -114,13 +125,15 @@ class Verification:
 
 
 _SHOWN = 8
+_ATTEMPTS = 3
 
 
 def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
     """Check a checkpoint or all checkpoints of a run.
 
     Each file is read once, into however many checkpoints it is linked. Decoding a checkpoint walks its chain, so in a
-    run the checkpoints that others are coded against are decoded with the last of them.
+    run the checkpoints that others are coded against are decoded with the last of them. Training may go on: what it
+    removes or replaces meanwhile is not damaged.
 
     Args:
         path: a checkpoint or run directory.
@@ -128,16 +141,15 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
         quiet: show no progress.
 
     Raises:
-        CheckpointNotFound: there is none.
+        CheckpointNotFound: there is none, or none is left.
     """
     reports: list[Report] = []
     incomplete: list[Path] = []
     segments: list[tuple[str, int, str | None]] = []
     if is_complete(path):
-        Manifest.read(path)
-        reports = [Report(path)]
+        reports = [Report(path, Manifest.read(path).save_id)]
     else:
-        reports = [Report(directory) for directory, _ in checkpoints(path, lambda *_: None)]
+        reports = [Report(directory, manifest.save_id) for directory, manifest in checkpoints(path, lambda *_: None)]
         if is_remote(path) or path.is_dir():
             damaged, incomplete = leftovers(path)
             segments = [] if is_remote(path) else check(path, deep)
@@ -150,14 +162,25 @@ def verify(path: Path, deep: bool, quiet: bool = False) -> Verification:
             _read_manifest(report)
     readable = [(report, report.manifest) for report in reports if report.manifest is not None]
     _check_files(readable, quiet)
-    if deep:
-        _decode(readable, quiet)
+    waiting = readable
+    while True:
+        if deep:
+            _decode(waiting, quiet)
+        _compare_with_present(reports)
+        gone = {report.name for report in reports if report.meanwhile is not None}
+        waiting = [(report, manifest) for report, manifest in readable if report.decoded_by in gone]
+        if not waiting:
+            break
+    if not segments and all(report.meanwhile is not None for report in reports):
+        how = " or ".join(sorted({str(report.meanwhile) for report in reports}))
+        raise CheckpointNotFound(f"'{path}': all that was there was {how} while it was being read; verify again")
     return Verification(path, reports, incomplete, segments)
 
 
 def _read_manifest(report: Report) -> None:
     try:
         report.manifest = Manifest.read(report.path)
+        report.save_id = report.manifest.save_id
     except DSQError as error:
         report.problems.append(Problem("manifest.json", str(error)))
 
@@ -203,9 +226,38 @@ def _dropped_meanwhile(path: Path, file: ManifestFile) -> bool:
         return False
 
 
+def _compare_with_present(reports: list[Report]) -> None:
+    """Take back what was found of checkpoints that are not there any more, and look for what others need of them."""
+    deadline = time.monotonic() + PATIENCE
+    for report in reports:
+        if report.problems and report.meanwhile is None:
+            found = fate(report.path, report.save_id, report.manifest, deadline)
+            if found is not None:
+                report.gone(found)
+    for report in reports:
+        if report.manifest is not None and not report.problems and report.meanwhile is None:
+            lost = lost_files(report.path, report.manifest, of_others=True)
+            if lost and fate(report.path, report.save_id) is None:
+                report.problems += [Problem(name, "was removed with the checkpoint that it lay in") for name in lost]
+
+
 def _decode(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
+    chosen = _decoded_themselves(reports)
+    total = sum(sizes.logical for _, manifest in chosen for sizes in manifest.kinds.values())
+    storage = StorageConfig()
+    with (
+        Workers(storage.thread_count(), storage.block_elements) as workers,
+        output.meter("decoding", total, hidden=quiet) as meter,
+    ):
+        for report, _ in chosen:
+            report.problems += _decode_present(report, workers, meter)
+
+
+def _decoded_themselves(reports: list[tuple[Report, Manifest]]) -> list[tuple[Report, Manifest]]:
+    """Return checkpoints that are to be decoded; note at the others which of these they are decoded with."""
     chosen = []
     for place, (report, manifest) in enumerate(reports):
+        report.decoded_by = None
         own = {file.name for file in manifest.files if file.role == "own"}
         for later, other in reversed(reports[place + 1 :]):
             if own <= {file.name for file in other.files if file.role == "ancestor"}:
@@ -214,21 +266,35 @@ def _decode(reports: list[tuple[Report, Manifest]], quiet: bool) -> None:
         if report.decoded_by is None or manifest.refinement == "kept":
             report.decoded_by = None
             chosen.append((report, manifest))
-    total = sum(sizes.logical for _, manifest in chosen for sizes in manifest.kinds.values())
-    storage = StorageConfig()
-    with (
-        Workers(storage.thread_count(), storage.block_elements) as workers,
-        output.meter("decoding", total, hidden=quiet) as meter,
-    ):
-        for report, _ in chosen:
-            try:
-                with Checkpoint(report.path) as checkpoint:
-                    _decode_checkpoint(report, checkpoint, workers, meter)
-            except Exception as error:  # whatever it is, this checkpoint does not load, and the others are looked at
-                report.problems.append(Problem("index", str(error) or repr(error)))
+    return chosen
 
 
-def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers, meter: output.Meter) -> None:
+def _decode_present(report: Report, workers: Workers, meter: output.Meter) -> list[Problem]:
+    """Decode a checkpoint; begin again if its manifest was rewritten meanwhile, as when its refinement goes."""
+    problems: list[Problem] = []
+    for _ in range(_ATTEMPTS):
+        began = None
+        try:
+            with Checkpoint(report.path) as checkpoint:
+                began = checkpoint.manifest.checksum
+                problems = _decode_checkpoint(report, checkpoint, workers, meter)
+        except Exception as error:  # whatever it is, this checkpoint does not load, and the others are looked at
+            problems = [Problem("index", str(error) or repr(error))]
+        if not problems or began is None or not _rewritten(report.path, began):
+            break
+    return problems
+
+
+def _rewritten(path: Path, checksum: str) -> bool:
+    try:
+        return Manifest.read(path).checksum != checksum
+    except DSQError:
+        return False
+
+
+def _decode_checkpoint(
+    report: Report, checkpoint: Checkpoint, workers: Workers, meter: output.Meter
+) -> list[Problem]:
     """Decode everything; a tensor that raises, whatever it raises, is a tensor that cannot be loaded."""
     report.tensors = 0
     with checkpoint.naming():
@@ -256,4 +322,4 @@ def _decode_checkpoint(report: Report, checkpoint: Checkpoint, workers: Workers,
             if fqn not in failed and elements != expected:
                 failed[fqn] = f"chunks hold {elements} elements, expected {expected}"
         report.tensors = len(sizes) + len(checkpoint.index["objects"]) - len(failed)
-        report.problems += [Problem(fqn, problem) for fqn, problem in failed.items()]
+        return [Problem(fqn, problem) for fqn, problem in failed.items()]
