@@ -14,7 +14,8 @@ def run(source: Path, target: Path, as_json: bool) -> None:
     with output.meter("copying", copying.size_of(source), hidden=as_json) as meter:
         done = copying.copy(source, target, meter.advance)
     if as_json:
-        output.print_json({**done._asdict(), "path": str(done.path), "left_out": [str(one) for one in done.left_out]})
+        paths = {"left_out": [str(one) for one in done.left_out], "removed": [str(one) for one in done.removed]}
+        output.print_json({**done._asdict(), "path": str(done.path), **paths})
         return
     screen = output.console()
     screen.print(
@@ -23,3 +24,5 @@ def run(source: Path, target: Path, as_json: bool) -> None:
     )
     for entry in done.left_out:
         screen.print(f"left out: {entry}: no complete checkpoint, or no file", soft_wrap=True)
+    for entry in done.removed:
+        screen.print(f"left out: {entry}: it was removed while the others were copied", soft_wrap=True)

@@ -46,7 +46,7 @@ def naming(path: Path, when: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:  # without a number: one of this package
             raise
         raise _named(error, path, when) from error
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -22,6 +24,7 @@ from dsq_ckpt.storage.atomic_io import flush, is_hidden, naming, new_directory, 
 from dsq_ckpt.storage.foreign_files import replaced_plain
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, is_complete
+from dsq_ckpt.storage.meanwhile import PATIENCE, fate
 from dsq_ckpt.storage.paths import checkpoint_path
 from dsq_ckpt.storage.transferring import Transfer, is_shared_by_reference
 
@@ -40,6 +43,7 @@ class Copied(NamedTuple):
         links: number of further names given to files that were written already.
         left_out: paths that were not copied: saves, copies and exports that did not complete, and what is neither file,
             directory nor link.
+        removed: paths that were removed while the run was copied, so that the copy lacks them.
     """
 
     path: Path
@@ -48,6 +52,7 @@ class Copied(NamedTuple):
     bytes: int
     links: int
     left_out: list[Path]
+    removed: list[Path]
 
 
 def copy(
@@ -55,7 +60,8 @@ def copy(
 ) -> Copied:
     """Copy a checkpoint, or a run directory with all that is in it.
 
-    Training may go on in the run: a checkpoint whose refinement is dropped meanwhile is copied as it is afterwards.
+    Training may go on in the run: a checkpoint whose refinement is dropped meanwhile is copied as it is afterwards, and
+    one that is removed is left out.
 
     Args:
         source: a checkpoint or run directory.
@@ -82,13 +88,13 @@ def copy(
     with new_directory(goal) as hidden:
         work = _Copy(origin, progress)
         work.directory(origin, hidden)
-    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out)
+    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out, work.removed)
 
 
 def _between(origin: Path, goal: Path, progress: Callable[[int], None] | None) -> Copied:
     work = Transfer(origin, progress)
     work.run(goal)
-    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out)
+    return Copied(goal, work.checkpoints, work.files, work.bytes, work.links, work.left_out, work.removed)
 
 
 def size_of(source: Path) -> int:
@@ -98,8 +104,9 @@ def size_of(source: Path) -> int:
     found = {}
     for place, _, names in os.walk(source):
         for name in names:
-            status = os.lstat(os.path.join(place, name))
-            found[status.st_dev, status.st_ino] = status.st_size
+            with suppress(FileNotFoundError):  # removed meanwhile
+                status = os.lstat(os.path.join(place, name))
+                found[status.st_dev, status.st_ino] = status.st_size
     return sum(found.values())
 
 
@@ -109,6 +116,7 @@ class _Copy:
     def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
         self.checkpoints = self.files = self.bytes = self.links = 0
         self.left_out: list[Path] = []
+        self.removed: list[Path] = []
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[int, int], tuple[Path, int, str]] = {}
 
@@ -126,16 +134,35 @@ class _Copy:
             elif entry.is_symlink():
                 os.symlink(os.readlink(path), goal)
             elif entry.is_dir():
-                if _only_leftovers(path):
-                    self.left_out.append(path)
-                else:
-                    self.directory(path, goal)
+                self._below(path, goal)
             elif entry.is_file():
                 self._file(backups.get(entry.name, path), goal, None)
             else:
                 self.left_out.append(path)
         shutil.copystat(source, target)
         sync_directory(target)
+
+    def _below(self, source: Path, target: Path) -> None:
+        """Copy a directory of a run, if it is not removed meanwhile."""
+        before = self.checkpoints, self.files, self.bytes, self.links, len(self.left_out), len(self.removed)
+        manifest, complete = None, False
+        try:
+            complete = is_complete(source)
+            if complete:
+                manifest = Manifest.read(source)
+            elif _only_leftovers(source):
+                self.left_out.append(source)
+                return
+            self.directory(source, target)
+            if complete and not (target / MANIFEST).exists():
+                Manifest.read(source)  # raises, as it went before it was copied
+        except (OSError, DSQError):
+            if not _is_removed(source, complete, manifest):
+                raise
+            shutil.rmtree(target, ignore_errors=True)
+            self.checkpoints, self.files, self.bytes, self.links, left_out, removed = before
+            del self.left_out[left_out:], self.removed[removed:]
+            self.removed.append(source)
 
     def _checkpoint(self, source: Path, target: Path) -> Manifest:
         """Copy the files of a checkpoint, its manifest last; begin again where the manifest was replaced meanwhile."""
@@ -206,6 +233,14 @@ def _linked(source: Path, target: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_removed(directory: Path, complete: bool, manifest: Manifest | None) -> bool:
+    """Return whether a directory that could not be copied is gone, or the checkpoint that was there."""
+    if not complete:
+        return not os.path.lexists(directory)
+    save_id = None if manifest is None else manifest.save_id
+    return fate(directory, save_id, manifest, time.monotonic() + PATIENCE) == "removed"
 
 
 def _only_leftovers(directory: Path) -> bool:

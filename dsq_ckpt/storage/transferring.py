@@ -7,6 +7,8 @@ complete or not at all; to an object store checkpoints are copied one by one, ol
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.links import link_or_copy, transfer
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, ManifestFile, checkpoints, is_complete
+from dsq_ckpt.storage.meanwhile import PATIENCE, fate
 from dsq_ckpt.storage.references import remove_all
 
 _ATTEMPTS = 3
@@ -36,11 +39,13 @@ class Transfer:
         bytes: bytes of the files written.
         links: number of further names or references to files that were written already.
         left_out: what lies in the run and was not copied.
+        removed: checkpoints that were removed meanwhile.
     """
 
     def __init__(self, origin: Path, progress: Callable[[int], None] | None) -> None:
         self.checkpoints = self.files = self.bytes = self.links = 0
         self.left_out: list[Path] = []
+        self.removed: list[Path] = []
         self._origin, self._progress = origin, progress
         self._written: dict[tuple[str, str], Path] = {}
         """Path of each file in the copy, by name and checksum; names of data files are of one save."""
@@ -52,7 +57,7 @@ class Transfer:
 
         Raises:
             CheckpointExists: something is at `goal`.
-            CheckpointNotFound: there is no complete checkpoint.
+            CheckpointNotFound: there is no complete checkpoint, or none is left.
             CorruptCheckpoint: a manifest cannot be read, or a file is not what its manifest says; there is no copy.
             SaveFailed: `goal` lies in what is to be copied.
             OSError: a file cannot be read or written; there is no copy.
@@ -65,7 +70,12 @@ class Transfer:
             raise CheckpointNotFound(f"'{self._origin}' changed while it was read; copy it again")
         with self._appearing(goal) as made:
             for path in found:
-                self._checkpoint(path, made if path == self._origin else made / path.name)
+                if path == self._origin:
+                    self._checkpoint(path, made)
+                else:
+                    self._of_run(path, made / path.name)
+            if not self._committed:
+                raise CheckpointNotFound(f"'{self._origin}': all that was there was removed while it was copied")
         if found != [self._origin]:
             names = {path.name for path in found}
             entries = storage_of(self._origin).entries(self._origin)
@@ -90,6 +100,25 @@ class Transfer:
                 needed = {path for path in {made.parent for made in self._made} if is_complete(path)}
                 remove_all(path for path in self._made if path.parent not in needed)
             raise
+
+    def _of_run(self, source: Path, target: Path) -> None:
+        """Copy a checkpoint of a run, if it is not removed meanwhile."""
+        before, manifest = (self.files, self.bytes, self.links), None
+        try:
+            manifest = Manifest.read(source)
+            self._checkpoint(source, target)
+        except (OSError, DSQError):
+            save_id = None if manifest is None else manifest.save_id
+            if fate(source, save_id, manifest, time.monotonic() + PATIENCE) != "removed":
+                raise
+            # Others that need files of it get their own.
+            self._written = {key: path for key, path in self._written.items() if path.parent != target}
+            remove_all(path for path in self._made if path.parent == target)
+            self._made = [path for path in self._made if path.parent != target]
+            if not is_remote(target):
+                shutil.rmtree(target, ignore_errors=True)
+            self.files, self.bytes, self.links = before
+            self.removed.append(source)
 
     def _checkpoint(self, source: Path, target: Path) -> None:
         """Copy a checkpoint; begin again if its manifest was replaced meanwhile, as when its refinement goes."""

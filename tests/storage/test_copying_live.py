@@ -1,0 +1,144 @@
+"""`dsq cp` of a run in which training goes on: what is removed meanwhile is left out, and told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from dsq_ckpt.errors import CheckpointNotFound
+from dsq_ckpt.storage import copying, transferring
+from dsq_ckpt.storage.backend import storage_of
+from dsq_ckpt.storage.manifest import MANIFEST, Manifest, checkpoints
+from dsq_ckpt.storage.paths import checkpoint_path
+from dsq_ckpt.storage.removal import remove
+from tests.helpers.commands import alter, document, error, owned, printed
+from tests.helpers.small_run import NAMES
+from tests.storage.test_remote_removal import chain
+
+
+@pytest.fixture
+def at_file(monkeypatch):
+    """Let something happen at a file, before it is copied."""
+    def arrange(happens, when):
+        real, done = copying._Copy._file, []
+
+        def changed(self, source, target, expected):
+            if not done and when(source):
+                done.append(source)
+                happens()
+            return real(self, source, target, expected)
+
+        monkeypatch.setattr(copying._Copy, "_file", changed)
+        return done
+
+    return arrange
+
+
+def _without_manifest(path):
+    (path / MANIFEST).unlink()
+
+
+def _removed(path):
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("how", [_removed, _without_manifest])
+@pytest.mark.parametrize("role", ["own", "index"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run, tmp_path, at_file, how, role, number):
+    """Whichever it is, when it is copied itself."""
+    path = run / NAMES[number]
+    file = owned(path, role)
+
+    def happens():
+        how(path)
+        file.unlink(missing_ok=True)
+
+    done = at_file(happens, lambda source: source == file)
+    found = document("cp", run, tmp_path / "copy")
+    assert done and found["removed"] == [str(path)] and found["checkpoints"] == 2
+    assert sorted(os.listdir(tmp_path / "copy")) == [name for name in NAMES if name != path.name]
+    result = document("verify", tmp_path / "copy")
+    assert result["ok"] and len(result["checkpoints"]) == 2
+    files = {one.stat().st_ino: one.stat().st_size for one in (tmp_path / "copy").rglob("*") if one.is_file()}
+    assert (found["files"], found["bytes"]) == (len(files), sum(files.values()))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_that_goes_before_its_turn(run, tmp_path, at_file, number):
+    path = run / NAMES[number]
+    at_file(lambda: shutil.rmtree(path), lambda source: True)
+    text = printed("cp", run, tmp_path / "copy")
+    assert f"left out: {path}: it was removed while the others were copied" in text
+    assert document("verify", tmp_path / "copy")["ok"]
+
+
+def test_files_that_are_lost_are_damage(run, tmp_path, at_file):
+    """As long as the manifest that names them is there."""
+    file = owned(run / NAMES[1])
+    at_file(file.unlink, lambda source: source == file)
+    assert file.name in error("cp", run, tmp_path / "copy")
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_damage_that_is_seen_while_another_goes(run, tmp_path, at_file):
+    alter(owned(run / NAMES[2]))
+    at_file(lambda: shutil.rmtree(run / NAMES[0]), lambda source: source.parent.name == NAMES[0])
+    assert "it was altered" in error("cp", run, tmp_path / "copy")
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_the_only_one_that_was_named(run, tmp_path, at_file):
+    path = run / NAMES[2]
+    at_file(lambda: shutil.rmtree(path), lambda source: True)
+    assert "No such file" in error("cp", path, tmp_path / "copy")
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+@pytest.mark.parametrize("kinds", [("disk", "store"), ("store", "disk"), ("store", "store")])
+def test_object_stores(kinds, store, tmp_path, monkeypatch):
+    source, target = (
+        checkpoint_path(f"{tmp_path if kind == 'disk' else store}/{name}")
+        for kind, name in zip(kinds, ("run", "copy"), strict=True)
+    )
+    paths = chain(str(source), 3)
+    real, done = transferring.transfer, []
+
+    def changed(place, *arguments, **options):
+        if not done and place.parent == paths[1]:
+            done.append(place)
+            real(place, *arguments, **options)  # so that something is there of it
+            remove(paths[1])
+            raise FileNotFoundError(2, "No such file or directory", str(place))
+        return real(place, *arguments, **options)
+
+    monkeypatch.setattr(transferring, "transfer", changed)
+    found = copying.copy(source, target)
+    assert done and found.removed == [paths[1]] and found.checkpoints == 2
+    assert [path.name for path, _ in checkpoints(target)] == ["step-1", "step-3"]
+    assert not storage_of(target).entries(target / "step-2")
+    assert document("verify", target)["ok"]
+
+
+def test_all_go_from_an_object_store(store, tmp_path, monkeypatch):
+    paths = chain(f"{store}/run", 2)
+    real = transferring.Transfer._checkpoint
+
+    def changed(self, *arguments):
+        for path in paths:
+            if storage_of(path).entries(path):
+                remove(path)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(transferring.Transfer, "_checkpoint", changed)
+    with pytest.raises(CheckpointNotFound, match="removed while it was copied"):
+        copying.copy(f"{store}/run", tmp_path / "copy")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_manifest_that_does_not_parse_is_damage(run, tmp_path):
+    (run / NAMES[1] / MANIFEST).write_text("{}")
+    assert NAMES[1] in error("cp", run, tmp_path / "copy")
+    assert Manifest.read(run / NAMES[0])
