@@ -15,9 +15,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
 
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
@@ -100,6 +102,30 @@ def _shortage(costs: Sequence[CopyCost]) -> str | None:
         if left is not None and needed > left:
             return f"{host} has {left / 2**30:.3g} GiB of memory left, and to copy the state needs {needed / 2**30:.3g}"
     return None
+
+
+def settled(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Wait for tensors that are still being communicated; return a state dict of their results.
+
+    The argument, if there are none. Such tensors, as `DTensor.redistribute(async_op=True)` gives, have no memory that
+    tells where it is.
+    """
+    flat, mappings = flatten_state_dict(state_dict)
+    if not any(isinstance(_local(value), AsyncCollectiveTensor) for value in flat.values()):
+        return state_dict
+    return Nesting.of(state_dict, mappings).nested({fqn: _settled(value) for fqn, value in flat.items()})
+
+
+def _settled(value: Any) -> Any:
+    local = _local(value)
+    if not isinstance(local, AsyncCollectiveTensor):
+        return value
+    if not isinstance(value, DTensor):
+        return local.wait()
+    with torch.no_grad():
+        return DTensor.from_local(
+            local.wait(), value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
 
 
 def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -272,9 +298,9 @@ def _storages(flat: Mapping[str, Any]) -> Iterator[torch.UntypedStorage]:
                 yield tensor.untyped_storage()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor | None:
+def _local(tensor: Any) -> torch.Tensor | None:
     """Return the tensor in this rank's memory; None: there may be others, which DCP's stager does not know."""
     if isinstance(tensor, ShardedTensor):
         return None
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    found: torch.Tensor | None = getattr(tensor, "_local_tensor", tensor)
     return found

@@ -24,7 +24,7 @@ from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
 from dsq_ckpt.dcp.calls import NO_COLLECTIVES, AsyncCall, rank_in, ranks_of
-from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead, release_spare
+from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead, release_spare, settled
 from dsq_ckpt.dcp.items import check_promised, contents_of, finished, objects_of, write_results
 from dsq_ckpt.dcp.located import Located
 from dsq_ckpt.dcp.planner_data import planner_json
@@ -328,6 +328,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         searches = self._options.policy is not as_configured
 
         def given() -> tuple[RankSettings, str, bool, CopyCost | None]:
+            nonlocal state_dict
+            state_dict = settled(state_dict)
             if call is not None and call.checkpoint_id is not None:
                 self.path = checkpoint_path(call.checkpoint_id)
             if call is not None and call.processes and self._options.on_save is not None:
@@ -367,11 +369,9 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             failure = f"{type(error).__name__}: {error}"
         return self._leave(copy, call, save_id, failure)
 
-    def _copied(
-        self, copied: Callable[[dict[str, Any]], dict[str, Any]], state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _copied(self, copied: Callable[[dict[str, Any]], dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a state dict; gradients are copied too."""
-        copy = copied(state_dict)
+        copy = copied(state)
         self._gradients = {name: average.clone() for name, average in self._gradients.items()}
         return copy
 
