@@ -28,7 +28,7 @@ from dsq_ckpt.engine.history import default_history
 from dsq_ckpt.engine.result import OnSave, SaveResult, announce
 from dsq_ckpt.engine.retention import retire
 from dsq_ckpt.errors import CheckpointNotFound, LoadFailed, SaveFailed
-from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory
+from dsq_ckpt.storage.atomic_io import flush, hidden_name, replace_directory, sync_directory, within_hidden
 from dsq_ckpt.storage.gc import is_ours
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
 from dsq_ckpt.storage.paths import local_path
@@ -167,7 +167,7 @@ class StagedCheckpoint:
             if any(is_complete(one.parent) for one in self.goal.glob(f"*/{MANIFEST}")):
                 raise SaveFailed(f"'{self.goal}' holds checkpoints itself; save to a directory in it")
             self.goal.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.goal.parent.glob(f".{glob.escape(self.goal.name)}.dsq-*.tmp"):
+            for left in self.goal.parent.glob(f".{glob.escape(within_hidden(self.goal.name))}.dsq-*.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
             if self._apart is not None:
                 self.files.mkdir(parents=True)

@@ -19,9 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import xxhash
+
 NOT_ALL = "not all of which was written"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)  # a container's filter may refuse it
+_LONGEST_WITHIN = 255 - len("..dsq-01234567.tmp")
+"""Bytes of a name that leave room for what makes it hidden, on file systems whose names have at most 255."""
 _HIDDEN = re.compile(r"\..+\.(?:dsq-)?[0-9a-f]{8}\.tmp")  # names without the mark: of earlier versions
 
 
@@ -32,7 +36,16 @@ def hidden_name(goal: Path, mark: str | None = None) -> Path:
         goal: the name that it gets when it is complete.
         mark: 8 hexadecimal digits; None: random ones.
     """
-    return goal.with_name(f".{goal.name}.dsq-{mark or uuid.uuid4().hex[:8]}.tmp")
+    return goal.with_name(f".{within_hidden(goal.name)}.dsq-{mark or uuid.uuid4().hex[:8]}.tmp")
+
+
+def within_hidden(name: str) -> str:
+    """Return how a name stands in a hidden name: itself, or if that were too long its beginning and a digest."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= _LONGEST_WITHIN:
+        return name
+    digest = xxhash.xxh3_64_hexdigest(encoded)  # names that begin alike stay apart
+    return f"{encoded[: _LONGEST_WITHIN - len(digest) - 1].decode(errors='ignore')}-{digest}"
 
 
 def is_hidden(name: str) -> bool:

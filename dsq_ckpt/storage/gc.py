@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsq_ckpt.errors import CheckpointNotFound, DSQError
-from dsq_ckpt.storage.atomic_io import is_hidden
+from dsq_ckpt.storage.atomic_io import is_hidden, within_hidden
 from dsq_ckpt.storage.container import file_checksum
 from dsq_ckpt.storage.foreign_files import PLAIN, journaled, plain_backups, restore
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest, is_complete
@@ -172,7 +172,7 @@ def left(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list[Le
         if _FORMER_NAME.fullmatch(entry.name) and not is_ours(entry.name):
             why = "earlier versions named copies, exports and what these replaced so; delete it by hand if it is one"
             entries.append(Left(entry, why, False))
-        if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not os.path.lexists(path / replaced["name"]):
+        if (replaced := _REPLACED_NAME.fullmatch(entry.name)) and not _has(path, replaced["name"]):
             why = f"what was to replace it is not there; rename it to '{replaced['name']}', or delete it by hand"
             entries.append(Left(entry, why, False))
     return entries
@@ -224,7 +224,7 @@ def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
         replaced = _REPLACED_NAME.fullmatch(entry.name)
         if is_ours(entry.name):
             continue
-        if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and os.path.lexists(path / replaced["name"]))):
+        if not (_UNFINISHED_NAME.fullmatch(entry.name) or (replaced and _has(path, replaced["name"]))):
             continue
         try:
             states = [os.lstat(one) for one in (entry, *(entry.rglob("*") if _is_directory(entry) else ()))]
@@ -234,6 +234,11 @@ def _unfinished(path: Path) -> list[tuple[Orphan, float]]:
         size = sum(state.st_size for state in states if stat.S_ISREG(state.st_mode))
         found.append((Orphan(entry, size, "replaced" if replaced else "what was being written did not complete"), age))
     return found
+
+
+def _has(directory: Path, name: str) -> bool:
+    """Return whether something in a directory has the name that stands in a hidden one, where it may be shortened."""
+    return os.path.lexists(directory / name) or any(within_hidden(entry) == name for entry in os.listdir(directory))
 
 
 def _is_directory(path: Path) -> bool:

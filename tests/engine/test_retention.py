@@ -140,3 +140,15 @@ def test_what_a_killed_process_left_is_collected(tmp_path, monkeypatch):
     assert [orphan.path.name for orphan in collect(tmp_path, 0)] == [".step-0.dsq-01234567.tmp"]
     assert Manifest.read(older).refinement == "kept"
     dsq_ckpt.load({}, older)
+
+
+@pytest.mark.parametrize("length", [237, 238, 255])
+def test_a_name_as_long_as_a_file_system_takes(tmp_path, recwarn, length):
+    """What is written beside the directory was to have a longer one."""
+    config = DSQConfig.model_validate({"refinement": {"keep_last": 1}, "storage": {"fsync": False}})
+    paths = [tmp_path / (str(number) * length) for number in range(2)]
+    for path in paths:
+        dsq_ckpt.save(mixed_state(), path, config=config)
+    assert [Manifest.read(path).refinement for path in paths] == ["dropped", "kept"]
+    assert not [warning for warning in recwarn if "not dropped" in str(warning.message)]
+    assert sorted(os.listdir(tmp_path)) == [path.name for path in paths]

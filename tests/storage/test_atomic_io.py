@@ -16,6 +16,7 @@ from dsq_ckpt.storage.atomic_io import (
     make_directory,
     new_directory,
     new_file,
+    within_hidden,
 )
 
 
@@ -116,3 +117,26 @@ def test_files_exchange_their_names_or_nothing_changes(tmp_path, monkeypatch, sy
     assert old.read_bytes() == b"new"
     if system == "renameat2":
         assert new.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\u00e4" * 127, "x" + "\u00e4" * 127, "\udcff" * 255, "x" * 238], ids=len)
+def test_a_name_as_long_as_a_file_system_takes(tmp_path, name):
+    """What is hidden beside it is shortened."""
+    goal = tmp_path / name
+    with new_file(goal) as stream:
+        stream.write(b"new")
+        (hidden,) = os.listdir(tmp_path)
+    assert is_hidden(hidden) and len(os.fsencode(hidden)) <= 255 and hidden.isprintable()
+    assert os.listdir(tmp_path) == [name]
+    for content in ("first", "second"):
+        with new_directory(tmp_path / "below" / name, overwrite=True) as directory:
+            directory.mkdir()
+            (directory / content).touch()
+    assert os.listdir(tmp_path / "below") == [name] and os.listdir(tmp_path / "below" / name) == ["second"]
+
+
+def test_shortened_names_stay_apart(tmp_path):
+    names = [hidden_name(tmp_path / ("x" * 250 + str(number)), "89abcdef").name for number in range(9)]
+    assert len(set(names)) == 9
+    assert hidden_name(tmp_path / ("x" * 237), "89abcdef").name == f".{'x' * 237}.dsq-89abcdef.tmp"
+    assert within_hidden("step-1") == "step-1"

@@ -17,7 +17,7 @@ from dsq_ckpt.engine.local import LocalShard, LocalState
 from dsq_ckpt.errors import CheckpointNotFound
 from dsq_ckpt.quantization.chunk import ChunkKey
 from dsq_ckpt.storage import foreign_files
-from dsq_ckpt.storage.atomic_io import hidden_name
+from dsq_ckpt.storage.atomic_io import hidden_name, within_hidden
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.copying import copy
 from dsq_ckpt.storage.gc import collect, garbage, is_ours, left
@@ -288,6 +288,18 @@ def test_what_an_export_was_to_replace(run, later):
     assert [entry.path for entry in left(run)] == [replaced]
     plant(run / "plain", ".metadata")
     assert [orphan.path for orphan in collect(run)] == [replaced] and left(run) == []
+
+
+def test_long_names_of_what_was_to_replace_or_be_replaced(run, later):
+    """They are shortened where they are hidden."""
+    goal = run / ("plain" * 51)
+    replaced = run / f".{within_hidden(goal.name)}.dsq-89abcdef.old"
+    plant(replaced, ".metadata")
+    assert collect(run) == [] and [entry.path for entry in left(run)] == [replaced]
+    plant(goal, ".metadata")
+    plant(hidden_name(goal), "a")
+    assert {orphan.path for orphan in garbage(run)} >= {replaced} and left(run) == []
+    assert len(collect(run)) == 2 and sorted(os.listdir(run)) == sorted([*NAMES, goal.name])
 
 
 def test_hidden_names_with_a_date_are_the_users(run, later):
