@@ -32,6 +32,7 @@ from dsq_ckpt.quantization.layout import ParentModel
 from dsq_ckpt.storage.backend import sizes, storage_of
 from dsq_ckpt.storage.checkpoint import Checkpoint
 from dsq_ckpt.storage.files import CheckpointFiles
+from dsq_ckpt.storage.links import reading_parent
 from dsq_ckpt.storage.manifest import Manifest, checkpoints
 from dsq_ckpt.storage.paths import checkpoint_path, expanded
 from dsq_ckpt.storage.record_fields import FACTORS, dtype_of
@@ -122,11 +123,11 @@ def _shared(last: ParentRef, history: SaveHistory, siblings: int) -> ParentRef |
     None: it is not, or it is gone; or the last one was loaded, so that its codes are in memory and not that one's; or
     most of the last one has no codes there that it could be coded given, and the next one would have none either.
     """
-    path = expanded(last.path)
-    manifest, known = Manifest.read(path), history.find(last.save_id)
-    if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (known is not None and known.loaded):
-        return None
+    path, known = expanded(last.path), history.find(last.save_id)
     with suppress(DSQError):
+        manifest = Manifest.read(path)
+        if not 0 < manifest.siblings < siblings or manifest.parent_name is None or (known is not None and known.loaded):
+            return None
         older = Manifest.read(path.parent / manifest.parent_name)
         if older.save_id == manifest.parent and not _mostly_new(manifest, older):
             place = str(path.parent / manifest.parent_name)
@@ -226,7 +227,8 @@ class Parent:
         self._shared = shared
         self.model = model
         self._workers = workers
-        self.checkpoint = Checkpoint(expanded(ref.path), lazy=True)
+        with reading_parent(expanded(ref.path)):
+            self.checkpoint = Checkpoint(expanded(ref.path), lazy=True)
         if self.checkpoint.manifest.save_id != ref.save_id:
             self.checkpoint.close()
             raise SaveFailed(
@@ -242,7 +244,15 @@ class Parent:
         self.checkpoint.close()
 
     def codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
-        """Return the previous codes of a chunk, None if there are none to use (other sharding, group or alphabet)."""
+        """Return the previous codes of a chunk, None if there are none to use (other sharding, group or alphabet).
+
+        Raises:
+            SaveFailed: the parent was removed meanwhile.
+        """
+        with reading_parent(expanded(self.ref.path)):
+            return self._codes(key, group)
+
+    def _codes(self, key: ChunkKey, group: str) -> tuple[BaseRecord, Codes] | None:
         book, ref = self.model.books.get(group), self._find(key)
         if ref is None:
             return None
@@ -266,7 +276,15 @@ class Parent:
         return codes.get(key) if self._shared else codes.pop(key, None)
 
     def values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
-        """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers)."""
+        """Return what a chunk decodes to, flat, None if it cannot be used (other sharding, or no numbers).
+
+        Raises:
+            SaveFailed: the parent was removed meanwhile.
+        """
+        with reading_parent(expanded(self.ref.path)):
+            return self._values(key)
+
+    def _values(self, key: ChunkKey) -> tuple[BaseRecord, F32] | None:
         ref = self._find(key)
         if ref is None:
             return None

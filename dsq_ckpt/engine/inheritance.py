@@ -14,7 +14,7 @@ from pathlib import Path
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.errors import DSQError
 from dsq_ckpt.storage.files import CheckpointFiles
-from dsq_ckpt.storage.links import NO_LINKS, copy_file, holder_of, link_files, transfer
+from dsq_ckpt.storage.links import NO_LINKS, copy_file, holder_of, link_files, reading_parent, transfer
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile
 from dsq_ckpt.storage.predecessors import predecessors
 
@@ -37,7 +37,15 @@ def inherit(
 
     Raises:
         CorruptCheckpoint: a file is missing, a name leads elsewhere, or what was copied is not what was written.
+        SaveFailed: the parent was removed meanwhile.
     """
+    with reading_parent(parent):
+        _inherit(parent, target, names, copies, fsync, previous)
+
+
+def _inherit(
+    parent: Path, target: Path, names: frozenset[str], copies: int, fsync: bool, previous: Path | None
+) -> None:
     if is_remote(target):
         _copy_from_elsewhere(parent, target, names)
         return

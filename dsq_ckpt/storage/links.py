@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from dsq_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DSQError, LoadFailed, SaveFailed
 from dsq_ckpt.storage.atomic_io import AtomicFile, relink
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.container import file_checksum, pieces
 from dsq_ckpt.storage.manifest import Manifest, ManifestFile, is_plain
+from dsq_ckpt.storage.meanwhile import PATIENCE, fate
 from dsq_ckpt.storage.runs import run_of
 
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
@@ -59,13 +62,37 @@ def manifest_of_parent(parent: Path) -> Manifest:
     Raises:
         SaveFailed: it was removed meanwhile.
     """
-    try:
+    with reading_parent(parent):
         return Manifest.read(parent)
-    except CheckpointNotFound as error:
+
+
+@contextmanager
+def reading_parent(parent: Path) -> Iterator[None]:
+    """Let errors of reading the checkpoint that a new one is coded against say so where it was removed meanwhile.
+
+    Raises:
+        SaveFailed: it was.
+    """
+    try:
+        yield
+    except (FileNotFoundError, CorruptCheckpoint, LoadFailed) as error:  # a `CheckpointNotFound` is one of the first
+        if not _is_removed(parent):
+            raise
         raise SaveFailed(
             f"'{parent}' was removed while this checkpoint, which needs files of it, was being saved: save again, and "
             "remove a checkpoint only when the next one is complete, as the result of a save in the background tells"
         ) from error
+
+
+def _is_removed(path: Path) -> bool:
+    """Return whether a checkpoint is gone; wait for one that is on its way out."""
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointNotFound:
+        return True
+    except DSQError:
+        return False
+    return fate(path, manifest.save_id, manifest, time.monotonic() + PATIENCE) == "removed"
 
 
 def link_or_copy(source: Path, target: Path, fsync: bool) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import dsq_ckpt
+from dsq_ckpt.engine import chain, writing
 from dsq_ckpt.engine.pipeline import SavePipeline
+from dsq_ckpt.storage import links, meanwhile
 from dsq_ckpt.storage.manifest import Manifest
 from tests.helpers.states import KEEP_ONE, Kept, differences, flat, loaded, mixed_state, moved, relative_error, same
 
@@ -172,6 +174,68 @@ def test_a_parent_that_is_removed_meanwhile(tmp_path, monkeypatch, step):
             assert dsq_ckpt.save(moved(states[0], 1), tmp_path / "next").keyframe
     back, truth = flat(loaded(tmp_path / "next", states[0])), flat(moved(states[0], 1))
     assert all(relative_error(value, back[name]) < 0.3 for name, value in truth.items() if name.startswith("lossy"))
+
+
+@pytest.mark.parametrize(("step", "options"), [
+    ("__init__", {}), ("codes", {}),
+    ("values", {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "exact"}}}),
+    ("inherit", {}), ("inherit", {"storage": {"replicate_keyframes": 2}}),
+])
+def test_a_parent_that_is_removed_before_it_is_read(tmp_path, monkeypatch, step, options):
+    """Whatever was to be read of it: not as one that does not exist, as if it had been named."""
+    paths, states = chain_of(tmp_path, 1, config=options)
+    dsq_ckpt.forget()
+    dsq_ckpt.load({}, paths[0])  # what the next one is coded against is read of it
+    place = writing if step == "inherit" else chain.Parent
+    do, met = getattr(place, step), []
+
+    def after_removal(*arguments):
+        met.append(step)
+        shutil.rmtree(paths[0], ignore_errors=True)
+        return do(*arguments)
+
+    monkeypatch.setattr(place, step, after_removal)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
+        dsq_ckpt.save(moved(states[0], 1), tmp_path / "next", config=options)
+    assert met and not (tmp_path / "next").exists()
+
+
+def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
+    """Its manifest is there when a file of it is not."""
+    paths, states = chain_of(tmp_path, 1)
+    monkeypatch.setattr(links, "PATIENCE", 600)
+    inherit, lost_files, looked = writing.inherit, meanwhile.lost_files, []
+
+    def half(*arguments):
+        for file in paths[0].glob("*.dsq"):
+            file.unlink()
+        return inherit(*arguments)
+
+    def rest(*arguments, **options):
+        looked.append(lost_files(*arguments, **options))
+        shutil.rmtree(paths[0], ignore_errors=True)
+        return looked[-1]
+
+    monkeypatch.setattr(writing, "inherit", half)
+    monkeypatch.setattr(meanwhile, "lost_files", rest)
+    with pytest.raises(dsq_ckpt.SaveFailed, match=r"step-0' was removed while this checkpoint, .* save again"):
+        dsq_ckpt.save(moved(states[0], 1), tmp_path / "next")
+    assert looked[0]
+
+
+def test_a_checkpoint_that_is_removed_before_its_siblings_are_counted(tmp_path, monkeypatch):
+    """It is no parent then, and nothing has failed."""
+    options = {"delta": {"max_chain": "auto"}}
+    paths, states = chain_of(tmp_path, 3, config=options)
+    shared = chain._shared
+
+    def after_removal(*arguments):
+        shutil.rmtree(paths[-1])
+        return shared(*arguments)
+
+    monkeypatch.setattr(chain, "_shared", after_removal)
+    with pytest.warns(UserWarning, match="cannot be read; writing a keyframe"):
+        assert dsq_ckpt.save(states[-1], tmp_path / "next", config=options).keyframe
 
 
 def test_refinement_is_dropped_from_older_checkpoints(tmp_path):
