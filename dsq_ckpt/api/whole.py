@@ -160,7 +160,7 @@ class Whole:
         paths = [path for path in self._nesting.values() if path[:2] == (text, "param_groups") and len(path) > 3]
         saved = {str(path[3]) for path in paths}
         lacking = sorted(optimizer.defaults.keys() - saved)
-        foreign = sorted(saved - optimizer.defaults.keys() - _NOT_OF_A_CLASS)
+        foreign = sorted(saved.difference(optimizer.defaults, _NOT_OF_A_CLASS, *optimizer.param_groups))
         if lacking and foreign:
             warn(
                 f"what was saved of '{text}' has {named(foreign)} and lacks {named(lacking)} in its groups, so it is "

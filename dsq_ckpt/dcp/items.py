@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dsq_ckpt.core.subclasses import object_named
@@ -97,7 +98,7 @@ def _expect_chunk(planner: SavePlanner, key: ChunkKey) -> None:
         LookupError: the chunks of the tensor here are others.
     """
     state = getattr(planner, "state_dict", None)
-    if isinstance(state, Mapping) and key.fqn in state:
+    if isinstance(state, Mapping) and isinstance(state.get(key.fqn), DTensor):
         items = create_default_local_save_plan({key.fqn: state[key.fqn]}, True).items
         here = [key_of(item) for item in items if item.tensor_data is not None]
         if key not in here:

@@ -233,9 +233,10 @@ def _tell_of_another(run: Path, before: Path) -> None:
         _told.add((run, ""))
         warn_safely(
             f"the weights saved in '{run}' now have nothing in common with those of '{before.name}', the checkpoint "
-            "before it: they are taken for another training of the same names and shapes, which keeps its refinement "
-            "apart. Give each training a directory of its own, or history=dsq_ckpt.SaveHistory() each: saved by turns, "
-            "each of their checkpoints is a keyframe, and none loses its refinement later"
+            "before it: they are taken for another training of the same names and shapes (or they changed entirely), "
+            "which keeps its refinement apart. Give each training a directory of its own, or "
+            "history=dsq_ckpt.SaveHistory() each: saved by turns, their checkpoints are mostly keyframes, and none "
+            "loses its refinement later"
         )
 
 

@@ -18,8 +18,12 @@ from dsq_ckpt.quantization.chunk import ChunkKey
 _SAMPLE = 4096
 """Elements of a chunk that tell."""
 _SHUFFLES = 8
-_MORE, _AT_LEAST = 1.5, 20.0
-"""How much more codes tell of each other than shuffled ones do, by chance, if they are related: a factor, and nats."""
+_SPREADS, _AT_LEAST = 2.0, 20.0
+"""How much more codes tell of each other than shuffled ones do by chance, if they are related: ranges of that, nats."""
+_RARE = 64
+"""Codes other than the most frequent one that a sample needs to tell anything."""
+_UNRELATED = 16
+"""Chunks without any relation after which the others are not looked at."""
 
 
 class Kinship:
@@ -35,6 +39,7 @@ class Kinship:
 
     def __init__(self, history: SaveHistory, context: SaveContext) -> None:
         self._earlier: Mapping[ChunkKey, Codes] = {}
+        self._unrelated = 0
         self.found: bool | None = None
         before = (context.previous, context.parent) if not context.layout.residual else ()
         for known in (history.find(one.save_id) for one in before if one is not None):
@@ -44,12 +49,14 @@ class Kinship:
 
     def wants(self, key: ChunkKey, group: str) -> bool:
         """Return whether a chunk can tell more."""
-        return self.found is not True and group.startswith("weights/") and key in self._earlier
+        undecided = self.found is not True and self._unrelated < _UNRELATED
+        return undecided and group.startswith("weights/") and key in self._earlier
 
     def look(self, key: ChunkKey, codes: Codes) -> None:
         """Compare the codes of a chunk that is wanted with its earlier ones."""
         found = None if self.found else are_related(codes, self._earlier[key])
         self.found = self.found if found is None else found
+        self._unrelated += found is False
 
 
 def are_related(codes: Codes, earlier: Codes) -> bool | None:
@@ -63,10 +70,12 @@ def are_related(codes: Codes, earlier: Codes) -> bool | None:
     if len(codes) != len(earlier) or len(codes) < _SAMPLE:
         return None
     one, other = codes[::step][:_SAMPLE], earlier[::step][:_SAMPLE]
+    if min(len(codes) - np.bincount(codes).max() for codes in (one, other)) < _RARE:
+        return None
     generator = np.random.default_rng(0)
-    by_chance = max(_information(one, generator.permutation(other)) for _ in range(_SHUFFLES))
-    found = _information(one, other)
-    return found > _MORE * by_chance + _AT_LEAST / len(one) if by_chance > 0 else None
+    by_chance = [_information(one, generator.permutation(other)) for _ in range(_SHUFFLES)]
+    most = max(by_chance)
+    return _information(one, other) > most + _SPREADS * (most - min(by_chance)) + _AT_LEAST / len(one)
 
 
 def _information(one: Codes, other: Codes) -> float:

@@ -178,7 +178,8 @@ def _warn_of_doubtful(
         warn(
             f"{named(untrained)} is quantized as weights are, and no state of the optimizer has its shape. If it is "
             "frozen, or a buffer, give the module too (model=), so that it is exact; if it is data, store it exactly, "
-            'by quantize.rules: [{"pattern": NAME, "exact": true}]', rank=comm.rank,
+            'by quantize.rules: [{"pattern": NAME, "exact": true}]; if it only had no gradient yet, nothing is wrong',
+            rank=comm.rank,
         )
     if strange and known:
         warn(
@@ -199,7 +200,8 @@ def _warn_of_doubtful(
 def _untrained(layout: Layout) -> set[str]:
     """Return weights of shapes that no state of an optimizer has; nothing where state has shapes of its own."""
     weights = {layout.shapes[fqn] for fqn in layout.shapes if kind_of(fqn) == "weights"}
-    trained = {layout.shapes[fqn] for fqn in layout.state if len(layout.shapes[fqn]) > 1}
+    state = [fqn for fqn in layout.shapes if kind_of(fqn) != "weights"]
+    trained = {layout.shapes[fqn] for fqn in state if len(layout.shapes[fqn]) > 1}
     if not trained or not trained <= weights:
         return set()
     return {fqn for fqn in layout.weights() if layout.shapes[fqn] not in trained}

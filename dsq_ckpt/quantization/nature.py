@@ -115,18 +115,18 @@ def _may_be_symmetric(edges: Sequence[float]) -> bool:
 
 def _symmetric(tensor: torch.Tensor) -> bool:
     """Return whether square matrices are symmetric, but for rounding, and not zero beside the diagonal."""
-    values = tensor.detach()
-    largest = [float(block.abs().amax()) for block in _blocks(values)]
-    most = max(largest)
+    matrices = tensor.detach().flatten(0, -3) if tensor.ndim > 2 else tensor.detach()[None]
+    largest = [float(block.abs().amax()) for block in _blocks(tensor)]
+    most, size = max(largest), tensor.shape[-1]
     if not (most > 0 and all(map(math.isfinite, largest))):
         return False
-    step, beside = max(1, _BLOCK // values.shape[-1]), False
-    for start in range(0, values.shape[-1], step):
-        rows = values[..., start : start + step, :].double()
-        columns = values[..., start : start + step].mT.double()
-        if bool(((rows - columns).abs() > most * _tolerance(values.dtype)).any()):
-            return False
-        beside = beside or bool(rows.triu(start + 1).any())
+    step, beside = max(1, _BLOCK // size), False
+    for some in matrices.split(max(1, _BLOCK // size**2)):
+        for start in range(0, size, step):
+            rows, columns = some[:, start : start + step].double(), some[..., start : start + step].mT.double()
+            if bool(((rows - columns).abs() > most * _tolerance(tensor.dtype)).any()):
+                return False
+            beside = beside or bool(rows.triu(start + 1).any())
     return beside
 
 

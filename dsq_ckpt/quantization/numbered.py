@@ -19,6 +19,11 @@ Shape = tuple[int, ...]
 _NUMBERED = re.compile(r"(?P<optimizer>(.*\.)?state)\.(?P<number>\d+)\.\w+")
 
 
+def is_numbered(name: str) -> bool:
+    """Return whether a name is that of state by the number of a parameter."""
+    return _NUMBERED.fullmatch(name) is not None
+
+
 def state_by_weight(state: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, str]:
     """Return the name of the state that belongs to a weight, by the name of the weight, where that can be told.
 

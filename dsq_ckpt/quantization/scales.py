@@ -19,7 +19,7 @@ from dsq_ckpt.kernels.keys import FULL, KEYS_PER_OCTAVE
 from dsq_ckpt.quantization.codebook import Codebook
 from dsq_ckpt.quantization.groups import parameter_of
 from dsq_ckpt.quantization.layout import GRADIENT, Layout
-from dsq_ckpt.quantization.numbered import state_by_weight
+from dsq_ckpt.quantization.numbered import is_numbered, state_by_weight
 
 OCTAVES = 256
 CENTRES = np.arange(OCTAVES, dtype=np.float64) - 127 + 0.5
@@ -132,8 +132,9 @@ def _gauges_of(layout: Layout) -> dict[str, Gauge]:
         return {fqn: Gauge(GRADIENT + fqn, 2) for fqn in weights}
     kinds = set(layout.state.values())
     kind, power = ("exp_avg_sq", 1) if "exp_avg_sq" in kinds else ("momentum", 2)
-    by_parameter = {parameter_of(fqn): fqn for fqn, found in layout.state.items() if found == kind}
-    numbered = state_by_weight(by_parameter.values(), layout.shapes)
+    state = [fqn for fqn, found in layout.state.items() if found == kind]
+    numbered = state_by_weight(state, layout.shapes)
+    by_parameter = {parameter_of(fqn): fqn for fqn in state if not is_numbered(fqn)}
     gauges = {}
     for fqn in weights:
         tail = parameter_of(fqn)

@@ -269,6 +269,11 @@ def test_state_of_an_optimizer_of_another_class_is_told_of(tmp_path, other, recw
     dsq_ckpt.save({"model": model, "optimizer": optimizer, "scheduler": scheduler}, tmp_path / "a")
     dsq_ckpt.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, tmp_path / "a")
     dsq_ckpt.load({"model": model, "optimizer": torch.optim.Adam(model.parameters())}, tmp_path / "a")
+    older = optimizer.state_dict()  # of a release that had an option less, with one of the user's own
+    del older["param_groups"][0]["decoupled_weight_decay"]
+    older["param_groups"][0]["lr_scale"] = optimizer.param_groups[0]["lr_scale"] = 0.5
+    dsq_ckpt.save({"optimizer": older}, tmp_path / "b")
+    dsq_ckpt.load({"optimizer": optimizer}, tmp_path / "b")
     assert not any("another optimizer" in str(one.message) for one in recwarn)
     with pytest.warns(UserWarning, match=r"'betas'.* and lacks .* another optimizer than (SGD|RMSprop)"):
         dsq_ckpt.load({"model": model, "optimizer": other(model.parameters(), lr=0.1)}, tmp_path / "a")

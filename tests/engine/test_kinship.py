@@ -99,6 +99,44 @@ def test_codes_that_changed_are_related(levels: int) -> None:
         assert are_related(one, generator.permutation(256).astype(np.uint8)[other]) is True, number
 
 
+@pytest.mark.parametrize("levels", [8, 64, 255])
+def test_codes_of_fine_steps_are_related_where_their_values_are(levels: int) -> None:
+    """Of many levels, chance tells much of codes already."""
+    generator = np.random.default_rng(levels)
+    for likeness in (0.8, 0.95, 0.999):
+        one = generator.standard_normal(8192)
+        other = likeness * one + (1 - likeness**2) ** 0.5 * generator.standard_normal(8192)
+        codes = [
+            np.searchsorted(np.quantile(values, np.linspace(0, 1, levels + 1)[1:-1]), values).astype(np.uint8)
+            for values in (one, other)
+        ]
+        assert are_related(codes[0], codes[1]) is True, likeness
+
+
+def test_few_values_among_zeros_tell_nothing() -> None:
+    generator = np.random.default_rng(0)
+    for number in (1, 5, 50):
+        codes = np.zeros((2, 4096), np.uint8)
+        codes[0, generator.choice(4096, number)] = codes[1, generator.choice(4096, 500)] = 1
+        assert are_related(codes[0], codes[1]) is None and are_related(codes[1], codes[0]) is None
+
+
+def test_one_training_of_fine_steps_and_of_few_values_is_one(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    model, optimizer = training(0)
+    sparse = torch.zeros(256, 256)
+    sparse.view(-1)[:: 65536 // 60] = torch.randn(61)
+    for number in range(4):
+        step(model, optimizer)
+        sparse[sparse != 0] += 0.01
+        dsq_ckpt.save({"w": sparse.clone()}, tmp_path / "sparse" / str(number))
+        dsq_ckpt.save(
+            {"model": model}, tmp_path / "fine" / str(number),
+            config={"quantize": {"weights": {"codebook": {"fit": "kmeans", "bins": 254}}}},
+        )
+    assert not any("in common" in str(one.message) for one in recwarn)
+    assert all(Manifest.read(tmp_path / run / "1").previous for run in ("sparse", "fine"))
+
+
 def test_what_cannot_be_told() -> None:
     codes = np.zeros(4096, np.uint8)
     assert are_related(codes, codes) is None  # zeros say nothing

@@ -94,6 +94,20 @@ def test_what_the_optimizer_does_not_know_is_told_of(tmp_path, how):
     ]
 
 
+def test_weights_whose_state_is_none_of_adams_are_trained(tmp_path, recwarn):
+    """RMSprop and Adafactor for a layer, AdamW for another."""
+    for first in (torch.optim.RMSprop, torch.optim.Adafactor):
+        model = net(128, 100, 64)
+        optimizers = [first(model[0].parameters()), torch.optim.AdamW(model[1].parameters())]
+        model(torch.randn(32, 128)).square().mean().backward()
+        state = {"model": model.state_dict()}
+        for number, optimizer in enumerate(optimizers):
+            optimizer.step()
+            state[f"optimizer_{number}"] = optimizer.state_dict()
+        dsq_ckpt.save(state, tmp_path / first.__name__)
+    assert not told_of("no state of the optimizer", list(recwarn))
+
+
 @pytest.mark.parametrize("searched", [False, True])
 def test_data_beside_the_model_is_told_of(tmp_path, searched):
     """Observations are quantized like weights; numbers of tokens are exact, also in a search, which tries the model."""

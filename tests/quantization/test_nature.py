@@ -31,12 +31,16 @@ def covariance(size: int) -> torch.Tensor:
 UNLIKE = {
     "a covariance with one value changed": with_one(covariance(300), 0.5),
     "matrices of which one is symmetric": torch.stack([covariance(70), normal(70, 70)]),
+    "many small matrices of which the last is not symmetric": torch.cat(
+        [normal(400000, 3, 1) @ normal(400000, 3, 1).mT, normal(1, 3, 3)]
+    ),
     "a diagonal of weights": torch.diag(normal(90)),
     "a matrix that is skew": normal(90, 90) - normal(90, 90).T,
     "a covariance": covariance(300),
     "a covariance but for rounding": covariance(300) * (1 + 2.0**-20 * normal(300, 300).clamp(-4, 4)),
     "a covariance in bfloat16": covariance(90).bfloat16(),
     "covariances": torch.stack([covariance(40), -covariance(40)]),
+    "many small covariances": (normal(400000, 3, 1) @ normal(400000, 3, 1).mT),
     "a precision matrix": covariance(90).double().inverse(),
     "a kernel that is nearly diagonal": torch.diag(normal(90)).index_put_(
         (torch.tensor([80, 81]), torch.tensor([81, 80])), torch.tensor(0.5)
@@ -62,6 +66,9 @@ UNLIKE = {
 LIKE = {
     "a covariance with one value changed": with_one(covariance(300), 0.5),
     "matrices of which one is symmetric": torch.stack([covariance(70), normal(70, 70)]),
+    "many small matrices of which the last is not symmetric": torch.cat(
+        [normal(400000, 3, 1) @ normal(400000, 3, 1).mT, normal(1, 3, 3)]
+    ),
     "a diagonal of weights": torch.diag(normal(90)),
     "a matrix that is skew": normal(90, 90) - normal(90, 90).T,
     "weights": normal(300, 300),
