@@ -36,7 +36,7 @@ class Report:
 
     path: Path
     save_id: str | None = None
-    """Of the checkpoint that was found first; None: its manifest could not be read."""
+    """Save id of the checkpoint that was found first; None: its manifest could not be read."""
     manifest: Manifest | None = None
     problems: list[Problem] = field(default_factory=list)
     tensors: int | None = None
@@ -44,7 +44,7 @@ class Report:
     decoded_by: str | None = None
     """A later checkpoint whose decoding walked the whole chain of this one."""
     meanwhile: Fate | None = None
-    """What became of it before all of it was read; nothing is known of it then."""
+    """How the checkpoint went before all of it was read; nothing is known of it then."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What became of a checkpoint while it was read: training goes on, and removes checkpoints or saves over them."""
+"""Checkpoints that are removed or saved over while they are read, since training goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAUSE = 0.05
 def fate(
     directory: Path, save_id: str | None, manifest: Manifest | None = None, deadline: float = -math.inf
 ) -> Fate | None:
-    """Return what became of a checkpoint; None: it is there, or whether it is cannot be told.
+    """Return whether a checkpoint was removed or replaced; None: it is there, or that cannot be told.
 
     Programs that remove a directory remove its files in any order: for a moment the manifest is there, and others are
     not.

@@ -224,7 +224,7 @@ def test_a_parent_whose_removal_is_half_done(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_is_removed_before_its_siblings_are_counted(tmp_path, monkeypatch):
-    """It is no parent then, and nothing has failed."""
+    """A checkpoint that is gone is no parent, and nothing has failed."""
     options = {"delta": {"max_chain": "auto"}}
     paths, states = chain_of(tmp_path, 3, config=options)
     shared = chain._shared

@@ -101,7 +101,7 @@ def test_codes_that_changed_are_related(levels: int) -> None:
 
 @pytest.mark.parametrize("levels", [8, 64, 255])
 def test_codes_of_fine_steps_are_related_where_their_values_are(levels: int) -> None:
-    """Of many levels, chance tells much of codes already."""
+    """Chance tells much of codes with many levels already."""
     generator = np.random.default_rng(levels)
     for likeness in (0.8, 0.95, 0.999):
         one = generator.standard_normal(8192)

@@ -144,7 +144,7 @@ def test_what_a_killed_process_left_is_collected(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("length", [237, 238, 255])
 def test_a_name_as_long_as_a_file_system_takes(tmp_path, recwarn, length):
-    """What is written beside the directory was to have a longer one."""
+    """Hidden files beside the directory were to have longer names."""
     config = DSQConfig.model_validate({"refinement": {"keep_last": 1}, "storage": {"fsync": False}})
     paths = [tmp_path / (str(number) * length) for number in range(2)]
     for path in paths:

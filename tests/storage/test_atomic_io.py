@@ -121,7 +121,7 @@ def test_files_exchange_their_names_or_nothing_changes(tmp_path, monkeypatch, sy
 
 @pytest.mark.parametrize("name", ["x" * 255, "\u00e4" * 127, "x" + "\u00e4" * 127, "\udcff" * 255, "x" * 238], ids=len)
 def test_a_name_as_long_as_a_file_system_takes(tmp_path, name):
-    """What is hidden beside it is shortened."""
+    """The hidden name beside it is shortened."""
     goal = tmp_path / name
     with new_file(goal) as stream:
         stream.write(b"new")

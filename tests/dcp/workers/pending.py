@@ -39,7 +39,7 @@ def state(mesh: Any, pending: bool) -> dict[str, Any]:
 
 
 def values(mesh: Any, path: Path) -> dict[str, Any]:
-    """What a checkpoint gives to a state of the same kinds; local parts of tensors."""
+    """Load a checkpoint into a state of the same kinds; return local parts of tensors."""
     target = {
         name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
         for name, value in state(mesh, False)["model"].items()
