@@ -136,9 +136,12 @@ class SavePipeline:
         """Keep the chunks that the next save is coded against, once this one is committed."""
         parent = None if context.parent is None else context.parent.save_id
         shares = parent if context.shared else None
+        exact = set[str]()
+        if not context.shared:  # else codes that have a parent are not kept
+            exact = {key.fqn for key in cache.refs} - {key.fqn for key in (*cache.codes, *cache.values)}
         new = KnownCheckpoint(
             context.save_id, self.path.absolute(), context.layout.shapes, cache, shares=shares,
-            lossy=context.layout.weights(),
+            lossy=context.layout.weights() - exact,
         )
         self.options.history.add_pending(new, context.previous, parent)
 

@@ -71,6 +71,23 @@ def test_data_that_comes_later_is_told_of(tmp_path):
             assert len(told_of("columns of replay", told)) == (number >= 2)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_mask_that_becomes_data_is_told_of(tmp_path, background):
+    """It was exact by what it held."""
+    model, optimizer = trained()
+    compressor = dsq_ckpt.Compressor(model, optimizer)
+    table = (torch.randn(90, 90) > 0).float()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(5):
+            if number >= 2:
+                table = torch.randn(90, 90)
+            saved = compressor.save(tmp_path / str(number), extra={"table": table}, background=background)
+            if background:
+                saved.result()
+            assert len(told_of("'table' lies beside the model", told)) == (number >= 2)
+
+
 @pytest.mark.parametrize("how", ["names", "numbers"])
 def test_what_the_optimizer_does_not_know_is_told_of(tmp_path, how):
     """A frozen layer and a buffer, where no model is given; an average of the weights has their shapes."""
