@@ -30,12 +30,12 @@ def unlike_weights(tensors: Sequence[torch.Tensor]) -> list[bool]:
     Zeros alone are like weights, as training may begin with them. Tensors on a GPU are waited for once together, and
     those that a few elements leave in doubt again.
     """
-    glances = _on_host([*map(_some, tensors), *map(_edges, tensors)])
+    seen, count = _on_host([*map(_some, tensors), *map(_edges, tensors)]), len(tensors)
     return [
         (min(glance, default=0) >= 0 and _no_negatives(tensor)) or (_is_few(glance) and _few_values(tensor))
         or (all(map(float.is_integer, glance)) and _whole_numbers(tensor))
         or (_may_be_symmetric(edges) and _symmetric(tensor))
-        for tensor, glance, edges in zip(tensors, glances, glances[len(tensors) :], strict=False)
+        for tensor, glance, edges in zip(tensors, seen[:count], seen[count:], strict=True)
     ]
 
 

@@ -73,7 +73,7 @@ def test_data_that_comes_later_is_told_of(tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_mask_that_becomes_data_is_told_of(tmp_path, background):
-    """It was exact by what it held."""
+    """Zeros and ones were stored exactly, and normal numbers in their place are not."""
     model, optimizer = trained()
     compressor = dsq_ckpt.Compressor(model, optimizer)
     table = (torch.randn(90, 90) > 0).float()

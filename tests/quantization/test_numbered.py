@@ -10,7 +10,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dsq_ckpt
+from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.numbered import Shape, state_by_weight
+from dsq_ckpt.quantization.scales import _gauges_of
 
 MATRIX = (64, 128)
 
@@ -91,25 +93,15 @@ def test_weights_are_stored_as_with_names(tmp_path: Path, kind: str) -> None:
     assert any(not torch.equal(got["names"][key], got["alone"][key]) for key in weights)
 
 
-def test_each_of_two_optimizers_tells_of_its_model(tmp_path: Path) -> None:
-    """A generator and its discriminator, whose optimizers both begin with number 0; beside a list of parameters."""
-    states = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = torch.nn.ParameterList([torch.randn(96, 80 + seed), torch.randn(96, 80 + seed), torch.randn(64, 70)])
-        optimizer = torch.optim.AdamW(model.parameters())
-        for power in range(3):
-            model[power].grad = torch.randn_like(model[power]) * 10.0**-power
-        optimizer.step()
-        states.append((dict(model.state_dict()), optimizer.state_dict(), get_state_dict(model, optimizer)[1]))
-    got = {}
-    for how in (1, 2):
-        state = {"g": states[0][0], "d": states[1][0], "opt_g": states[0][how], "opt_d": states[1][how]}
-        dsq_ckpt.save(state, tmp_path / str(how), parent=None)
-        got[how] = {part: {key: torch.zeros_like(value) for key, value in state[part].items()} for part in "gd"}
-        dsq_ckpt.load(got[how], tmp_path / str(how))
-    alone = {part: {key: torch.zeros_like(value) for key, value in got[1][part].items()} for part in "gd"}
-    dsq_ckpt.save({"g": states[0][0], "d": states[1][0]}, tmp_path / "alone", parent=None)
-    dsq_ckpt.load(alone, tmp_path / "alone")
-    for part in "gd":
-        assert any(not torch.equal(got[1][part][key], alone[part][key]) for key in alone[part])
+def test_each_of_two_optimizers_tells_of_its_model() -> None:
+    """A generator and its discriminator, whose optimizers both begin with number 0; the latter has a list."""
+    weights = {"g.a": MATRIX, "g.b": (64, 64), "d.w.0": (96, 96), "d.w.1": (96, 80)}
+    numbered = {
+        "opt_g.state.0": MATRIX, "opt_g.state.1": (64, 64), "opt_d.state.0": (96, 80), "opt_d.state.1": (96, 96),
+    }
+    state = {f"{name}.exp_avg_sq": "exp_avg_sq" for name in numbered}
+    layout = Layout(dict.fromkeys(weights, "weights/linear"), {}, state, shapes=shapes(weights, numbered))
+    assert {weight: gauge.name for weight, gauge in _gauges_of(layout).items()} == {
+        "g.a": "opt_g.state.0.exp_avg_sq", "g.b": "opt_g.state.1.exp_avg_sq",
+        "d.w.0": "opt_d.state.1.exp_avg_sq", "d.w.1": "opt_d.state.0.exp_avg_sq",
+    }
