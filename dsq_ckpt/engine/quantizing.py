@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from dsq_ckpt.engine.chunks import ChunkLoader, QuantizedChunk, quantized, small
 from dsq_ckpt.engine.context import SaveContext
 from dsq_ckpt.engine.local import LocalItems, SaveItem
 from dsq_ckpt.engine.options import SaveOptions
-from dsq_ckpt.engine.reporting import report
+from dsq_ckpt.engine.reporting import Doubts, report
 from dsq_ckpt.errors import DSQError, SaveFailed
 from dsq_ckpt.quantization.analysis import GlobalSketch
 from dsq_ckpt.quantization.chunk import Chunk, ChunkKey
@@ -30,7 +31,9 @@ from dsq_ckpt.quantization.groups import in_tree, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
+from dsq_ckpt.quantization.scales import gauges_of
 from dsq_ckpt.quantization.undefined import hold_nan
+from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows
 from dsq_ckpt.storage.paths import expanded
 
 
@@ -111,7 +114,8 @@ def quantize(
     if sketches.undefined:
         undefined = sketches.nonfinite.union(*gather_from_all_ranks(comm, lambda: sketching.undefined))
         plan = replace(plan, analysis=replace(plan.analysis, nonfinite=undefined))
-    report(local, sketches, plan, options, None if context.parent is None else context.appeared, comm)
+    doubts = Doubts(None if context.parent is None else context.appeared, sketching.lost_rows)
+    report(local, sketches, plan, options, doubts, comm)
     written = {chunk.key for chunk in sketches.chunks if chunk.group in plan.analysis.fitted}
     exact = [item for item in local.items if item.key not in written]
     if context.exact:
@@ -127,6 +131,8 @@ class _Sketching:
 
     Attributes:
         undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
+        lost_rows: names of weights without previous codes with rows that one step for all loses, and whether they are
+            stored exactly for that; once `load` was called.
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class _Sketching:
         self._parent: Parent | None = None
         self.loader = self._loader()
         self.undefined: set[str] = set()
+        self.lost_rows: dict[str, bool] = {}
 
     def __enter__(self) -> _Sketching:
         return self
@@ -165,23 +172,48 @@ class _Sketching:
                 chunks.append(Chunk(item.key, item.load(), MEASURED, 0, on_device=item.on_device))
             elif (chunk := self.loader.load(item)) is not None:
                 chunks.append(chunk)
-        return Loaded(self._like_weights(chunks, wanted), len(self.undefined))
-
-    def _like_weights(self, chunks: list[Chunk], items: Sequence[SaveItem]) -> list[Chunk]:
-        """Return the chunks without those of weights that hold what weights do not: these are stored exactly.
-
-        In a search all of the model are tried: the metric judges them, and buffers are exact anyway.
-        """
-        model = self._options.frozen.rests
-        if self._searches and not model:
-            return chunks
-        asked = {
-            item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule
-            and not (self._searches and in_tree(item.key.fqn, model) is not None)
-        }
+        asked = self._asked(wanted)
         weights = [chunk for chunk in chunks if chunk.key in asked]
         unlike = unlike_weights([chunk.tensor for chunk in weights])
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
+        chunks = [chunk for chunk in chunks if chunk.key not in left_out]
+        return Loaded(self._with_all_rows(chunks, asked), len(self.undefined))
+
+    def _asked(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
+        """Return the weights that are stored exactly if what they hold asks for it.
+
+        In a search none of the model is: all are tried, the metric judges them, and buffers are exact anyway.
+        """
+        model = self._options.frozen.rests
+        if self._searches and not model:
+            return set()
+        return {
+            item.key for item in items if item.kind == "weights" and item.quantized and not item.by_rule
+            and not (self._searches and in_tree(item.key.fqn, model) is not None)
+        }
+
+    def _with_all_rows(self, chunks: list[Chunk], asked: set[ChunkKey]) -> list[Chunk]:
+        """Return the chunks without those of weights that would lose rows that training needs: these are exact."""
+        layout = self._context.layout
+        if layout.residual:  # whose errors are those of differences
+            return chunks
+        uneven = [one for one in chunks if one.group.startswith("weights/") and one.parent is None and _is_uneven(one)]
+        gauges = gauges_of(layout) if uneven else {}
+        tensors = {chunk.key: chunk.tensor for chunk in chunks} if uneven else {}
+        left_out = set()
+        for chunk in uneven:
+            gauge, gradient = gauges.get(chunk.key.fqn), self._gradients.get(chunk.key)
+            if gauge is not None and gradient is None:
+                gradient = tensors.get(chunk.key._replace(fqn=gauge.name))
+            if gauge is None or gradient is None:
+                needed = None
+            else:
+                squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()
+                needed = are_needed(chunk.tensor, squares.to(chunk.tensor.device))
+            if needed and chunk.key in asked:
+                left_out.add(chunk.key)
+            if needed is not False:
+                self.lost_rows[chunk.key.fqn] = chunk.key in left_out
         return [chunk for chunk in chunks if chunk.key not in left_out]
 
     def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
@@ -219,6 +251,12 @@ def _lazily(sketches: GlobalSketch, loader: ChunkLoader, plan: QuantizationPlan)
             yield quantized(chunks.popleft(), bases, plan.analysis, tables)
 
     return generate()
+
+
+def _is_uneven(chunk: Chunk) -> bool:
+    with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
+        return has_lost_rows(chunk.tensor)
+    return False
 
 
 def _measured(items: Sequence[SaveItem], layout: Layout) -> list[SaveItem]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-
-import torch
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.notices import warn
@@ -18,16 +16,29 @@ from dsq_ckpt.quantization.analysis import Analysis, GlobalSketch
 from dsq_ckpt.quantization.groups import EXACT, beside_first_moments, in_tree, kind_of, unwrapped
 from dsq_ckpt.quantization.layout import Layout
 from dsq_ckpt.quantization.plan import QuantizationPlan
-from dsq_ckpt.quantization.uneven import RATIO, has_lost_rows
+from dsq_ckpt.quantization.uneven import RATIO
 
 _NOTHING = 0.95
 """Mean squared error of weights, relative to their mean square, above which they are as good as lost."""
 _LOOKED_AT = 16  # weights that are compared with all names of a model
 
 
+class Doubts(NamedTuple):
+    """Weights that may lose more than others.
+
+    Attributes:
+        appeared: names of those that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
+            doubtful about a tensor is said once.
+        lost_rows: names of those with rows that one step for all loses, and whether they are exact for that.
+    """
+
+    appeared: Collection[str] | None
+    lost_rows: Mapping[str, bool]
+
+
 def report(
     local: LocalItems, sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
-    appeared: Collection[str] | None, comm: Communicator,
+    doubts: Doubts, comm: Communicator,
 ) -> None:
     """Warn of what the user may not expect; collective.
 
@@ -36,8 +47,7 @@ def report(
         sketches: the global sketch.
         plan: how all ranks store theirs.
         options: options of the save.
-        appeared: names of weights that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
-            doubtful about a tensor is said once.
+        doubts: of this rank, about weights.
         comm: communicator of the ranks that save.
 
     Raises:
@@ -55,8 +65,8 @@ def report(
     _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
-    if sketches.layout.tensors and (appeared is None or appeared):
-        _warn_of_doubtful(local.items, sketches, plan, options, appeared, comm)
+    if sketches.layout.tensors and (doubts.appeared is None or doubts.appeared):
+        _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
 
 def _not_finite(items: list[SaveItem], suspected: frozenset[str]) -> set[str]:
@@ -125,13 +135,10 @@ def _warn_of_updates(analysis: Analysis, layout: Layout, rank: int) -> None:
 
 def _warn_of_doubtful(
     items: Sequence[SaveItem], sketches: GlobalSketch, plan: QuantizationPlan, options: SaveOptions,
-    names: Collection[str] | None, comm: Communicator,
+    doubts: Doubts, comm: Communicator,
 ) -> None:
-    """Warn of tensors that are quantized and may lose more than others, or than the user thinks; collective.
-
-    Args:
-        names: of tensors that are looked at; None: of all.
-    """
+    """Warn of tensors that are quantized and may lose more than others, or than the user thinks; collective."""
+    names = doubts.appeared
 
     def local() -> tuple[Collection[str], ...]:
         fitted = [
@@ -143,30 +150,33 @@ def _warn_of_doubtful(
             item.key.fqn for item in items
             if item.key.fqn in moments or (item.kind == EXACT and item.key.elements > 1)
         ]
-        rows = set()
-        with suppress(torch.OutOfMemoryError):  # of a device: no save fails for want of a warning
-            for one in fitted:
-                if one.group.startswith("weights/") and has_lost_rows(one.tensor):
-                    rows.add(one.key.fqn)
+        exact = {name for name, is_exact in doubts.lost_rows.items() if is_exact and names is None}
+        rows = (doubts.lost_rows.keys() - exact).intersection(one.key.fqn for one in fitted)
         model = options.frozen.rests
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         lossy = sorted(asked & {one.key.fqn for one in fitted})
         if not model:
-            return rows, beside_first_moments(beside), (), (), _untrained(sketches.layout).intersection(lossy)
+            return rows, exact, beside_first_moments(beside), (), (), _untrained(sketches.layout).intersection(lossy)
         others = [fqn for fqn in lossy if in_tree(fqn, model) is None]
         strange = [fqn for fqn in others[:_LOOKED_AT] if not _is_shortened(fqn, model)]
         strange += others[_LOOKED_AT:] if strange else []
         of_it = len(strange) < len(lossy) or any(in_tree(item.key.fqn, model) is not None for item in items)
-        return rows, beside_first_moments(beside), ("of the model",) if of_it else (), strange, ()
+        return rows, exact, beside_first_moments(beside), ("of the model",) if of_it else (), strange, ()
 
     ranks = gather_from_all_ranks(comm, local)
-    rows, beside, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
+    rows, exact, beside, known, strange, untrained = (sorted(set().union(*found)) for found in zip(*ranks, strict=True))
     if rows:
         warn(
             f"rows or columns of {_first(rows)} are more than {RATIO} times smaller than the others, and after a "
             "restore they may be off by half of their size or more. If they count for anything (columns in other "
             'units), store the tensor exactly, by quantize.rules: [{"pattern": NAME, "exact": true}], or in parts',
             rank=comm.rank,
+        )
+    if exact:
+        warn(
+            f"rows or columns of {_first(exact)} are more than {RATIO} times smaller than the others, and training "
+            "needs them: these tensors are stored exactly. With inputs of one size, or a tensor for each unit of "
+            "columns, they would be small too", rank=comm.rank,
         )
     if beside:
         warn(

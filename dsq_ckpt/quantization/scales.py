@@ -78,7 +78,7 @@ def choose_scales(
         outlier_octaves: distance in octaves from which a tensor is an outlier of its group (0: never).
     """
     tensors, groups = layout.tensors, layout.groups
-    scaled, unit, wanted = _by_gradient(octaves, tensors, groups, _gauges_of(layout))
+    scaled, unit, wanted = _by_gradient(octaves, tensors, groups, gauges_of(layout))
     updates = {group for group, config in groups.items() if config.codebook.coordinates == "update"}
     relative = updates | {group for group, config in groups.items() if config.codebook.coordinates == "relative"}
     sized = {fqn: octaves[fqn].copy() for fqn, group in tensors.items() if group in relative}
@@ -122,7 +122,7 @@ def choose_scales(
     return Scales(exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit))
 
 
-def _gauges_of(layout: Layout) -> dict[str, Gauge]:
+def gauges_of(layout: Layout) -> dict[str, Gauge]:
     """Return, by weight, the tensor of a save from which the size of the weight's gradients is known, where one is.
 
     Averages of gradients are preferred. State by the numbers of an optimizer's own state dict is found by its shapes.

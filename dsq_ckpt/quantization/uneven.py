@@ -2,10 +2,12 @@
 
 Such are tables whose columns are in different units, as positions beside quaternions, and first layers for inputs of
 different sizes. Rows that training does not need, as those of tokens that never occur, are small too, after long weight
-decay; so they are told of, and no more.
+decay; the size of their gradients tells the two apart.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -30,6 +32,44 @@ def has_lost_rows(tensor: torch.Tensor) -> bool:
     matrix = tensor.detach().reshape(len(tensor), -1)
     limit = float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
     return _has_small(matrix, limit) or _has_small(matrix.t(), limit)
+
+
+def are_needed(tensor: torch.Tensor, squares: torch.Tensor) -> bool | None:
+    """Return whether training needs any of the rows or columns that `has_lost_rows` found; None where nothing tells.
+
+    A row is needed if a change of it by a part of its size is felt at least 1 / `RATIO` times as much as one of the
+    others: to second order, with squared gradients for the curvature, by the mean of squared values times those.
+
+    Args:
+        tensor: weights of two or more dimensions.
+        squares: their squared gradients, or averages of such; the shape of `tensor`.
+    """
+    matrix, weighed = (one.detach().reshape(len(tensor), -1) for one in (tensor, squares))
+    limit = float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
+    usual = float(_felt(_sample(_some_rows(matrix)), _sample(_some_rows(weighed))).mean())
+    if not 0 < usual < math.inf:
+        return None
+    most = max(_most_felt(matrix, weighed, limit), _most_felt(matrix.t(), weighed.t(), limit))
+    return most >= usual / RATIO
+
+
+def _most_felt(matrix: torch.Tensor, squares: torch.Tensor, limit: float) -> float:
+    """Return how much a change of one of the small rows is felt, of the one where this is most; 0 without any."""
+    if matrix.shape[1] < _FEWEST:
+        return 0.0
+    matrix, squares = _some_rows(matrix), _some_rows(squares)
+    mean, count = _mean_square(_sample(matrix))
+    felt = _felt(_sample(matrix), _sample(squares)).nan_to_num().masked_fill((mean >= limit) | (count == 0), -1.0)
+    rows = felt.topk(min(_LOOKED_AT, len(felt))).indices
+    part, weighed = _some_rows(matrix.t()).t()[rows], _some_rows(squares.t()).t()[rows]
+    mean, count = _mean_square(part)
+    felt = _felt(part, weighed).masked_fill((mean >= limit) | (count < _FEWEST), 0.0)
+    return float(felt.max())
+
+
+def _felt(matrix: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """Return, for each row, the mean of squared values times squared gradients; float64, for what is tiny."""
+    return (matrix.double().square() * squares.double()).mean(1)
 
 
 def _sample(matrix: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.quantization.uneven import RATIO, has_lost_rows
+from dsq_ckpt.quantization.uneven import RATIO, are_needed, has_lost_rows
 from tests.helpers.states import loaded, relative_error
 
 
@@ -65,3 +65,73 @@ def test_it_is_said_at_a_keyframe(tmp_path: Path) -> None:
         lost = relative_error(table[:, 4:], found[:, 4:])
         assert lost > 0.3 if name == "lossy" else lost == 0
     assert [len(one) for one in said] == [1, 0] and "columns of poses.weight are" in said[0][0]
+
+
+COLUMN, ROW = (slice(None), 7), 7
+POSES = (slice(None), slice(4))
+
+
+@pytest.mark.parametrize("where", [COLUMN, ROW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_needed_where_their_gradients_are_larger(where: object, dtype: torch.dtype) -> None:
+    """As those of weights for inputs in larger units; not where they are like the others, or zero."""
+    values = with_part(normal(300, 90).to(dtype), where, 0.5 / RATIO)
+    for factor, needed in ((2.0 * RATIO, True), (1.0, False), (0.0, False)):
+        squares = with_part(normal(300, 90).to(dtype), where, factor).square()
+        assert are_needed(values, squares) is needed
+        assert are_needed(values.t(), squares.t()) is needed
+        assert are_needed(values, squares * 1e-30) is needed
+
+
+@pytest.mark.parametrize("unknown", [0.0, float("nan"), float("inf")])
+def test_without_gradients_nothing_tells(unknown: float) -> None:
+    values = with_part(normal(300, 90), COLUMN, 0.5 / RATIO)
+    assert are_needed(values, torch.full_like(values, unknown)) is None
+
+
+def test_rows_that_are_not_needed_do_not_hide_one_that_is() -> None:
+    table, gradients = normal(5000, 90), normal(5000, 90)
+    table[:400] *= 0.5 / RATIO  # tokens that never occur, and one in other units
+    gradients[:399] = 0
+    assert are_needed(table, gradients.square()) is False
+    gradients[399] *= 2 * RATIO
+    assert are_needed(table, gradients.square()) is True
+
+
+def test_one_value_of_a_row_does_not_count_for_it() -> None:
+    """A row of one value that is not zero has no size."""
+    table, gradients = normal(500, 90), normal(500, 90)
+    table[3] = 0
+    table[3, 0], gradients[3] = 0.1 / RATIO, 1e4
+    assert are_needed(table, gradients.square()) is False
+
+
+@pytest.mark.parametrize("state", ["exp_avg_sq", "momentum_buffer"])
+@pytest.mark.parametrize("names", ["optimizer.state.poses.weight", "optimizer.state.0"])
+def test_needed_rows_come_back_exactly(tmp_path: Path, state: str, names: str) -> None:
+    """From keyframes and deltas, and it is said; where they are not needed, nothing is said, and they are lossy."""
+    table = with_part(normal(2000, 7), POSES, 100.0)
+    for needed in (True, False):
+        gradients = with_part(normal(2000, 7), POSES, 0.01 if needed else 1.0) * 1e-3
+        moments = {f"{names}.{state}": gradients.square() if state == "exp_avg_sq" else gradients}
+        saved = {"model.poses.weight": table, **moments}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(2):
+                path = tmp_path / str(needed) / str(number)
+                dsq_ckpt.save(saved, path)
+                assert loaded(path, saved)["model.poses.weight"].equal(table) is needed
+        said = [str(one.message) for one in caught if "times smaller than the others" in str(one.message)]
+        assert len(said) == needed and all("model.poses.weight" in one and "stored exactly" in one for one in said)
+
+
+def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:
+    table = with_part(normal(2000, 7), POSES, 100.0)
+    saved = {
+        "model.poses.weight": table,
+        "optimizer.state.poses.weight.exp_avg_sq": with_part(normal(2000, 7), POSES, 0.01).square(),
+    }
+    rules = {"quantize": {"rules": [{"pattern": "model.poses.weight", "group": "poses"}]}}
+    with pytest.warns(UserWarning, match="may be off by half of their size"):
+        dsq_ckpt.save(saved, tmp_path / "0", config=rules)
+    assert not loaded(tmp_path / "0", saved)["model.poses.weight"].equal(table)
