@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
+from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.workers import Workers
 
 _BLOCK = 1 << 22
@@ -37,7 +38,7 @@ def checksum(tensor: torch.Tensor) -> Hashable:
         return tensor._version
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if tensor.device.type == "cpu":
-        found = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data)
+        found = xxhash.xxh3_64_intdigest(alias_of(values).view(torch.uint8).numpy().data)
     else:
         found = _weighted_sum(torch.view_as_real(values).view(-1) if values.is_complex() else values)
     return tensor.dtype, tensor.shape, found

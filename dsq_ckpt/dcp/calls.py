@@ -4,8 +4,9 @@ DCP passes the state dict to a stager and nothing else, though how it may be sta
 of the save. The arguments found here select one of the ways of staging, which give the same checkpoint, and let wrong
 calls fail early. Where a later torch hides the call, the state dict is copied, which works without them.
 
-Nor does it pass the planner to the methods of a writer that plan, although plans that the planner cached are empty.
-Where a later torch hides the planner, saves with cached plans are refused.
+Nor does it pass planner and group to the methods of a writer that plan, although plans that the planner cached are
+empty, and a save in the background needs its own group. Where a later torch hides the planner, saves with cached plans
+are refused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ DEFAULT_PLANNERS = (DefaultSavePlanner, NestedSavePlanner)
 NO_COLLECTIVES = (
     "use_collectives=False lets every rank save a checkpoint of its own: leave it out, or save with no_dist=True, each "
     "rank to a directory of its own"
+)
+
+NO_SEARCH = (
+    "a search evaluates the model on the training thread, before DCP plans, which is possible only with DCP's default "
+    "planner, where writer and save have the same ranks: leave out planner= and async_stager= of dcp.async_save, or "
+    "save synchronously"
 )
 
 
@@ -121,6 +128,12 @@ class SaveCall:
             )
         except (KeyError, AttributeError):  # another version's names
             return None
+
+
+def group_of_save() -> dist.ProcessGroup | None:
+    """Return the process group of the innermost save on this thread's stack; None for the default one, or no save."""
+    found = _locals_of(_SAVE)
+    return None if found is None else found.get("process_group")
 
 
 def _locals_of(code: CodeType) -> Mapping[str, Any] | None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
+from dsq_ckpt.core.aliases import bytes_of
 from dsq_ckpt.core.memory import available_memory
 from dsq_ckpt.core.nesting import Nesting
 from dsq_ckpt.core.notices import warn_safely
@@ -207,7 +208,7 @@ class _Stager(StateDictStager):
         start = storage.data_ptr() - region[1]
         target = self._leased[region][start : start + storage.nbytes()]
         if storage.nbytes() < _ALONE and storage.device.type == "cpu":
-            target[:] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+            target[:] = bytes_of(storage).numpy()
             return torch.from_numpy(target).untyped_storage()
         copy = torch.from_numpy(target).untyped_storage()
         copy.copy_(storage, non_blocking)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dsq_ckpt.config.schema import StorageConfig
+from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import Codes
 from dsq_ckpt.core.hints import pattern_hint
@@ -214,16 +215,17 @@ class DSQStorageReader(Located, StorageReader):
                 # One target that is the whole chunk is decoded in place, unless another one has the same memory, as of
                 # tied tensors: they would be written at the same time. Anything else is sliced from a copy.
                 apart = [target.device.type == "cpu" and taken.add(*memory_of(target)) for target in targets]
+                into = alias_of(targets[0]) if apart == [True] else None
                 load = checkpoint.load(
-                    ref, refined, workers, targets[0] if apart == [True] else None, _span(items, key.shape),
+                    ref, refined, workers, into, _span(items, key.shape),
                     _whole(items, key) and "residual" not in record, known,
                 )
                 self._check_dtypes(index.fqn, load.tensor.dtype, targets)
-                begun.append(_Begun(ref, key, items, targets))
+                begun.append(_Begun(ref, key, items, targets, into))
                 yield load
 
         for load in decode_all(loads(), workers):
-            ref, key, items, targets = begun.popleft()
+            ref, key, items, targets, into = begun.popleft()
             if load.codes is not None:
                 cache.codes[key], cache.refs[key] = load.codes, ref
                 known[ref] = load.codes
@@ -235,7 +237,7 @@ class DSQStorageReader(Located, StorageReader):
                     raise LoadFailed(f"'{key.fqn}': {tuple(piece.shape)} stored, {tuple(target.shape)} asked for")
                 if type(planner) in (DefaultLoadPlanner, NestedLoadPlanner):  # others may give memory of their own
                     tied.add(key.fqn, ref, _is_lossy(checkpoint.record(ref)), target, piece)
-                if load.tensor is not target:
+                if load.tensor is not into:
                     target.copy_(piece)
                 planner.commit_tensor(item, target)
         tied.warn(checkpoint.directory)
@@ -296,6 +298,7 @@ class _Begun(NamedTuple):
     key: ChunkKey
     items: list[ReadItem]
     targets: list[torch.Tensor]
+    into: torch.Tensor | None
 
 
 def _in_order(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -99,7 +98,6 @@ class StagedCopy:
 
     Attributes:
         save_id: id of the save, if this rank coordinates.
-        group: process group that DCP saves on; None: the default one, or that of the writer.
         history: checkpoints that the save may come after.
         known: these checkpoints, for another process.
         failure: why the state dict was not copied; raised where DCP tells the other ranks.
@@ -107,7 +105,6 @@ class StagedCopy:
     """
 
     save_id: str
-    group: dist.ProcessGroup | None
     history: SaveHistory
     known: Outline
     failure: str | None
@@ -118,13 +115,10 @@ class StagedCopy:
         cls, call: AsyncCall | None, save_id: str, history: SaveHistory, path: Path, failure: str | None
     ) -> StagedCopy:
         """Return the save to `path` that a call begins; None: the call is not known."""
-        made = cls(save_id, None if call is None else call.process_group, history, history.outline(), failure)
+        made = cls(save_id, history, history.outline(), failure)
         if call is None or call.processes:  # this process learns in no other way what was saved
             history.add_pending(KnownCheckpoint(save_id, path.absolute()))
         return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None}  # groups do not cross processes
 
     def begin(self) -> None:
         """Begin the background save.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ from dsq_ckpt.core.notices import began_at, calling_line, warn_safely
 from dsq_ckpt.core.workers import Workers
 from dsq_ckpt.dcp.background_process import replace_dead
 from dsq_ckpt.dcp.cached_plans import PLAN_CACHING, CachedPlan, GlobalPlan
-from dsq_ckpt.dcp.calls import NO_COLLECTIVES, AsyncCall, rank_in, ranks_of
+from dsq_ckpt.dcp.calls import NO_COLLECTIVES, NO_SEARCH, AsyncCall, group_of_save, rank_in, ranks_of
 from dsq_ckpt.dcp.copies import CopyCost, copied, copied_by_name, copies_instead, release_spare, settled
 from dsq_ckpt.dcp.items import check_promised, contents_of, finished, objects_of, write_results
 from dsq_ckpt.dcp.located import Located
@@ -51,7 +52,7 @@ from dsq_ckpt.engine.quantizing import QuantizedState
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.engine.tied import TiedItems
 from dsq_ckpt.errors import ConfigError, SaveFailed
-from dsq_ckpt.quantization.frozen import Frozen, look
+from dsq_ckpt.quantization.frozen import Frozen, known, look
 from dsq_ckpt.quantization.groups import is_lossy, layer_types
 from dsq_ckpt.quantization.layout import Fractions, Layout
 from dsq_ckpt.quantization.plan import ConfigPolicy, as_configured
@@ -114,14 +115,15 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         expect_on_save(on_save)
         if is_lossy(self.config):
             warmup.start()
+        self._model = model if self.config.quantize.frozen == "exact" and is_lossy(self.config) else None
         self._options = SaveOptions(
             self.config, parent, overwrite, pinned, None if model is None else layer_types(model), policy=policy,
             fractions=fractions or Fractions(), history=default_history() if history is None else history,
-            on_save=on_save,
+            on_save=on_save, frozen=Frozen() if self._model is None else known(self._model),  # until `_begin` looks
         )
-        self._model = model if self.config.quantize.frozen == "exact" and is_lossy(self.config) else None
+        self._thread = threading.get_ident()
         self._gradients = dict(gradients or {})
-        self._group = process_group
+        self._group = self._saves_on = process_group
         self.no_dist = no_dist
         self.async_call: AsyncCall | None = None
         """Arguments of the coming `dcp.async_save`, set by its caller; None: they are read from the stack."""
@@ -142,8 +144,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
         staged = isinstance(self._staged, StagedCodes)
         gradients = {} if staged else self._gradients
         options = replace(self._options, policy=as_configured) if staged else self._options
-        left: dict[str, Any] = {"_group": None, "_cached": None, "_copy": {}, "async_call": None, "_model": None}
-        return {**self.__dict__, **left, "_options": options, "_gradients": gradients}
+        left = dict.fromkeys(("_group", "_saves_on", "_cached", "async_call", "_model"))
+        return {**self.__dict__, **left, "_copy": {}, "_options": options, "_gradients": gradients}
 
     def storage_meta(self) -> StorageMeta | None:
         if isinstance(self._staged, StagedCopy):  # DCP's first call of a save, and the planner's is the next
@@ -169,12 +171,15 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     # DCP passes the rank only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         began_at(self._line)
-        if not kwargs.get("use_collectives", True) and not self.no_dist and len(ranks_of(self._group)) > 1:
+        background, rank = threading.get_ident() != self._thread, kwargs.get("rank")
+        self._saves_on = (group_of_save() if background else None) or self._group
+        if not kwargs.get("use_collectives", True) and not self.no_dist and len(ranks_of(self._saves_on)) > 1:
             raise SaveFailed(NO_COLLECTIVES)
-        rank = kwargs.get("rank")
-        self._rank = rank if rank is not None else rank_in(self._group)
+        self._rank = rank if rank is not None else rank_in(self._saves_on)
         self._written = None
         if self._staged is None:  # else `stage` began the save
+            if self._options.policy is not as_configured and background:
+                raise SaveFailed(NO_SEARCH)
             self._save = self._begin()
         elif self.path is not None:  # which DCP may name only now
             self._pipeline.path = self.path
@@ -256,9 +261,8 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             if staged.context.save_id != context.save_id:
                 raise SaveFailed("two asynchronous saves share this writer; use a new DSQStorageWriter for each")
             return staged_payloads(items, staged, objects)
-        group = self._group if staged is None or staged.group is None else staged.group
         tied_items = TiedItems.of(items, items_beside(plan.items, planner, self._options, context))
-        comm = SingleProcess() if self.no_dist else communicator(group, context.ranks)
+        comm = SingleProcess() if self.no_dist else communicator(self._saves_on, context.ranks)
         stored, tied = tied_items.stored(items), tied_items.stored_as
         local = LocalItems(stored, tied=tied, gradients=self._gradients, objects=objects)
         return self._pipeline.quantize(context, local, comm, workers)
@@ -356,11 +360,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
             staged, self._staged = stage_codes(state_dict, self._pipeline, self._gradients, comm)
             return staged
         if searches:
-            raise SaveFailed(
-                "a search evaluates the model on the training thread, before DCP plans, which is possible only with "
-                "DCP's default planner and where writer and save have the same ranks: leave out planner= of "
-                "dcp.async_save, or save synchronously"
-            )
+            raise SaveFailed(NO_SEARCH)
         failure: str | None = None
         copy = {}
         try:
@@ -390,7 +390,7 @@ class DSQStorageWriter(Located, ReadyWhenStaged, StorageWriter):
     def _begin(self) -> SavePipeline:
         if self.path is None:
             raise SaveFailed("no path: give it to DSQStorageWriter or as checkpoint_id")
-        if self._model is not None:  # as in the process that trains
+        if self._model is not None and threading.get_ident() == self._thread:  # else DCP was given another stager
             self._options = replace(self._options, frozen=look(self._model))
         return SavePipeline(self.path, self._options)
 

@@ -10,6 +10,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from dsq_ckpt.config.schema import TensorConfig
+from dsq_ckpt.core.aliases import alias_of
 from dsq_ckpt.core.nesting import Path as NestedPath
 from dsq_ckpt.core.subclasses import checked
 from dsq_ckpt.engine.options import SaveOptions
@@ -211,8 +212,10 @@ def items_of(shards: Sequence[LocalShard], options: SaveOptions, layout: Layout 
 
 
 def _resolved(found: Any) -> Any:
-    """Return a tensor whose memory, which kernels read, does not hold its values negated; what was staged, as it is."""
-    return found.resolve_neg() if isinstance(found, torch.Tensor) and found.is_neg() else found
+    """Return a tensor for kernels to read, whose memory does not hold its values negated; what was staged, as it is."""
+    if not isinstance(found, torch.Tensor):
+        return found
+    return found.resolve_neg() if found.is_neg() else alias_of(found)
 
 
 class _Loaded:

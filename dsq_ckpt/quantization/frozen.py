@@ -87,6 +87,19 @@ def look(model: nn.Module) -> Frozen:
     return Frozen(bool(trained), rests)
 
 
+def known(model: nn.Module) -> Frozen:
+    """Return what earlier looks found, without a look at what tensors hold; those not seen to change are at rest.
+
+    For where training may be changing the tensors.
+    """
+    seen = _last.get(model, _Looks(None, {})).seen
+    rests = {
+        unwrapped(name): not tensor.requires_grad and (name not in seen or seen[name][1] < _CHANGES)
+        for name, tensor in _tensors(model)
+    }
+    return Frozen(any(parameter.requires_grad for parameter in model.parameters()), rests)
+
+
 def _mark(trained: Iterable[nn.Parameter]) -> Hashable:
     """Return a checksum of the first of the trained parameters."""
     found, left = [], _SEEN

@@ -26,7 +26,7 @@ def test_ranks_agree_about_what_is_frozen(tmp_path):
 
 
 def test_an_evaluation_before_the_state_is_set(tmp_path):
-    assert checks(torchrun("evaluated", 2, tmp_path)) == 2
+    assert checks(torchrun("evaluated", 2, tmp_path)) == 3
 
 
 def test_placements_and_groups(tmp_path):
@@ -34,7 +34,7 @@ def test_placements_and_groups(tmp_path):
 
 
 def test_async(tmp_path):
-    assert checks(torchrun("background", 2, tmp_path, **{forks.TEARDOWN: "1"})) == 10
+    assert checks(torchrun("background", 2, tmp_path, **{forks.TEARDOWN: "1"})) == 11
 
 
 def test_planners(tmp_path):

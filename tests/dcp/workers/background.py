@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import datetime
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import depth, done, equal_everywhere, error_of, fails_everywhere, fresh, normal, whole, world, zeros
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dsq_ckpt
@@ -196,6 +202,52 @@ def plain_calls(root: Path, values: list[dict[str, Any]], size: int) -> None:
     done("plain calls")
 
 
+def another_stager(root: Path) -> None:
+    """What torch stages is saved on the group of the call, while training uses the default one and its parameters."""
+    fresh()
+    background = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=40))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(4)))
+    model[0].requires_grad_(False)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model[1:].parameters(), 1e-3)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(8, 96)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(1)
+    for number, ahead in product(range(2), (False, True)):
+        stager = DefaultStager(StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=ahead, use_non_blocking_copy=False
+        ))
+        path = root / f"{number}-{ahead}"
+        writer = DSQStorageWriter(path, FINE, model=model)
+        future: Any = dcp.async_save(
+            {"model": get_model_state_dict(model)}, storage_writer=writer, process_group=background, async_stager=stager
+        )
+        if ahead:
+            future.staging_completion.result(timeout=120)
+        before = whole(model.state_dict())
+        train(40)
+        (future.upload_completion if ahead else future).result(timeout=120)
+        dist.barrier()
+        found = {"model": {name: torch.zeros_like(value) for name, value in before.items()}}
+        dsq_ckpt.load(found, path)
+        for name, value in before.items():
+            error = error_of(value, found["model"][name])
+            assert error == 0 if name == "0.weight" else error < 0.03, (name, error)
+    writer = DSQStorageWriter(root / "search", FINE, policy=lambda *_: pytest.fail("searched beside training"))
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    call = partial(dcp.async_save, process_group=background, async_stager=stager, storage_writer=writer)
+    fails_everywhere(lambda: call({"model": get_model_state_dict(model)}).result(timeout=120), "async_stager")
+    done("another stager")
+
+
 def overlapping(root: Path, decoded: list[dict[str, Any]], size: int) -> None:
     """A group of whose ranks one is in more groups than the other: torch would name its group otherwise."""
     dist.new_group([1])
@@ -229,5 +281,6 @@ if __name__ == "__main__":
         mixed(base / "mixed", decoded, ranks)
         failing(base / "failing", me, ranks)
         plain_calls(base / "plain", decoded, ranks)
+        another_stager(base / "stager")
         overlapping(base / "overlapping", decoded, ranks)
         trainings(base / "trainings", ranks)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from harness import done, world
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import dsq_ckpt
@@ -50,6 +51,13 @@ def main() -> None:
         compressor.load("run/step-000501")
         assert abs(evaluate() - found) < 0.05 * found
         done("Compressor")
+        for number in range(2):  # gathered parameters are looked at, and freed by the next step all the same
+            state = get_model_state_dict(model)
+            evaluate()
+            dsq_ckpt.save({"model": state}, f"run/step-00051{number}", model=model)
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+        done("training goes on")
 
 
 main()

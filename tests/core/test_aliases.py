@@ -1,0 +1,96 @@
+"""Tensors in the memory of others: same values both ways, and storages that training can resize."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dsq_ckpt
+from dsq_ckpt.core.aliases import alias_of
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64,
+    torch.float8_e4m3fn,
+])
+@pytest.mark.parametrize("view", [
+    lambda t: t, lambda t: t.t(), lambda t: t[3:, ::2], lambda t: t[0, 0], lambda t: t.expand(2, 8, 6), nn.Parameter,
+    lambda t: t.view(4, 12).unfold(1, 3, 2),
+])
+def test_it_is_the_same_memory(dtype: torch.dtype, view: Any) -> None:
+    owner = (torch.randn(8, 6) * 9).to(dtype)
+    tensor = view(owner) if view is not nn.Parameter else nn.Parameter(owner, requires_grad=False)
+    alias = alias_of(tensor)
+    assert (alias.dtype, alias.shape, alias.stride()) == (dtype, tensor.shape, tensor.stride())
+    assert alias.data_ptr() == tensor.data_ptr() and type(alias) is torch.Tensor and not alias.requires_grad
+    owner.fill_(1)
+    assert (alias.to(torch.complex64) == 1).all()
+    if 0 not in alias.stride():
+        alias.zero_()
+        assert not tensor.to(torch.complex64).any()
+
+
+def test_numpy_does_not_keep_its_storage_from_being_resized() -> None:
+    tensor = torch.randn(100)
+    alias_of(tensor).numpy()
+    tensor.untyped_storage().resize_(0)
+    other = torch.randn(100)
+    other.numpy()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        other.untyped_storage().resize_(0)
+
+
+def test_the_memory_lives_as_long_as_the_alias() -> None:
+    alias = alias_of(torch.arange(1e6))
+    gc.collect()
+    others = [torch.zeros(1_000_000) for _ in range(4)]
+    assert alias.equal(torch.arange(1e6)) and others
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.empty(0, 5), torch.empty(3, device="meta"), torch.eye(4).to_sparse(), torch.tensor([1j]).conj(),
+    torch._neg_view(torch.ones(3)), torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+], ids=lambda tensor: str(tensor.layout))
+def test_others_are_returned_as_they_are(tensor: torch.Tensor) -> None:
+    assert alias_of(tensor) is tensor
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = optimizer.state_dict()["state"]
+    return own | {f"{number}.{name}": value for number, one in state.items() for name, value in one.items()}
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(80, 90), nn.Linear(90, 80), nn.BatchNorm1d(80))
+    model[0].bias.requires_grad_(False)
+    model.register_buffer("table", torch.randn(80, 80))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 80)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("config", [
+    {}, {"preset": "exact"}, {"system": "inshrinkerator"}, {"storage": {"stage": "copy"}},
+    {"storage": {"stage": "quantize"}},
+    {"delta": {"against": "values"}, "quantize": {"exp_avg_sq": {"method": "bf16"}}},
+], ids=str)
+def test_no_save_and_no_load_keeps_a_storage_from_being_resized(tmp_path: Path, config: Any) -> None:
+    """As FSDP does with parameters that it gathered."""
+    given = "exact" if "preset" in config else config
+    model, optimizer = trained()
+    for number in range(2):
+        dsq_ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "sync" / str(number), config=given)
+        dsq_ckpt.async_save(
+            {"model": model, "optimizer": optimizer}, tmp_path / "async" / str(number), config=given
+        ).result()
+    target = trained()
+    dsq_ckpt.load(dict(zip(("model", "optimizer"), target, strict=True)), tmp_path / "sync" / "1")
+    for owner in ((model, optimizer), target):
+        assert [name for name, one in tensors(*owner).items() if not one.untyped_storage().resizable()] == []
