@@ -31,7 +31,7 @@ from dsq_ckpt.quantization.groups import in_tree, unwrapped
 from dsq_ckpt.quantization.layout import MEASURED, Layout
 from dsq_ckpt.quantization.nature import unlike_weights
 from dsq_ckpt.quantization.plan import QuantizationPlan, all_exact, as_configured
-from dsq_ckpt.quantization.scales import gauges_of
+from dsq_ckpt.quantization.scales import Gauge, gauges_of
 from dsq_ckpt.quantization.undefined import hold_nan
 from dsq_ckpt.quantization.uneven import are_needed, has_lost_rows
 from dsq_ckpt.storage.paths import expanded
@@ -131,8 +131,8 @@ class _Sketching:
 
     Attributes:
         undefined: names of tensors that are not quantized and hold NaN, once `load` was called.
-        lost_rows: names of weights without previous codes with rows that one step for all loses, and whether they are
-            stored exactly for that; once `load` was called.
+        lost_rows: names of weights with rows that one step for all loses, and whether they are stored exactly for that,
+            once `load` was called; without those that the user was told of since the last keyframe.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _Sketching:
         unlike = unlike_weights([chunk.tensor for chunk in weights])
         left_out = {chunk.key for chunk, one in zip(weights, unlike, strict=True) if one}
         chunks = [chunk for chunk in chunks if chunk.key not in left_out]
-        return Loaded(self._with_all_rows(chunks, asked), len(self.undefined))
+        return Loaded(self._with_all_rows(chunks, asked), len(self.undefined), len(self.lost_rows))
 
     def _asked(self, items: Sequence[SaveItem]) -> set[ChunkKey]:
         """Return the weights that are stored exactly if what they hold asks for it.
@@ -197,24 +197,35 @@ class _Sketching:
         layout = self._context.layout
         if layout.residual:  # whose errors are those of differences
             return chunks
-        uneven = [one for one in chunks if one.group.startswith("weights/") and one.parent is None and _is_uneven(one)]
-        gauges = gauges_of(layout) if uneven else {}
+        uneven = [chunk for chunk in chunks if chunk.group.startswith("weights/") and _is_uneven(chunk)]
         tensors = {chunk.key: chunk.tensor for chunk in chunks} if uneven else {}
+        gauges = gauges_of(layout) if uneven else {}
         left_out = set()
         for chunk in uneven:
-            gauge, gradient = gauges.get(chunk.key.fqn), self._gradients.get(chunk.key)
-            if gauge is not None and gradient is None:
-                gradient = tensors.get(chunk.key._replace(fqn=gauge.name))
-            if gauge is None or gradient is None:
-                needed = None
-            else:
-                squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()
-                needed = are_needed(chunk.tensor, squares.to(chunk.tensor.device))
+            squares = self._squares(chunk, gauges.get(chunk.key.fqn), tensors)
+            needed = None if squares is None else are_needed(chunk.tensor, squares)
             if needed and chunk.key in asked:
                 left_out.add(chunk.key)
             if needed is not False:
                 self.lost_rows[chunk.key.fqn] = chunk.key in left_out
+        told = self._options.history.told[self._context.run]
+        if self._context.parent is None:
+            told.clear()
+        self.lost_rows = {name: exact for name, exact in self.lost_rows.items() if name not in told}
+        told.update(self.lost_rows)
         return [chunk for chunk in chunks if chunk.key not in left_out]
+
+    def _squares(
+        self, chunk: Chunk, gauge: Gauge | None, tensors: Mapping[ChunkKey, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return the squared gradients of a chunk of weights, as far as the state of the save tells them."""
+        gradient = self._gradients.get(chunk.key)
+        if gauge is not None and gradient is None:
+            gradient = tensors.get(chunk.key._replace(fqn=gauge.name))
+        if gauge is None or gradient is None:
+            return None
+        squares = gradient.detach() if gauge.power == 1 else gradient.detach().float().square()
+        return squares.to(chunk.tensor.device)
 
     def replicas(self, sketches: GlobalSketch) -> list[Chunk]:
         """Return the chunks of weights that another rank writes, scaled as that rank scales them."""

@@ -29,7 +29,8 @@ class Doubts(NamedTuple):
     Attributes:
         appeared: names of those that were not lossy in the previous checkpoint; None: all, as of a keyframe. What is
             doubtful about a tensor is said once.
-        lost_rows: names of those with rows that one step for all loses, and whether they are exact for that.
+        lost_rows: names of those with rows that one step for all loses, and whether they are exact for that; without
+            those that the user was told of.
     """
 
     appeared: Collection[str] | None
@@ -65,7 +66,7 @@ def report(
     _warn_of_updates(plan.analysis, sketches.layout, comm.rank)
     if not sketches.layout.residual:  # whose errors are those of differences
         _warn_of_nothing(plan.analysis, comm.rank)
-    if sketches.layout.tensors and (doubts.appeared is None or doubts.appeared):
+    if sketches.layout.tensors and (doubts.appeared is None or doubts.appeared or sketches.uneven):
         _warn_of_doubtful(local.items, sketches, plan, options, doubts, comm)
 
 
@@ -150,8 +151,9 @@ def _warn_of_doubtful(
             item.key.fqn for item in items
             if item.key.fqn in moments or (item.kind == EXACT and item.key.elements > 1)
         ]
-        exact = {name for name, is_exact in doubts.lost_rows.items() if is_exact and names is None}
-        rows = (doubts.lost_rows.keys() - exact).intersection(one.key.fqn for one in fitted)
+        exact = {name for name, is_exact in doubts.lost_rows.items() if is_exact}
+        written = {one.key.fqn for one in sketches.chunks if one.group in plan.analysis.fitted}
+        rows = (doubts.lost_rows.keys() - exact) & written
         model = options.frozen.rests
         asked = {item.key.fqn for item in items if item.kind == "weights" and item.quantized and not item.by_rule}
         lossy = sorted(asked & {one.key.fqn for one in fitted})

@@ -82,6 +82,7 @@ class GlobalSketch:
         sizes: elements of every chunk of every rank, of groups whose parts take turns.
         turn: number of deltas since the keyframe before this save.
         undefined: whether tensors that are not quantized hold NaN on some rank.
+        uneven: whether the user is to be told of weights with rows that one step for all loses.
     """
 
     chunks: list[Chunk]
@@ -96,6 +97,7 @@ class GlobalSketch:
     sizes: dict[str, list[int]] = field(default_factory=dict)
     turn: int = 0
     undefined: bool = False
+    uneven: bool = False
 
     def fit(self, configs: dict[str, TensorConfig] | None = None, known: Analysis | None = None) -> Analysis:
         """Return the codebooks, tables and exact code counts of every group, without data or communication.

@@ -44,10 +44,12 @@ class Loaded(NamedTuple):
     Attributes:
         chunks: lossy chunks, and those that are only measured.
         undefined: number of other tensors that hold NaN.
+        uneven: number of weights with rows that one step for all loses, if the user is to be told.
     """
 
     chunks: Sequence[Chunk]
     undefined: int = 0
+    uneven: int = 0
 
 
 def build_global_sketch(
@@ -78,14 +80,14 @@ def build_global_sketch(
     index = {name: place for place, name in enumerate(layout.rows())}
     octaves = np.zeros((len(index), OCTAVES), np.int64)  # elements by biased exponent; 255 counts Inf and NaN
     faint = np.zeros(len(index), np.int64)  # chunks that are not zero, and hold no normal number
-    unseen = np.zeros(1, np.int64)  # tensors that are not sketched and hold NaN
+    told = np.zeros(2, np.int64)  # tensors that are not sketched and hold NaN, and uneven ones
     by_importance = {group: np.zeros(FULL.size, np.int64) for group in weighed}
     windows = {group: book.window for group, book in books.items()}
     counted: frozenset[ChunkKey] = frozenset()  # chunks whose magnitudes are told by the pass for the joint sketches
 
     def first_pass() -> tuple[list[Chunk], list[Sparse]]:
         nonlocal counted
-        loaded, unseen[0] = load_chunks()
+        loaded, *told[:] = load_chunks()
         chunks = [replace(c, exponent=parent.exponents.get(c.key.fqn, 0.0)) for c in loaded if c.group != MEASURED]
         gauges = [chunk for chunk in loaded if chunk.group == MEASURED]
         gauges += [
@@ -126,7 +128,7 @@ def build_global_sketch(
         return chunks, sketches
 
     done, failure = _attempt(first_pass)
-    _merge([octaves, faint, unseen, *joint.values(), *by_importance.values()], comm, failure)
+    _merge([octaves, faint, told, *joint.values(), *by_importance.values()], comm, failure)
     octaves[:, -1] += np.where(octaves[:, 1:].any(axis=1), 0, faint)
     chunks, sketches = done or ([], [])
     bad = frozenset(fqn for fqn in layout.tensors if octaves[index[fqn], -1])
@@ -168,7 +170,7 @@ def build_global_sketch(
     return GlobalSketch(
         kept, layout, {**joint, **again}, windows, books, scales, bad, importance,
         {fqn: octaves[index[fqn]] for fqn, group in layout.tensors.items() if group in plain and fqn not in bad},
-        _sizes(kept, layout, comm), parent.depth, bool(unseen[0]),
+        _sizes(kept, layout, comm), parent.depth, *map(bool, told),
     )
 
 

@@ -15,7 +15,7 @@ RATIO = 64
 """How many times smaller than the tensor's root mean square that of a row is which a refined step hardly resolves."""
 _FEWEST = 6
 """Elements that a row must have: fewer may all be small by chance."""
-_SAMPLE = 64
+_SAMPLE = 16
 """Elements of each row that tell which to look at."""
 _MOST = 1 << 16
 """About how many rows are sampled, and how many elements of a row are looked at: it bounds the memory."""
@@ -30,8 +30,12 @@ def has_lost_rows(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or not tensor.numel():
         return False
     matrix = tensor.detach().reshape(len(tensor), -1)
-    limit = float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
-    return _has_small(matrix, limit) or _has_small(matrix.t(), limit)
+    sides = [side for side in (matrix, matrix.t()) if side.shape[1] >= _FEWEST]
+    squares = [_sample(_some_rows(side)).float().square() for side in sides]
+    if not sides or bool(torch.stack([one.mean(1).amin() for one in squares]).amin() >= squares[0].mean() / RATIO**2):
+        return False  # as nearly always, even if the zeros in it are counted
+    limit = _limit(matrix)
+    return any(_has_small(side, limit) for side in sides)
 
 
 def are_needed(tensor: torch.Tensor, squares: torch.Tensor) -> bool | None:
@@ -45,7 +49,7 @@ def are_needed(tensor: torch.Tensor, squares: torch.Tensor) -> bool | None:
         squares: their squared gradients, or averages of such; the shape of `tensor`.
     """
     matrix, weighed = (one.detach().reshape(len(tensor), -1) for one in (tensor, squares))
-    limit = float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
+    limit = _limit(matrix)
     usual = float(_felt(_sample(_some_rows(matrix)), _sample(_some_rows(weighed))).mean())
     if not 0 < usual < math.inf:
         return None
@@ -72,6 +76,11 @@ def _felt(matrix: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
     return (matrix.double().square() * squares.double()).mean(1)
 
 
+def _limit(matrix: torch.Tensor) -> float:
+    """Return the mean square below which a row is small."""
+    return float(_sample(_some_rows(matrix)).float().square().mean()) / RATIO**2
+
+
 def _sample(matrix: torch.Tensor) -> torch.Tensor:
     """Return some columns."""
     return matrix[:, :: max(1, matrix.shape[1] // _SAMPLE)][:, :_SAMPLE]
@@ -84,12 +93,13 @@ def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 def _has_small(matrix: torch.Tensor, limit: float) -> bool:
     """Return whether the mean square of a row's elements that are not zero is below a limit."""
-    if matrix.shape[1] < _FEWEST:
-        return False
     matrix = _some_rows(matrix)
     mean, count = _mean_square(_sample(matrix))
-    doubted = ((mean < limit) & (count > 0)).nonzero()[:_LOOKED_AT, 0]
-    mean, count = _mean_square(_some_rows(matrix.t()).t()[doubted])
+    mean = mean.nan_to_num().masked_fill((mean >= limit) | (count == 0), math.inf)
+    least, rows = mean.topk(min(_LOOKED_AT, len(mean)), largest=False)
+    if not bool(least[0] < limit):
+        return False
+    mean, count = _mean_square(_some_rows(matrix.t()).t()[rows])
     return bool(((mean < limit) & (count >= _FEWEST)).any())
 
 

@@ -135,3 +135,27 @@ def test_a_rule_for_a_group_is_kept(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="may be off by half of their size"):
         dsq_ckpt.save(saved, tmp_path / "0", config=rules)
     assert not loaded(tmp_path / "0", saved)["model.poses.weight"].equal(table)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_becomes_small_after_a_keyframe_is_told_once_or_exact(tmp_path: Path, gradients: bool) -> None:
+    """As a buffer of observations that was empty, or weights for inputs that grew."""
+    weights, history = normal(300, 90), dsq_ckpt.SaveHistory()
+    filled = with_part(normal(2000, 7), POSES, 100.0)
+    said = []
+    for number in range(4):
+        small = with_part(weights.clone(), COLUMN, 0.3 / RATIO if number else 1.0)
+        saved = {"model.w": small, "model.poses.weight": filled * bool(number), "model.v": normal(90, 90)}
+        if gradients:
+            factor = 3.0 * RATIO if number else 1.0
+            saved["optimizer.state.w.exp_avg_sq"] = with_part(normal(300, 90) * 1e-3, COLUMN, factor).square()
+            saved["optimizer.state.poses.weight.exp_avg_sq"] = with_part(normal(2000, 7), POSES, 0.01).square()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dsq_ckpt.save(saved, tmp_path / str(number), history=history)
+        said.append([str(one.message) for one in caught if "times smaller than the others" in str(one.message)])
+        found = loaded(tmp_path / str(number), saved)
+        exact = [found[name].equal(saved[name]) for name in ("model.w", "model.poses.weight", "model.v")]
+        assert exact == [gradients and number > 0, gradients or not number, False]
+    assert [len(one) for one in said] == [0, 1, 0, 0]
+    assert "model.poses.weight, model.w" in said[1][0] and ("stored exactly" in said[1][0]) is gradients
