@@ -7,6 +7,7 @@ from pathlib import Path
 from dsq_ckpt.cli import output
 from dsq_ckpt.core.urls import is_remote
 from dsq_ckpt.storage import gc, remote_gc
+from dsq_ckpt.storage.links import left_by_removal
 
 
 def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
@@ -14,13 +15,18 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
     collecting = remote_gc if is_remote(path) else gc
     with output.meter("looking for garbage", hidden=as_json):
         left = collecting.left(path, older_than)
-        orphans = collecting.garbage(path, older_than) if dry_run else collecting.collect(path, older_than)
-    freed = sum(orphan.bytes for orphan in orphans)
+        orphans = collecting.garbage(path, older_than)
+        linked, freed = set[Path](), sum(orphan.bytes for orphan in orphans)
+        if not is_remote(path):
+            linked, freed = left_by_removal(file for orphan in orphans for file in gc.files_of(orphan))
+        if not dry_run:
+            orphans = collecting.collect(path, older_than)
     if as_json:
         output.print_json({
             "path": str(path), "dry_run": dry_run, "bytes": freed,
             "too_young": [str(entry.path) for entry in left if entry.young],
             "left": [{"path": str(entry.path), "reason": entry.reason} for entry in left],
+            "linked": sorted(map(str, linked)),
             "files": [{**orphan._asdict(), "path": str(orphan.path)} for orphan in orphans],
         })
         return
@@ -32,7 +38,8 @@ def run(path: Path, dry_run: bool, older_than: float, as_json: bool) -> None:
         screen.print(rows)
         screen.print()
     verb = "would delete" if dry_run else "deleted"
-    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}" if orphans else "nothing to delete")
+    more = f"; the bytes of {len(linked)} file(s) stay, by links elsewhere" if linked else ""
+    screen.print(f"{verb} {len(orphans)} file(s), {output.size(freed)}{more}" if orphans else "nothing to delete")
     for entry in left:
         younger = f" (younger than {output.seconds(older_than)}; --older-than)" if entry.young else ""
         screen.print(f"left alone: {entry.path}: {entry.reason}{younger}", soft_wrap=True)

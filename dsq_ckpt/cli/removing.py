@@ -20,21 +20,24 @@ def run(checkpoints: Sequence[Path], dry_run: bool, as_json: bool) -> None:
     """
     with output.meter("removing", hidden=as_json):
         _refuse_twice(checkpoints)
-        done = [removal.remove(checkpoint, dry_run=True) for checkpoint in checkpoints]
+        done: list[removal.Removed] = []
+        for checkpoint in checkpoints:
+            done.append(removal.remove(checkpoint, dry_run=True, after=done))
         runs = _without_refinement([one.path for one in done])
         if not dry_run:
             done = [removal.remove(checkpoint) for checkpoint in checkpoints]
     if as_json:
         output.print_json([{
             "path": str(one.path), "dry_run": dry_run, "bytes": one.bytes, "files": [str(file) for file in one.files],
-            "kept": [str(file) for file in one.kept],
+            "kept": [str(file) for file in one.kept], "linked": [str(file) for file in one.linked],
         } for one in done])
         return
     verb = "would remove" if dry_run else "removed"
     for one in done:
         kept = f"; {len(one.kept)} file(s) stay, which others need" if one.kept else ""
+        linked = f"; the bytes of {len(one.linked)} file(s) stay, by links elsewhere" if one.linked else ""
         output.console().print(
-            f"{verb} {one.path}: {len(one.files)} file(s), {output.size(one.bytes)}{kept}", soft_wrap=True
+            f"{verb} {one.path}: {len(one.files)} file(s), {output.size(one.bytes)}{linked}{kept}", soft_wrap=True
         )
     for directory in runs:
         output.console().print(

@@ -115,6 +115,13 @@ def collect(path: str | os.PathLike[str], min_age_seconds: float = 3600) -> list
     return removed
 
 
+def files_of(orphan: Orphan) -> list[Path]:
+    """Return the files that go with an orphan."""
+    if not _is_directory(orphan.path):
+        return [orphan.path]
+    return [entry for entry in orphan.path.rglob("*") if not _is_directory(entry)]
+
+
 def collect_in(directory: Path, min_age_seconds: float) -> list[Orphan]:
     """Delete what `garbage` finds in one directory, and in none below it; returns what was deleted.
 

@@ -6,8 +6,9 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -109,6 +110,35 @@ def link_or_copy(source: Path, target: Path, fsync: bool) -> None:
         if error.errno not in NO_LINKS:
             raise
         copy_file(source, target, fsync)
+
+
+def left_by_removal(files: Iterable[Path], before: Iterable[Path] = ()) -> tuple[set[Path], int]:
+    """Return which local files have links elsewhere that stay when they are removed, and the bytes that this frees.
+
+    Args:
+        files: the files, of which several may be links to one.
+        before: others that are removed before them, and are there still.
+    """
+    removed, earlier = _statuses(files), _statuses(before)
+    links = Counter(map(_identity, (removed | earlier).values()))
+    staying = {file for file, status in removed.items() if status.st_nlink > links[_identity(status)]}
+    freed = dict[object, int]()
+    for file, status in removed.items():
+        if file not in staying:  # not all file systems number files
+            freed[_identity(status) if status.st_nlink > 1 else file] = status.st_size
+    return staying, sum(freed.values())
+
+
+def _statuses(files: Iterable[Path]) -> dict[Path, os.stat_result]:
+    found = {}
+    for file in files:
+        with suppress(FileNotFoundError):
+            found[file] = os.lstat(file)
+    return found
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def replace_by_link(source: Path, target: Path) -> None:

@@ -15,7 +15,7 @@ those of S3, Google Cloud Storage and Azure do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -103,26 +103,26 @@ def needed(run: Path) -> dict[str, set[str]]:
     return found
 
 
-def kept(run: Path, files: Iterable[Path], but: tuple[Path, str]) -> set[Path]:
-    """Return which of some files of a run its complete checkpoints need, one of them left out.
+def kept(run: Path, files: Iterable[Path], but: Container[tuple[Path, str]]) -> set[Path]:
+    """Return which of some files of a run its complete checkpoints need, some of them left out.
 
     Args:
         run: the run.
         files: the files.
-        but: path and save id of the checkpoint that is left out; another save at its path counts.
+        but: paths and save ids of the checkpoints that are left out; another save at the path of one counts.
 
     Raises:
         DSQError: a manifest cannot be read, so any file may be needed.
     """
     others = {
-        file.path_in(path) for path, manifest in checkpoints(run) if (path, manifest.save_id) != but
+        file.path_in(path) for path, manifest in checkpoints(run) if (path, manifest.save_id) not in but
         for file in manifest.files
     }
     return others & set(files)
 
 
-def held_for_others(directory: Path) -> set[str]:
-    """Return the names of files of a local checkpoint that manifests beside it refer to.
+def held_for_others(directory: Path, but: Container[Path] = ()) -> set[str]:
+    """Return the names of files of a local checkpoint that manifests beside it refer to, some of them left out.
 
     There are some only in a run that was copied from an object store as it lies there. Manifests that cannot be read
     are passed over.
@@ -130,7 +130,7 @@ def held_for_others(directory: Path) -> set[str]:
     found: set[str] = set()
     storage, run = storage_of(directory), directory.absolute().parent
     for entry in storage.entries(run):
-        if entry.directory and entry.name != directory.name:
+        if entry.directory and entry.name != directory.name and run / entry.name not in but:
             with suppress(OSError, DSQError):
                 if b'"held_by"' in storage.read(run / entry.name / MANIFEST, _MOST):
                     files = Manifest.read(run / entry.name).files

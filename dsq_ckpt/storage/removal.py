@@ -1,11 +1,13 @@
 """Removal of a checkpoint: its manifest first, then what no other checkpoint of the run needs.
 
-Locally every checkpoint has links of its own to the files that it needs, so all files of the removed one go. On an
-object store others may refer to them (`references`); then they stay, until the last of these is removed.
+Locally every checkpoint has links of its own to the files that it needs, so all files of the removed one go; the space
+of one is free when its last link goes. On an object store others may refer to them (`references`); then they stay,
+until the last of these is removed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from dsq_ckpt.errors import ConfigError, CorruptCheckpoint
 from dsq_ckpt.storage import references
 from dsq_ckpt.storage.backend import storage_of
 from dsq_ckpt.storage.gc import is_ours
+from dsq_ckpt.storage.links import left_by_removal
 from dsq_ckpt.storage.manifest import MANIFEST, Manifest
 from dsq_ckpt.storage.paths import absolute, existing_path
 from dsq_ckpt.storage.runs import canonical
@@ -26,22 +29,27 @@ class Removed(NamedTuple):
     Attributes:
         path: the checkpoint.
         files: its files that were deleted, but for the manifest, or would be.
-        bytes: bytes of these files.
+        bytes: bytes that are free then: of these files but those in `linked`.
         kept: its files that other checkpoints of the run need.
+        linked: local ones of `files` whose bytes stay, by links elsewhere, such as those of other checkpoints.
+        save_id: its save id.
     """
 
     path: Path
     files: list[Path]
     bytes: int
     kept: list[Path]
+    linked: list[Path]
+    save_id: str
 
 
-def remove(path: Path, dry_run: bool = False) -> Removed:
+def remove(path: Path, dry_run: bool = False, *, after: Sequence[Removed] = ()) -> Removed:
     """Remove a checkpoint; every other one stays complete.
 
     Args:
         path: a complete checkpoint.
         dry_run: say what would be removed, remove nothing.
+        after: what is taken as removed before it, in a dry run of several.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: there is no checkpoint, or its manifest cannot be read.
@@ -61,17 +69,21 @@ def remove(path: Path, dry_run: bool = False) -> Removed:
         storage.flush(path)
     named = {file.path_in(path): file.size for file in manifest.files}
     if is_remote(path):
-        kept = references.kept(path.parent, named, but=(path, manifest.save_id))
+        but = {(path, manifest.save_id), *((one.path, one.save_id) for one in after)}
+        kept = references.kept(path.parent, named, but)
     else:
         kept = {file for file in named if file.parent != path}
-        kept |= {path / name for name in references.held_for_others(path)} & set(named)
+        kept |= {path / name for name in references.held_for_others(path, {one.path for one in after})} & set(named)
     gone = {file: size for file, size in named.items() if file not in kept}
+    linked, freed = set[Path](), sum(gone.values())
+    if not is_remote(path):
+        linked, freed = left_by_removal(gone, (file for one in after for file in one.files))
     if not dry_run:
         references.remove_all(gone)
         if not is_remote(path):
             with suppress(OSError):  # not empty: something else lives there
                 path.rmdir()
-    return Removed(path, sorted(gone), sum(gone.values()), sorted(kept))
+    return Removed(path, sorted(gone), freed, sorted(kept), sorted(linked), manifest.save_id)
 
 
 def _manifest(path: Path) -> Manifest:

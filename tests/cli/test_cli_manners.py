@@ -22,7 +22,7 @@ import dsq_ckpt
 from dsq_ckpt.cli import app, output
 from dsq_ckpt.storage import copying
 from dsq_ckpt.storage.manifest import Manifest
-from tests.helpers.commands import dsq, error, printed
+from tests.helpers.commands import document, dsq, error, printed
 from tests.helpers.processes import PATIENCE, ROOT
 from tests.helpers.small_run import NAMES
 
@@ -211,3 +211,46 @@ def test_rm_of_a_damaged_checkpoint_says_what_removes_it(run):
     assert f"if it is to go, delete the directory, '{run / NAMES[1]}'" in error("rm", run / NAMES[1])
     shutil.rmtree(run / NAMES[1])
     printed("verify", run / NAMES[2])
+
+
+@pytest.mark.parametrize("names, last", [(NAMES[:1], 1), (NAMES[:2], 2), (NAMES[1::-1], 1), (NAMES, 0)])
+def test_rm_tells_the_space_that_is_free_then(trained, tmp_path, names, last):
+    """A keyframe lies on a disk once, with a link in each checkpoint that is coded against it."""
+    run = copying.copy(trained[0], tmp_path / "run").path  # with its links
+    paths = [run / name for name in names]
+    tried = document("rm", "--dry-run", *paths)
+    before, manifests = on_disk(run), sum((path / "manifest.json").stat().st_size for path in paths)
+    said = printed("rm", "--dry-run", *paths)
+    done = document("rm", *paths)
+    assert sum(one["bytes"] for one in done) + manifests == before - on_disk(run)
+    assert [{**one, "dry_run": False} for one in tried] == done
+    linked = [len(one["linked"]) for one in done]
+    told = re.findall(r"; the bytes of (\d+) file\(s\) stay, by links elsewhere", said)
+    assert [int(count) for count in told] == [count for count in linked if count]
+    assert linked[-1] == last
+
+
+def on_disk(directory):
+    """Return the bytes of the files in a directory, each once."""
+    found = [path.lstat() for path in directory.rglob("*") if path.is_file()]
+    return sum({status.st_ino: status.st_size for status in found}.values())
+
+
+def test_gc_tells_the_space_that_is_free_then(run):
+    """Failed saves, and a copy under way, may have links to files of complete checkpoints, and of each other."""
+    (keyframe,) = (run / NAMES[0]).glob("*.dsq")
+    orphan = run / "failed" / "0123456789abcdef-00000.dsq"
+    orphan.parent.mkdir()
+    orphan.write_bytes(b"x" * 3072)
+    names = ("failed", ".copy.dsq-01234567.tmp", "again")
+    for name in names:
+        (run / name).mkdir(exist_ok=True)
+        os.link(keyframe, run / name / keyframe.name)
+        if name != "failed":
+            os.link(orphan, run / name / orphan.name)
+    said = printed("gc", run, "--older-than", "0s", "--dry-run")
+    assert "would delete 5 file(s), 3.00 KiB; the bytes of 3 file(s) stay, by links elsewhere" in said
+    found = document("gc", run, "--older-than", "0s")
+    assert found["bytes"] == 3072 and len(found["files"]) == 5
+    assert found["linked"] == sorted(str(run / name / keyframe.name) for name in names)
+    assert sorted(os.listdir(run)) == sorted(NAMES) and keyframe.exists()

@@ -267,3 +267,16 @@ def test_a_run_synchronized_to_a_disk_keeps_what_it_refers_to(store, tmp_path):
     assert torch.equal(loaded(paths[2])["w"], value)
     remove(paths[2])
     assert loaded(paths[1])["step"] == 9
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)])
+def test_a_dry_run_of_several_says_what_a_removal_does(store, order, tmp_path):
+    """What one of them keeps for another one goes with that."""
+    for run in (f"{store}/run", str(tmp_path / "run")):
+        paths = chain(run, 3)
+        chosen = [str(paths[number]) for number in order]
+        tried, done = (
+            json.loads(CliRunner().invoke(app, ["rm", "--json", *more, *chosen]).stdout) for more in (["--dry-run"], [])
+        )
+        assert [{**one, "dry_run": False} for one in tried] == done
+        assert sum(one["bytes"] for one in done) > 0
