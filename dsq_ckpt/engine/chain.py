@@ -14,6 +14,7 @@ from dsq_ckpt.core.arguments import expect
 from dsq_ckpt.core.arrays import F32, Codes
 from dsq_ckpt.core.notices import warn
 from dsq_ckpt.core.workers import Workers
+from dsq_ckpt.distributed.job import rank_in_job
 from dsq_ckpt.engine.history import (
     ChunkCache,
     ParentRef,
@@ -346,7 +347,8 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     """
     expect("run", run, (str, os.PathLike), "the directory of a run, as a str or a Path: latest(run)")
     problems: list[tuple[Path, DSQError]] = []
-    directory = existing_run(run)
+    rank = rank_in_job()
+    directory = existing_run(run, rank)
     found = list(checkpoints(directory, lambda path, error: problems.append((path, error))))
     older = set[str]().union(*(manifest.comes_after() for _, manifest in found))
     for path, error in problems:
@@ -357,6 +359,6 @@ def latest(run: str | os.PathLike[str]) -> str | None:
                 "to go on from"
             ) from error
     if not found:
-        warn_of_other(directory)
+        warn_of_other(directory, rank)
         return None
     return str(found[-1][0])

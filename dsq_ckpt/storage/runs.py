@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import stat
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from dsq_ckpt.core.notices import warn
@@ -18,17 +17,25 @@ from dsq_ckpt.storage.manifest import checkpoints, is_complete
 from dsq_ckpt.storage.paths import absolute, checkpoint_path, expanded
 
 _SIBLINGS = 1000  # names that are compared with one that does not exist
-_ALIKE = 0.75
+_LONG = 5  # letters of a word in which one that differs is a slip
+_SEPARATORS = re.compile(r"(?<!\d)[-_. ]+|[-_. ]+(?!\d)")
+"""Characters between the words of a name, but those between numbers: 1.1 is not 11."""
+
+_PARTS = re.compile(r"[^\W\d_]+|\d+|[^-_. \w]")  # words, numbers, other characters
 _BESIDE = re.compile(
     r"\..*|latest.*|.*\.(?:log|out|err|txt|md|csv|tsv|jsonl?|ya?ml|toml|ini|cfg|png|svg)|.*tfevents.*", re.IGNORECASE
 )
 """Names of files that training may leave in the directory of a run before its first checkpoint."""
 
 
-def existing_run(run: str | os.PathLike[str]) -> Path:
+def existing_run(run: str | os.PathLike[str], rank: int = 0) -> Path:
     """Return the directory of a run, which need not exist yet.
 
-    A directory that does not exist, beside one with checkpoints and nearly the same name, is warned of.
+    A directory that does not exist, beside one with checkpoints whose name differs as by a typing error, is warned of.
+
+    Args:
+        run: path of the directory.
+        rank: of this process, of which 0 warns.
 
     Raises:
         CheckpointNotFound: it is something else: a file, a checkpoint, or a link to what is not there.
@@ -49,7 +56,10 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
                 f"'{directory}' is a link to '{os.readlink(directory)}', which does not exist: is it mounted?"
             ) from None
         if other := _nearly(absolute(directory)):
-            warn(f"'{directory}' does not exist, so a new run begins; '{other}' holds checkpoints: was that meant?")
+            warn(
+                f"'{directory}' does not exist, so a new run begins; '{other}' holds checkpoints: was that meant?",
+                rank=rank,
+            )
         return directory
     except NotADirectoryError as error:
         raise CheckpointNotFound(f"'{directory}' leads through a file; name the directory of a run") from error
@@ -63,7 +73,7 @@ def existing_run(run: str | os.PathLike[str]) -> Path:
     return directory
 
 
-def warn_of_other(directory: Path) -> None:
+def warn_of_other(directory: Path, rank: int = 0) -> None:
     """Warn of a directory without checkpoints that does not look like a new run: the path may be wrong.
 
     New and empty directories pass, and others with directories, hidden files, logs, notes and settings in them.
@@ -77,13 +87,13 @@ def warn_of_other(directory: Path) -> None:
     if runs:
         warn(
             f"'{directory}' holds no checkpoint, so a new run begins; directories in it do, such as '{min(runs)}': "
-            "was one of them meant?"
+            "was one of them meant?", rank=rank,
         )
     elif found:
         shown = ", ".join(map(repr, sorted(found)[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         warn(
             f"'{directory}' holds no checkpoint, so a new run begins; other files are there ({shown}): is it the "
-            "directory that the run's checkpoints lie in?"
+            "directory that the run's checkpoints lie in?", rank=rank,
         )
 
 
@@ -95,18 +105,36 @@ def _nearly(missing: Path) -> Path | None:
     with suppress(OSError):
         with os.scandir(first.parent) as entries:
             names = [entry.name for entry in islice(entries, _SIBLINGS)]
-        # Runs that are numbered have nearly the same name on purpose.
-        names = [name for name in names if _lettered(name) != _lettered(first.name)]
-        for name in difflib.get_close_matches(first.name, names, 3, _ALIKE):
+        for name in sorted(name for name in names if _is_mistyped(first.name, name)):
             other = first.with_name(name) / missing.relative_to(first)
             if any(True for _ in checkpoints(other, lambda *_: None)):
                 return other
     return None
 
 
-def _lettered(name: str) -> str:
-    """Return a name with every number alike."""
-    return re.sub(r"\d+", "0", name)
+def _is_mistyped(name: str, other: str) -> bool:
+    """Return whether two names differ as by a typing error: by case and separators, or by a slip within one word.
+
+    Names of runs that belong together differ by numbers, single letters, beginnings and ends of words, and short words.
+    """
+    one, two = name.casefold(), other.casefold()
+    parts, others = _PARTS.findall(one), _PARTS.findall(two)
+    if parts == others or _SEPARATORS.sub("", one) == _SEPARATORS.sub("", two):
+        return True
+    differing = [(part, own) for part, own in zip(parts, others, strict=False) if part != own]
+    return len(parts) == len(others) and len(differing) == 1 and _is_slip(*differing[0])
+
+
+def _is_slip(word: str, other: str) -> bool:
+    """Return whether words differ by two neighbours that are swapped, or, if they are long, by one letter within."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
+    short, long = sorted((word[same:], other[same:]), key=len)
+    if not (word + other).isalpha():
+        return False
+    if len(short) == len(long) > 1 and max(len(word), len(other)) > 2 and short == long[1::-1] + long[2:]:
+        return True
+    within = word[0] == other[0] and word[-1] == other[-1]
+    return within and max(len(word), len(other)) >= _LONG and long[1:] in (short, short[1:])
 
 
 def run_of(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -212,3 +213,39 @@ def test_latest_of_a_run_that_has_not_begun(run, tmp_path):
     with pytest.warns(UserWarning, match=f"'{tmp_path / 'exp-16' / 'run'}' holds checkpoints: was that meant") as told:
         assert dsq_ckpt.latest(tmp_path / "epx-16" / "run") is None
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("names", [
+    "fold_a fold_b", "expA expB", "adamw adam", "bert-cased bert-uncased", "ckpt_fp16 ckpt_bf16", "trainA trainB",
+    "train-clean train-clean2", "baseline baseline_v2", "student students", "gpt-small gpt-smol", "run_fold run_folds",
+    "model_ema model_sma", "float16 bfloat16", "large xlarge", "run1 run2", "lr0.1 lr01", "lr_0.1 lr_0.01", "a run",
+    "seed-1-1 seed-11", "encoder decoder", "tied untied", "first second", "linear linear_large", "ab ba", "en-de de-en",
+])
+def test_latest_is_silent_beside_runs_that_belong_together(trained, tmp_path, names):
+    for there, missing in (names.split(), names.split()[::-1]):
+        shutil.copytree(trained[0] / NAMES[0], tmp_path / there / NAMES[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert dsq_ckpt.latest(tmp_path / missing) is None
+        shutil.rmtree(tmp_path / there)
+
+
+@pytest.mark.parametrize("there, missing", [
+    ("checkpoints", "checkponts"), ("checkpoints", "chekpoints"), ("checkpoints", "checkpionts"),
+    ("checkpoints", "Checkpoints"), ("checkpoints", "checkppoints"), ("checkpoints", "checkpaints"),
+    ("run_llama", "run_lama"), ("my_run", "my-run"), ("my_run", "myrun"), ("my run", "my.run"),
+    ("My_Run-2", "my-run-2"),
+    ("run_2024-01-02", "run-2024_01_02"), ("llama-7b-v2", "llmaa_7b-v2"), ("process", "proces"),
+])
+def test_latest_tells_of_a_typing_error(trained, tmp_path, monkeypatch, there, missing):
+    """On rank 0 alone, as far as the launcher says which that is."""
+    for first, second in ((there, missing), (missing, there)):
+        shutil.copytree(trained[0] / NAMES[0], tmp_path / first / NAMES[0])
+        with pytest.warns(UserWarning, match=re.escape(f"'{tmp_path / first}' holds checkpoints: was that meant?")):
+            assert dsq_ckpt.latest(tmp_path / second) is None
+        with monkeypatch.context() as launched, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            launched.setenv("RANK", "1")
+            assert dsq_ckpt.latest(tmp_path / second) is None
+        assert not told
+        shutil.rmtree(tmp_path / first)
