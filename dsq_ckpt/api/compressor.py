@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back
+from dsq_ckpt.api.buffers import refused_sizes
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.loading import load_with
 from dsq_ckpt.api.parameter_groups import fill_groups
@@ -260,10 +261,11 @@ class Compressor:
                 state, comm = self._state(extra), communicator(self._group)
             found = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
             load_with(
-                state, path, plain=found.plain, refinement=refinement, allow_cast=allow_cast, process_group=self._group,
-                history=self._history,
+                state, path, plain=found.plain, modules={("model",): self.model}, refinement=refinement,
+                allow_cast=allow_cast, process_group=self._group, history=self._history,
             )
-            set_model_state_dict(self.model, state["model"], options=self._options)
+            with refused_sizes(path):
+                set_model_state_dict(self.model, state["model"], options=self._options)
             if self.optimizer is not None:
                 optimizer = state["optimizer"]
                 if found.groups is not None:

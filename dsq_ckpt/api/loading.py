@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dsq_ckpt.api import background
 from dsq_ckpt.api.asking import tell_of_more
+from dsq_ckpt.api.buffers import refused_sizes, sized_by_load, take_saved_shapes
 from dsq_ckpt.api.dcp_errors import plain_errors, without_traceback, without_warning
 from dsq_ckpt.api.stateful import state_of, told_state, warn_of_objects
 from dsq_ckpt.api.whole import Lacking, Whole, made_states, objects_in
@@ -51,7 +52,8 @@ def load(
     arguments are those of `DSQStorageReader` and of `torch.distributed.checkpoint.load`. A module stands for its state
     dict; so do modules, optimizers and other objects with one that are values at the top level, and are given theirs:
     of optimizers and others all that was saved, also what theirs does not name, as before the first step. Tensors that
-    an object with tensors does not name are left out, with a warning, and so is what another rank has of it.
+    an object with tensors does not name are left out, with a warning, and so is what another rank has of it. Buffers
+    that go through code of a module's own when it is loaded, as those of observers, are given to it as they were saved.
 
     Raises:
         ConfigError: an argument is not what it must be.
@@ -76,12 +78,13 @@ def load(
     if isinstance(state_dict, nn.Module):
         own = run_on_all_ranks(comm, lambda: told_state({"": state_dict}, loads=True)[""], LoadFailed)
         found = dict(own)  # of which `tell_of_more` warns
-        load(
-            found, path, refinement=refinement, exact=exact, allow_cast=allow_cast, process_group=process_group,
-            no_dist=no_dist, history=history,
+        load_with(
+            found, path, modules={(): state_dict}, refinement=refinement, exact=exact, allow_cast=allow_cast,
+            process_group=process_group, no_dist=no_dist, history=history,
         )
         own.update(found)
-        state_dict.load_state_dict(own)
+        with refused_sizes(path):
+            state_dict.load_state_dict(own)
         tell_of_more(own, path, comm)
         return
     state_of(state_dict, "load(state_dict, path)")
@@ -93,10 +96,14 @@ def load(
 
 def load_with(
     state_dict: dict[str, Any], path: str | os.PathLike[str], *, plain: Sequence[Path] = (),
-    refinement: Refinement = "auto", exact: Sequence[str] = (), allow_cast: bool = False,
-    process_group: dist.ProcessGroup | None = None, no_dist: bool = False, history: SaveHistory | None = None,
+    modules: Mapping[tuple[Any, ...], nn.Module] | None = None, refinement: Refinement = "auto",
+    exact: Sequence[str] = (), allow_cast: bool = False, process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False, history: SaveHistory | None = None,
 ) -> None:
-    """Load as `load` does; what is at the paths `plain` is unpickled only as far as it is plain data."""
+    """Load as `load` does; what is at the paths `plain` is unpickled only as far as it is plain data.
+
+    `modules` are those that made dicts in the state dict, by the keys that lead there, and are given these afterwards.
+    """
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     comm = SingleProcess() if no_dist else communicator(process_group)
     background.wait()
@@ -104,6 +111,7 @@ def load_with(
         path, refinement=refinement, exact=exact, allow_cast=allow_cast, history=history
     )
     told: dict[Any, Any] = state_dict
+    making = {**(modules or {}), **{(key,): own for key, own in state_dict.items() if isinstance(own, nn.Module)}}
     whole: Whole | None = None
     empty, to_fill = list(plain), list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]()
 
@@ -116,18 +124,21 @@ def load_with(
         refuse_cycles(told)
         warn_of_objects(told, comm.rank)
         found = [own for own, _ in empty_dicts(told)]
-        objects = objects_in(state_dict)
-        if not found and not objects:
+        objects, sized = objects_in(state_dict), any(map(sized_by_load, making.values()))
+        if not found and not objects and not sized:
             return {}
         with Checkpoint(directory) as checkpoint:
-            if objects:
+            if objects or sized:
                 with checkpoint.naming():
                     nesting = Nesting.from_json(checkpoint.index) or Nesting({})
                     tensors = checkpoint.index["tensors"]
+            if objects:
                 if stack.enter_context(made_states(objects, nesting)):
                     told = told_state(state_dict, loads=True)
                     found = [own for own, _ in empty_dicts(told)]
                 whole = Whole(objects, told, nesting, tensors)
+            if sized:
+                take_saved_shapes(making, told, nesting, tensors)
             to_fill.extend(fillings(told, checkpoint, state_dict))
         empty.extend(found)
         return {} if whole is None else whole.lacking
@@ -164,7 +175,8 @@ def load_with(
             raise
         for key, value in told.items() if told is not state_dict else ():
             if isinstance(own := state_dict[key], Stateful):
-                own.load_state_dict(value)
+                with refused_sizes(path):
+                    own.load_state_dict(value)
             else:
                 state_dict[key] = value
 

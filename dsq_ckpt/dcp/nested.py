@@ -144,10 +144,19 @@ class NestedLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         for fqn, placeholder in self.state_dict.items():
             stored = self.metadata.state_dict_metadata.get(fqn)
-            if isinstance(stored, TensorStorageMetadata) and not isinstance(placeholder, torch.Tensor | ShardedTensor):
+            if not isinstance(stored, TensorStorageMetadata):
+                continue
+            if not isinstance(placeholder, torch.Tensor | ShardedTensor):
                 raise LoadFailed(
                     f"'{fqn}' was saved as a tensor of shape {tuple(stored.size)}, and its value in the state dict is "
                     f"{shown(placeholder)}: put a tensor of that shape there, or leave '{fqn}' out"
+                )
+            if stored.size != placeholder.size():
+                raise LoadFailed(
+                    f"'{fqn}' was saved with the shape {tuple(stored.size)}, and has {tuple(placeholder.size())} in "
+                    "what it is loaded into: is it the same model? A module that sizes its buffers by what it is given "
+                    "takes them from load_state_dict: load into an empty dict in place of its state dict, and give it "
+                    "that"
                 )
         try:
             return super().create_local_plan()
