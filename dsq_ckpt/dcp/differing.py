@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
+from dsq_ckpt.core.aliases import alias_of
+
 _LARGEST = 1 << 16  # bytes of a text or tensor
 _MOST = 1 << 14  # parts of a list
 _DEEPEST = 16
@@ -61,7 +63,7 @@ def _parts(value: Any, depth: int) -> Iterator[bytes | None]:
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.nbytes <= _LARGEST:
         yield value.tobytes()
     elif type(value) is torch.Tensor and _is_small(value):
-        yield value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield alias_of(value.detach()).reshape(-1).view(torch.uint8).numpy().tobytes()
     else:
         yield None
 

@@ -62,6 +62,7 @@ def test_others_are_returned_as_they_are(tensor: torch.Tensor) -> None:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert own["2.num_batches_tracked"].dtype == torch.int64
     state = optimizer.state_dict()["state"]
     return own | {f"{number}.{name}": value for number, one in state.items() for name, value in one.items()}
 
