@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dsq_ckpt.api.asking import as_it_is, ask_for_saved, given_back
+from dsq_ckpt.api.asking import Found, as_it_is, ask_for_saved, given_back
 from dsq_ckpt.api.buffers import refused_sizes
 from dsq_ckpt.api.checks import check_owner, check_search, check_step, made_by_step, unwrapped
 from dsq_ckpt.api.loading import load_with
@@ -34,11 +34,11 @@ from dsq_ckpt.core.arguments import expect, expect_extra, expect_folds, expect_o
 from dsq_ckpt.core.interrupts import held_signals
 from dsq_ckpt.dcp.reader import Refinement
 from dsq_ckpt.dcp.writer import DSQStorageWriter
-from dsq_ckpt.distributed.comm import communicator
+from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine import warmup
 from dsq_ckpt.engine.history import SaveHistory
 from dsq_ckpt.engine.result import OnSave, SaveResult
-from dsq_ckpt.errors import ConfigError
+from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.gradients.sensitivity import GradientAverage, names_of
 from dsq_ckpt.quantization.groups import is_lossy
 from dsq_ckpt.quantization.layout import Fractions
@@ -256,30 +256,34 @@ class Compressor:
             CheckpointNotFound: nothing is at `path`, or it is None, as of `latest` where there is no checkpoint.
             DSQError: what else failed, on every rank.
         """
+        comm = communicator(self._group)
         with given_back(self.optimizer):
             with made_by_step(self.optimizer):
-                state, comm = self._state(extra), communicator(self._group)
+                state = run_on_all_ranks(comm, lambda: self._state(extra), LoadFailed)
             found = ask_for_saved(path, state, names_of(self.model), self._frozen, comm)
             load_with(
                 state, path, plain=found.plain, modules={("model",): self.model}, refinement=refinement,
                 allow_cast=allow_cast, process_group=self._group, history=self._history,
             )
-            with refused_sizes(path):
-                set_model_state_dict(self.model, state["model"], options=self._options)
-            if self.optimizer is not None:
-                optimizer = state["optimizer"]
-                if found.groups is not None:
-                    optimizer["param_groups"] = found.groups.restored(optimizer["param_groups"])
-                options = StateDictOptions(strict=False)  # of some parameters nothing was saved
-                set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
-                if found.groups is not None:
-                    fill_groups(self.optimizer, optimizer["param_groups"])
-        if self._manager is not None:
-            manifest = Manifest.read(found.directory)
-            self._manager.resume(manifest, refined=refinement is not False)
+            run_on_all_ranks(comm, lambda: self._take(state, found, refinement is not False), LoadFailed)
         if self._average is not None:
             self._average.reset()
         return {key: value for key, value in state.items() if key not in ("model", "optimizer")}
+
+    def _take(self, state: dict[str, Any], found: Found, refined: bool) -> None:
+        """Give loaded state to model, optimizer and search; hooks of the model may fail on this rank alone."""
+        with refused_sizes(found.directory):
+            set_model_state_dict(self.model, state["model"], options=self._options)
+        if self.optimizer is not None:
+            optimizer = state["optimizer"]
+            if found.groups is not None:
+                optimizer["param_groups"] = found.groups.restored(optimizer["param_groups"])
+            options = StateDictOptions(strict=False)  # of some parameters nothing was saved
+            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
+            if found.groups is not None:
+                fill_groups(self.optimizer, optimizer["param_groups"])
+        if self._manager is not None:
+            self._manager.resume(Manifest.read(found.directory), refined=refined)
 
     def _chosen(self, model: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of the model's state dict that are saved; torch's own option keeps tied frozen ones."""

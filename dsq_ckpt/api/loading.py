@@ -83,8 +83,12 @@ def load(
             process_group=process_group, no_dist=no_dist, history=history,
         )
         own.update(found)
-        with refused_sizes(path):
-            state_dict.load_state_dict(own)
+
+        def take() -> None:
+            with refused_sizes(path):
+                state_dict.load_state_dict(own)
+
+        run_on_all_ranks(comm, take, LoadFailed)
         tell_of_more(own, path, comm)
         return
     state_of(state_dict, "load(state_dict, path)")
@@ -146,6 +150,20 @@ def load_with(
     def complete() -> list[Path]:
         return [] if whole is None else whole.complete(lacking, comm.rank)
 
+    def give() -> None:
+        """Put what was loaded into its places; hooks and objects of the user may fail on this rank alone."""
+        ending.close()
+        if whole is not None:
+            whole.put_back()
+        completed = [told[key] for key, own in state_dict.items() if isinstance(own, Optimizer)]
+        number_parameters(told, {*map(id, completed), *(id(target) for target, _ in to_fill)})
+        for key, value in told.items() if told is not state_dict else ():
+            if isinstance(own := state_dict[key], Stateful):
+                with refused_sizes(path):
+                    own.load_state_dict(value)
+            else:
+                state_dict[key] = value
+
     with ExitStack() as stack:
         lacking = gather_from_all_ranks(comm, prepare, LoadFailed)
         try:
@@ -153,18 +171,14 @@ def load_with(
                 empty.extend(run_on_all_ranks(comm, complete, LoadFailed))
             for target, placeholders in to_fill:
                 target.update(placeholders)
-            with (
-                plain_errors(LoadFailed, comm.rank), without_warning(no_dist), without_traceback(),
-                loading(told) as inner, _sortable(inner) as sortable,
-            ):
-                dcp.load(
-                    sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told),
-                    process_group=process_group, no_dist=no_dist,
-                )
-            if whole is not None:
-                whole.put_back()
-            completed = [told[key] for key, own in state_dict.items() if isinstance(own, Optimizer)]
-            number_parameters(told, {*map(id, completed), *(id(target) for target, _ in to_fill)})
+            with ExitStack() as ending:
+                sortable = ending.enter_context(_sortable(ending.enter_context(loading(told))))
+                with plain_errors(LoadFailed, comm.rank), without_warning(no_dist), without_traceback():
+                    dcp.load(
+                        sortable, storage_reader=reader, planner=NestedLoadPlanner(empty, told),
+                        process_group=process_group, no_dist=no_dist,
+                    )
+                run_on_all_ranks(comm, give, LoadFailed)
         except BaseException as error:
             for target, _ in to_fill:
                 target.clear()
@@ -173,12 +187,6 @@ def load_with(
             if isinstance(error, DSQError) and str(reader.path) not in str(error):  # of DCP's own, which knows no path
                 raise type(error)(f"'{reader.path}': {error}") from error
             raise
-        for key, value in told.items() if told is not state_dict else ():
-            if isinstance(own := state_dict[key], Stateful):
-                with refused_sizes(path):
-                    own.load_state_dict(value)
-            else:
-                state_dict[key] = value
 
 
 @contextmanager

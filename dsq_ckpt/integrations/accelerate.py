@@ -150,7 +150,9 @@ class DSQAccelerator(Accelerator):
         TrainingState(self._models, self._plain_optimizers()).restore(directory)
         load = super().load_state
         with self._without_models():
-            run_on_all_ranks(communicator(None), lambda: load(directory, load_kwargs, **load_model_func_kwargs))
+            run_on_all_ranks(
+                communicator(None), lambda: load(directory, load_kwargs, **load_model_func_kwargs), LoadFailed
+            )
 
     @contextmanager
     def _without_models(self) -> Iterator[None]:

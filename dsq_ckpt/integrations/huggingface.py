@@ -26,6 +26,7 @@ from dsq_ckpt.api.saving import ConfigLike, as_config
 from dsq_ckpt.config.schema import DSQConfig
 from dsq_ckpt.core.arguments import expect, expect_on_save
 from dsq_ckpt.core.notices import warn, warn_safely
+from dsq_ckpt.distributed.comm import communicator, run_on_all_ranks
 from dsq_ckpt.engine.result import OnSave
 from dsq_ckpt.errors import ConfigError, LoadFailed, described
 from dsq_ckpt.integrations.attaching import attached
@@ -209,9 +210,13 @@ class DSQTrainer(Trainer):
             return
         TrainingState([self.model], [self._plain_optimizer()]).restore(checkpoint)
         scheduler = Path(checkpoint, SCHEDULER_NAME)
-        if not scheduler.is_file():
-            raise LoadFailed(f"'{scheduler}' is missing, so the learning rate would start anew; load another one")
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+        def load_scheduler() -> None:
+            if not scheduler.is_file():
+                raise LoadFailed(f"'{scheduler}' is missing, so the learning rate would start anew; load another one")
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+        run_on_all_ranks(communicator(None), load_scheduler, LoadFailed)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and holds_checkpoint(checkpoint):

@@ -23,7 +23,7 @@ from torchtitan.tools.utils import GarbageCollection
 from dsq_ckpt.api.loading import load
 from dsq_ckpt.api.saving import as_config, async_save, save
 from dsq_ckpt.core.urls import is_remote
-from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks
+from dsq_ckpt.distributed.comm import communicator, gather_from_all_ranks, run_on_all_ranks
 from dsq_ckpt.errors import ConfigError, LoadFailed
 from dsq_ckpt.integrations.staged import is_compressed
 from dsq_ckpt.storage import removal
@@ -138,7 +138,7 @@ class DSQCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load(state_dict, checkpoint_id)
-        self.states[MODEL].load_state_dict(state_dict)
+        run_on_all_ranks(comm, lambda: self.states[MODEL].load_state_dict(state_dict), LoadFailed)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         self._step = curr_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def unchanged_on_failure(train_state: TrainState) -> Iterator[None]:
                 else:
                     group[key] = value
         for name, one in train_state.states.items():
-            one.load_state_dict(states[name])
+            with suppress(Exception):  # perhaps it is what failed before, and that is told
+                one.load_state_dict(states[name])
         raise
 
 

@@ -46,7 +46,7 @@ def test_a_background_process_dies(tmp_path):
 
 
 def test_faults(tmp_path):
-    assert checks(torchrun("faults", 3, tmp_path)) == 8
+    assert checks(torchrun("faults", 3, tmp_path)) == 9
 
 
 def test_damaged_ancestors(tmp_path):

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 import dsq_ckpt
 from dsq_ckpt.config.schema import StorageConfig
 from dsq_ckpt.distributed.comm import SingleProcess
+from dsq_ckpt.errors import LoadFailed
 from dsq_ckpt.lowdiff import recovery, replay, server
 from dsq_ckpt.lowdiff.train_state import TrainState
 from tests.lowdiff.loops import (
@@ -196,3 +197,27 @@ def test_whatever_ends_the_thread_of_a_snapshot_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(server.snapshots, "save", ends)
     with pytest.raises(dsq_ckpt.SaveFailed, match="SystemExit: the end"):
         Loop(ADAM).log(tmp_path)
+
+
+def test_a_state_that_does_not_take_its_own_back(tmp_path):
+    """The failure is told as one of the load, and the rest is as it was."""
+
+    class Picky:
+        fails = False
+
+        def state_dict(self):
+            return {"count": 3}
+
+        def load_state_dict(self, state):
+            if self.fails:
+                raise RuntimeError("takes nothing")
+
+    model, picky = nn.Linear(16, 4), Picky()
+    optimizer = Adam(model.parameters())
+    dsq_ckpt.lowdiff.GradientLog(tmp_path, model, optimizer, state={"picky": picky}).close()
+    with torch.no_grad():
+        model.weight.zero_()
+    picky.fails = True
+    with pytest.raises(LoadFailed, match="RuntimeError: takes nothing"):
+        dsq_ckpt.lowdiff.recover(tmp_path, model, optimizer, state={"picky": picky})
+    assert not model.weight.any()

@@ -225,6 +225,66 @@ def loading(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     done("loads that fail on one rank")
 
 
+class Hooked(torch.nn.Module):
+    """Its hooks of saves and loads fail, while they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fails = torch.nn.Linear(64, 64), ""
+
+    def get_extra_state(self) -> dict[str, int]:
+        if self.fails == "get":
+            raise RuntimeError("a hook that tells")
+        return {"steps": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if self.fails == "set":
+            raise RuntimeError("a hook that takes")
+
+
+class Counter:
+    """A plain object with a state dict, which it does not take back."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails:
+            raise ValueError("an object that takes nothing")
+
+
+def giving(root: Path, earlier: Earlier, rank: int, size: int) -> None:
+    """The user's code, which is given its state back, fails on one rank."""
+    module = Hooked()
+    compressor = dsq_ckpt.Compressor(module, torch.optim.AdamW(module.parameters()), "exact")
+    compressor.save(root / "giving-compressor" / "a")
+    dsq_ckpt.save(module, root / "giving-module" / "a")
+    dsq_ckpt.save({"module": module, "count": Counter(False), "more": {"a": 1}}, root / "giving-state" / "a")
+    for culprit in range(size):
+        text = f"rank {culprit} failed: RuntimeError: a hook that takes"
+        module.fails = "set" if rank == culprit else ""
+        fails_everywhere(lambda: dsq_ckpt.load(module, root / "giving-module" / "a"), text)
+        more: dict[str, Any] = {}
+        fails_everywhere(lambda: dsq_ckpt.load({"module": module, "more": more}, root / "giving-state" / "a"), text)  # noqa: B023
+        assert not more, "empty again"
+        fails_everywhere(lambda: compressor.load(root / "giving-compressor" / "a"), text)
+        module.fails = "get" if rank == culprit else ""
+        text = f"rank {culprit} failed: RuntimeError: a hook that tells"
+        fails_everywhere(lambda: dsq_ckpt.load(module, root / "giving-module" / "a"), text)
+        fails_everywhere(lambda: compressor.load(root / "giving-compressor" / "a"), text)
+        fails_everywhere(
+            lambda: dsq_ckpt.load({"count": Counter(rank == culprit)}, root / "giving-state" / "a"),  # noqa: B023
+            f"rank {culprit} failed: ValueError: an object that takes nothing",
+        )
+    module.fails = ""
+    compressor.load(root / "giving-compressor" / "a")
+    earlier.check()
+    done("state that is not taken")
+
+
 def afterwards(root: Path, earlier: Earlier, rank: int, size: int) -> None:
     """After all that, the run goes on, and its newest checkpoint is a whole one."""
     earlier.read(earlier.paths[1])
@@ -241,5 +301,5 @@ if __name__ == "__main__":
     base = Path(sys.argv[1])
     with world() as (me, ranks):
         survivors = Earlier(base, me, ranks)
-        for part in (planners, writing, linking, committing, parents, staging, loading, afterwards):
+        for part in (planners, writing, linking, committing, parents, staging, loading, giving, afterwards):
             part(base, survivors, me, ranks)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from dsq_ckpt.engine.history import forget
-from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError
+from dsq_ckpt.errors import CheckpointExists, CheckpointNotFound, ConfigError, DSQError, LoadFailed
 from dsq_ckpt.integrations import accelerate as integration
 from tests.integrations.huggingface.workers.background import background_trainer, before_publishing, full_disk
 from tests.integrations.huggingface.workers.common import everything, names, run, same, sound, trainer, until
@@ -98,6 +100,12 @@ def rank_fails(output: Path) -> None:
     with pytest.raises(DSQError, match="this rank cannot"):
         made.train()
     assert names(output) == ["checkpoint-2"]
+    takes = LambdaLR.load_state_dict
+    with (
+        mock.patch.object(LambdaLR, "load_state_dict", failing if rank() == 1 else takes),
+        pytest.raises(LoadFailed, match="this rank cannot"),
+    ):
+        trainer(output, 4).train(resume_from_checkpoint=True)
 
 
 def as_fsdp(accelerator: Accelerator) -> None:

@@ -203,6 +203,10 @@ def the_last_and_the_first(out: Path) -> None:
     assert steps(out / "seed") == [0] and Job(out / "seed").manager.load()
 
 
+def _refuses(*_: Any) -> None:
+    raise RuntimeError("takes nothing")
+
+
 def errors(out: Path) -> None:
     with pytest.raises(ConfigError, match="async_with_pinned_mem"):
         DSQCheckpointManager.Config(async_mode="async_with_pinned_mem")  # type: ignore[arg-type]
@@ -211,6 +215,11 @@ def errors(out: Path) -> None:
     elsewhere = Job(out / ("async" if RANK == 0 else "nowhere"))
     with pytest.raises(LoadFailed, match="all hosts share"):
         elsewhere.manager.load()
+    job = Job(out / "earlier")
+    if RANK == 1:
+        job.model.register_load_state_dict_pre_hook(_refuses)
+    with pytest.raises(LoadFailed, match=r"rank 1.*takes nothing"):
+        job.manager.load(step=4)
     foreign = out / "foreign" / "checkpoints" / "step-2"
     foreign.mkdir(parents=True, exist_ok=True)
     (foreign / "notes.txt").write_text("mine")
