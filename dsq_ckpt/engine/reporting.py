@@ -104,13 +104,14 @@ def _check_nonfinite(found: Collection[str], undefined: Collection[str], config:
 
 
 def _out_of_range(found: Collection[str]) -> str | None:
-    """Make a warning naming tensors that are finite, and beyond what can be quantized."""
+    """Make a warning naming tensors that are finite, and beyond what can be quantized with others."""
     if not found:
         return None
     return (
         f"{len(found)} tensor(s) hold finite values beyond the range of normal float32 numbers, in which they are "
         "quantized (first moments in units of Adam's update, where second moments are nearly zero, negative or not "
-        f"finite): {_first(sorted(found))}; stored exactly in this checkpoint"
+        "finite), or whose size is not within a factor of 2^100 (1e30) of that of others (of momentum, of 1): "
+        f"{_first(sorted(found))}; stored exactly in this checkpoint"
     )
 
 

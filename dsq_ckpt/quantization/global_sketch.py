@@ -135,6 +135,8 @@ def build_global_sketch(
     scales = choose_scales(
         {name: octaves[place] for name, place in index.items()}, layout, books, parent.exponents, outlier_octaves
     )
+    bad |= scales.beyond
+    left = {layout.tensors[fqn] for fqn in scales.beyond}  # by tensors that the first pass sketched with them
     books = {group: book for group, book in books.items() if group not in scales.refit}
     windows = {group: books[group].window if group in books else FULL for group in layout.groups}
     importance = {group: Importance(by_importance[group], _fractions(layout, group)) for group in weighed}
@@ -143,7 +145,7 @@ def build_global_sketch(
         for c in chunks if c.key.fqn not in bad
     ]
     again = {group: np.zeros(_shape(group, books, windows, importance), np.int64) for group in layout.groups
-             if group in scales.refit or group in scales.rescaled or group in weighed}
+             if group in scales.refit or group in scales.rescaled or group in weighed or group in left}
 
     def second_pass() -> None:
         whole = {group for group in again if (group in books or group in by_octave) and group not in weighed}

@@ -33,6 +33,7 @@ _LOST = 2.0**-8  # of a tensor's energy, which a base layer with fine steps lose
 _COARSEST = 32.0  # twice the largest step that may be set, in units: if the parent's is larger, its unit was
 _DRIFT = 0.75  # octaves by which a scale may be off before it is corrected
 _OWN_DRIFT = 0.25  # of a tensor measured by its own size: a bound on its error depends on it
+_MOST = 100.0  # of an exponent, by the format
 
 
 class Gauge(NamedTuple):
@@ -51,12 +52,14 @@ class Scales:
         refit: groups to be fitted on full sketches, without their parent.
         rescaled: groups whose exponents changed, so that their joint sketch must be computed again.
         units: unit of a lattice's step by group; the group's root mean square for groups that are absent.
+        beyond: tensors whose scale no exponent can tell, which cannot be quantized with their group.
     """
 
     exponents: dict[str, float] = field(default_factory=dict)
     refit: frozenset[str] = frozenset()
     rescaled: frozenset[str] = frozenset()
     units: dict[str, float] = field(default_factory=dict)
+    beyond: frozenset[str] = frozenset()
 
 
 def choose_scales(
@@ -88,24 +91,25 @@ def choose_scales(
     for fqn, energy in _energies(sized, list(sized)).items():
         if energy:
             usual = _UPDATE if tensors[fqn] in updates else 0.0
-            wanted[fqn] = float(np.clip(round(2 * float(np.log2(energy)) - 4 * usual) / 4, -100, 100))
+            wanted[fqn] = round(2 * float(np.log2(energy)) - 4 * usual) / 4
     refit = {group for group in groups if group not in books}
-    rescaled = set()
+    rescaled, beyond = set(), set[str]()
     members = {group: [fqn for fqn in tensors if tensors[fqn] == group] for group in groups}
     for group in groups:
         names = members[group]
         if group in scaled or group in relative:
-            drift = [abs(wanted[fqn] - before.get(fqn, 0.0)) for fqn in names if fqn in wanted]
             most = _OWN_DRIFT if group in relative else _DRIFT
-            rescaled |= {group} if max(drift, default=0.0) >= most else set()
+            moved = {fqn for fqn in names if fqn in wanted and abs(wanted[fqn] - before.get(fqn, 0.0)) >= most}
+            beyond |= {fqn for fqn in moved if abs(wanted[fqn]) > _MOST}
+            rescaled |= {group} if moved - beyond else set()
             continue
         distances = _distances(octaves, names)
         if not outlier_octaves or groups[group].codebook.coordinates != "values":  # others have units of their own
             distances = {}
-        outliers = {fqn: d for fqn, d in distances.items() if abs(d) >= outlier_octaves}
-        wanted |= {fqn: float(np.clip(round(d), -100, 100)) for fqn, d in outliers.items()}
-        if any(abs(d - before.get(fqn, 0.0)) >= outlier_octaves for fqn, d in distances.items()):
-            refit.add(group)
+        wanted |= {fqn: float(round(d)) for fqn, d in distances.items() if abs(d) >= outlier_octaves}
+        moved = {fqn for fqn, d in distances.items() if abs(d - before.get(fqn, 0.0)) >= outlier_octaves}
+        beyond |= {fqn for fqn in moved if abs(wanted.get(fqn, 0.0)) > _MOST}
+        refit |= {group} if moved - beyond else set()
     rescaled -= refit
     exponents = {
         fqn: wanted.get(fqn, 0.0) if group in refit or group in rescaled else before.get(fqn, 0.0)
@@ -115,11 +119,17 @@ def choose_scales(
         group for group in groups
         if group not in refit
         and _is_unresolved(
-            octaves, members[group], exponents, books[group], group in scaled and books[group].step > _COARSEST * unit
+            octaves, [fqn for fqn in members[group] if fqn not in beyond], exponents, books[group],
+            group in scaled and books[group].step > _COARSEST * unit,
         )
     }
     exponents |= {fqn: wanted.get(fqn, 0.0) for fqn, group in tensors.items() if group in fallen}
-    return Scales(exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit))
+    beyond |= {fqn for fqn, exponent in exponents.items() if abs(exponent) > _MOST}
+    exponents |= dict.fromkeys(beyond, 0.0)
+    return Scales(
+        exponents, frozenset(refit | fallen), frozenset(rescaled - fallen), dict.fromkeys(scaled, unit),
+        frozenset(beyond),
+    )
 
 
 def gauges_of(layout: Layout) -> dict[str, Gauge]:
@@ -177,7 +187,7 @@ def _by_gradient(
             wish = min(wish, own + _WIDEST)
         else:
             wish = own + _UNKNOWN
-        exponents[fqn] = float(np.clip(round(4 * wish) / 4, -100, 100))
+        exponents[fqn] = round(4 * wish) / 4
     return set(strength), unit, exponents
 
 
