@@ -129,15 +129,15 @@ def save_with(
         dcp.save(
             state_dict, storage_writer=writer, planner=NestedSavePlanner(), process_group=process_group, no_dist=no_dist
         )
-    result = run_on_all_ranks(comm, lambda: _committed(path))
+    result = run_on_all_ranks(comm, lambda: _committed(path, writer.save_id))
     writer.history.add_committed(path, result.save_id)
     return result
 
 
-def _committed(path: pathlib.Path) -> SaveResult:
+def _committed(path: pathlib.Path, save_id: str | None) -> SaveResult:
     """Return the result of the committed save; a rank that had nothing to write may not share the directory."""
     try:
-        return SaveResult.of(path, Manifest.read(path))
+        result = SaveResult.of(path, Manifest.read(path))
     except CheckpointNotFound as error:
         raise SaveFailed(
             f"the checkpoint was committed, but host {platform.node()} does not see it: '{path}' is not shared by all "
@@ -145,6 +145,12 @@ def _committed(path: pathlib.Path) -> SaveResult:
         ) from error
     except DSQError as error:
         raise SaveFailed(f"the checkpoint was committed, but cannot be read back: {error}") from error
+    if save_id is not None and result.save_id != save_id:
+        raise SaveFailed(
+            f"the checkpoint was committed, but another save, {result.save_id}, has replaced it since: '{path}' was "
+            "given to both; give each save a path of its own"
+        )
+    return result
 
 
 def async_save(
@@ -240,7 +246,7 @@ def save_async_with(
             ) from error
         if error is not None:
             raise error
-        result = _committed(path)
+        result = _committed(path, writer.save_id)
         if processes and comm.rank == 0:  # what the background process told is not heard here
             announce(path, lambda: result, on_save)
         return result

@@ -33,6 +33,13 @@ class ReadyWhenStaged:
     """An `AsyncStager`, which runs on the training thread of an asynchronous save; training may go on after `stage`."""
 
     _synchronize_after_execute = False
+    _staged: StagedCodes | StagedCopy | None
+    _used: str | None
+
+    @property
+    def save_id(self) -> str | None:
+        """Id of the save that was begun last, as far as this process knows it."""
+        return self._used if self._staged is None else self._staged.save_id
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -90,6 +97,11 @@ class StagedCodes:
     staged: frozenset[ChunkKey | str]
     alone: bool
     related: bool | None
+
+    @property
+    def save_id(self) -> str:
+        """Id of the save."""
+        return self.context.save_id
 
 
 @dataclass(frozen=True)

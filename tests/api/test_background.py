@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import dsq_ckpt
-from dsq_ckpt.api import background
+from dsq_ckpt.api import background, saving
+from dsq_ckpt.errors import SaveFailed
 
 
 def test_another_thread_begins_a_save_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +49,26 @@ def test_what_fails_after_a_failure_ends_the_save_too(tmp_path: Path, monkeypatc
     assert "no such thing" in str(future.exception(60))
     monkeypatch.undo()
     dsq_ckpt.save({"w": torch.ones(3)}, tmp_path / "2")
+
+
+@pytest.mark.parametrize("kind", ["save", "async_save"])
+def test_what_replaces_a_save_before_it_returns_is_not_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As a save of another thread to the same path."""
+    state = {"w": torch.randn(80, 80)}
+    other = dsq_ckpt.save(state, tmp_path / "other")
+    committed = saving._committed
+
+    def replaced(path: Path, save_id: str | None) -> dsq_ckpt.SaveResult:
+        shutil.rmtree(path)
+        shutil.copytree(tmp_path / "other", path)
+        return committed(path, save_id)
+
+    with monkeypatch.context() as patched, pytest.raises(SaveFailed, match=f"another save, {other.save_id}, has repl"):
+        patched.setattr(saving, "_committed", replaced)
+        if kind == "save":
+            dsq_ckpt.save(state, tmp_path / "a")
+        else:
+            dsq_ckpt.async_save(state, tmp_path / "a").result()
+    assert dsq_ckpt.save(state, tmp_path / "b").path == tmp_path / "b"
